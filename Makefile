@@ -7,12 +7,14 @@ READY := $(VENV)/.ready
 # Modules are compiled once, not in each process anew, even where the machine's environment asks for the latter.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all lint format docs bench clean
+.PHONY: help train test test-all test-versions update lint format docs bench clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
 	@echo "make test    create the environment and run the tests but the slow ones"
 	@echo "make test-all all tests, as continuous integration does"
+	@echo "make test-versions  the quick tests with each Python and torch that is promised; ROWS='NAME ...' chooses some"
+	@echo "make update  propose newer versions of all dependencies in constraints.txt"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    the documentation as a site, in docs/_build"
@@ -21,11 +23,12 @@ help:
 	@echo
 	@echo "make PYTHON=python3.12 ... takes another Python than python3; 3.11 is the oldest that will do"
 
-# Installed anew when the requirements change. The exact versions stand in constraints.txt.
+# Installed anew when the requirements change. The exact versions stand in constraints.txt, which takes the place of a
+# machine's own constraints.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
 	@touch $@
 
 train: $(READY)
@@ -37,6 +40,16 @@ test: $(READY)
 # A third process computes while tests of the other two wait for processes of their own.
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+# Environments lie side by side in .versions/, and are kept.
+test-versions: $(READY)
+	$(BIN)/python -m benchmarks.versions $(ROWS)
+
+# Writes the newest versions that the ranges allow; run the tests before you keep them.
+update: $(READY)
+	$(BIN)/uv pip compile pyproject.toml --all-extras --python-version 3.11 --upgrade --no-annotate --quiet \
+		--custom-compile-command "make update" --output-file constraints.txt
+	git --no-pager diff --unified=0 constraints.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -56,4 +69,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead/main.py
 
 clean:
-	rm -rf $(VENV) outputs multirun docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions outputs multirun docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

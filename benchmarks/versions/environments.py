@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from uv import find_uv_bin
+
 from benchmarks.versions.rows import Row
 
 __all__ = ["NotAvailable", "build", "python_of"]
@@ -74,11 +76,9 @@ def _uv(arguments: Sequence[str]) -> None:
         NotAvailable: If it fails.
     """
     variables = {**os.environ, "UV_HTTP_TIMEOUT": "120", "UV_NO_CONFIG": "1"}
-    command = ["uv", "--quiet", *arguments]
+    command = [find_uv_bin(), "--quiet", *arguments]
     try:
         ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except FileNotFoundError:
-        raise NotAvailable("uv is not installed; make test-versions installs it") from None
     except subprocess.TimeoutExpired:
         raise NotAvailable(f"uv did not finish in {SECONDS / 60:.0f} minutes") from None
     if ended.returncode:

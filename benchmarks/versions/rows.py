@@ -9,7 +9,7 @@ __all__ = ["FEATURES", "ROWS", "Row", "rows_named"]
 # constraints file need newer ones.
 OLDEST = {
     "lightning": "2.6.0",
-    "torchmetrics": "1.7.0",
+    "torchmetrics": "1.5.0",
     "hydra-core": "1.3.2",
     "omegaconf": "2.3.0",
     "numpy": "1.26.0",

@@ -15,7 +15,7 @@ TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.11", "3.13"),
     "torch": ("2.11.0", "2.15.0"),
     "lightning": ("2.6.0", "2.6.6"),
-    "torchmetrics": ("1.7.0", "1.9.0"),
+    "torchmetrics": ("1.5.0", "1.9.0"),
     "hydra-core": ("1.3.2", "1.3.8"),
     "omegaconf": ("2.3.0", "2.3.1"),
     "numpy": ("1.26.0", "2.4.6"),

@@ -15,7 +15,9 @@ def wait_briefly() -> None:
 
     A timeout of the strategy would hold from the start of the processes on, which takes longer on a busy machine.
     """
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    # torch 2.13 and older have a private name alone.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=1))
 
 
 def blame_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,24 @@
-"""Private names of torch's automatic differentiation.
+"""Private names of torch's automatic differentiation, each with what is done without it.
 
 `tests/interop/torch/test_autograd.py` notices when one of them changes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
+
+from equipoise.interop.adapters import find
+
+__all__ = ["is_changed", "next_node_number", "number_of_node", "run_backward", "running_node"]
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
 # small layer. No public function leaves that out.
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import has_torch_function_unary
-
-__all__ = ["is_changed", "next_node_number", "number_of_node", "run_backward", "running_node"]
+_engine_run_backward: Callable[..., Any] | None = find("torch.autograd.graph._engine_run_backward")
+_has_versions = find("torch.Tensor._version") is not None
+_get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
+_current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
 
 
 def run_backward(loss: Tensor, gradient: Tensor) -> None:
@@ -27,7 +32,7 @@ def run_backward(loss: Tensor, gradient: Tensor) -> None:
         RuntimeError: Torch's own, if the loss has no graph or the backward fails.
     """
     # Subclasses of tensors have a backward of their own, and so have modes such as `torch.set_default_device`.
-    if has_torch_function_unary(loss):
+    if _engine_run_backward is None or has_torch_function((loss,)):
         loss.backward(gradient)  # type: ignore[no-untyped-call]
         return
     # The graph is freed, no other graph is made, and all leaves are inputs, as `backward` has it by default.
@@ -35,8 +40,8 @@ def run_backward(loss: Tensor, gradient: Tensor) -> None:
 
 
 def is_changed(tensor: Tensor) -> bool:
-    """Return True if an operation in place has changed a tensor since it was created. No public name tells that."""
-    return tensor._version != 0
+    """Return True if an operation in place may have changed a tensor since it was created. No public name shows that."""
+    return not _has_versions or tensor._version != 0
 
 
 # Which part of a forward has made a node of the graph shows in its number alone: nodes are numbered in each thread, in
@@ -44,7 +49,7 @@ def is_changed(tensor: Tensor) -> bool:
 
 
 def next_node_number() -> int:
-    """Return the number of the next node that this thread adds to a graph.
+    """Return the number of the next node that this thread adds to a graph; always 0 if torch does not show it.
 
     Example:
         >>> first = next_node_number()
@@ -52,7 +57,7 @@ def next_node_number() -> int:
         >>> number_of_node(product.grad_fn) == first, next_node_number() == first + 1
         (True, True)
     """
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return 0 if _get_sequence_nr is None else int(_get_sequence_nr())
 
 
 def number_of_node(node: Any) -> int:
@@ -61,5 +66,7 @@ def number_of_node(node: Any) -> int:
 
 
 def running_node() -> Any:
-    """Return the node whose backward runs in this thread; None if there is none."""
-    return torch._C._current_autograd_node()
+    """Return the node whose backward runs in this thread; None if there is none, or torch does not show its number."""
+    if _current_autograd_node is None or _get_sequence_nr is None:
+        return None
+    return _current_autograd_node()

@@ -319,29 +319,16 @@ def _optimizers_as_objects() -> Iterator[None]:
     optimiser (`capturable=True`), and its parameters would be constants of the graph that have no gradients. No setting
     turns that off.
     """
-    from torch._dynamo.variables import builder
+    from torch._dynamo.variables import UserDefinedObjectVariable, builder
 
     # The name is imported there, and not exported.
     names: Any = builder
     special = names.OptimizerVariable
-    names.OptimizerVariable = _plain_optimizer_variable()
+    names.OptimizerVariable = UserDefinedObjectVariable
     try:
         yield
     finally:
         names.OptimizerVariable = special
-
-
-@cache
-def _plain_optimizer_variable() -> Any:
-    """Return the compiler's class for optimisers without what it does to them."""
-    from torch._dynamo.variables.optimizer import OptimizerVariable
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
-    class PlainOptimizerVariable(OptimizerVariable):
-        def var_getattr(self, tx: Any, name: str) -> Any:
-            return UserDefinedObjectVariable.var_getattr(self, tx, name)
-
-    return PlainOptimizerVariable
 
 
 class _Modes:

@@ -1,15 +1,19 @@
-"""Private names of the modules and parameters of torch.
+"""Structure, hooks and versions of the modules and parameters of torch.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Where torch keeps the parameters and hooks of a module is found by registering some in a module and looking for them.
+What remains are private names of tensors, each with the reason why nothing public does.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, gt, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import find
 
 __all__ = [
     "STRUCTURE",
@@ -18,7 +22,6 @@ __all__ = [
     "children_of",
     "has_global_hooks",
     "has_gradient_hooks",
-    "has_hooks",
     "has_module_hooks",
     "hook_registries_of",
     "hooks_of",
@@ -29,35 +32,86 @@ __all__ = [
     "versions",
 ]
 
-# The entries of a module's `__dict__` that hold its parameters, buffers and children. A shallow copy needs separate
-# dictionaries, and `register_module` and its siblings make checks that are not needed here.
-STRUCTURE = ("_parameters", "_buffers", "_modules")
-_VERSION = attrgetter("_version")
-_USE_COUNT = methodcaller("_use_count")
+
+def _entry_that_holds(item: Any, attributes: dict[str, Any]) -> str:
+    """Return the name of the dictionary among attributes that holds an object; empty if none does."""
+    for name, value in attributes.items():
+        if isinstance(value, dict) and any(held is item for held in value.values()):
+            return name
+    return ""
+
+
+def _structure_names() -> tuple[str, str, str]:
+    """Return the entries of a module's `__dict__` that hold its parameters, buffers and children."""
+    module = nn.Module()
+    parameter = nn.Parameter(torch.empty(0, device="cpu"))
+    buffer = torch.empty(0, device="cpu")
+    child = nn.Module()
+    module.register_parameter("parameter", parameter)
+    module.register_buffer("buffer", buffer)
+    module.add_module("child", child)
+    attributes = vars(module)
+    return (
+        _entry_that_holds(parameter, attributes),
+        _entry_that_holds(buffer, attributes),
+        _entry_that_holds(child, attributes),
+    )
+
+
+def _hook_registries() -> tuple[str, ...]:
+    """Return the entries of a module's `__dict__` that change when hooks of all kinds are registered."""
+    module = nn.Module()
+    before = {name: len(value) for name, value in vars(module).items() if isinstance(value, dict)}
+
+    def hook(*_: Any) -> None:
+        return None
+
+    module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_full_backward_hook(hook)
+    module.register_full_backward_pre_hook(hook)
+    return tuple(name for name, count in before.items() if len(vars(module)[name]) != count)
+
+
+# A shallow copy needs separate dictionaries, and `register_module` and its siblings make checks that are not needed here.
+STRUCTURE = _structure_names()
+_PARAMETERS, _BUFFERS, _CHILDREN = STRUCTURE
 # Nothing public lists or restores the hooks of a module.
-_HOOK_REGISTRIES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOK_REGISTRIES = _hook_registries()
+# Nothing public lists the hooks that run with each module.
+_has_any_global_hook: Callable[[], bool] | None = find("torch.nn.modules.module._has_any_global_hook")
+# The version of a tensor, which grows with changes in place.
+_has_versions = find("torch.Tensor._version") is not None
+_VERSION = attrgetter("_version")
+# Numbers of references to a tensor of C++ and to its memory.
+_USE_COUNT = methodcaller("_use_count")
+_storage_use_count: Any = find("torch._C._storage_Use_Count")
+# Hooks on the gradient of a tensor, before and after it is added to the others.
+_shows_hooks = None not in (find("torch.Tensor._backward_hooks"), find("torch.Tensor._post_accumulate_grad_hooks"))
 
 
 def has_global_hooks() -> bool:
-    """Return True if a hook runs with each module; nothing public lists such hooks."""
-    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+    """Return True if a hook runs with each module, or torch does not show it."""
+    return _has_any_global_hook is None or bool(_has_any_global_hook())
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return True if a hook runs when the gradient of a parameter is computed; nothing public lists such hooks."""
+    """Return True if a hook runs when the gradient of a parameter is computed, and torch shows it.
+
+    Nothing public lists such hooks.
+    """
+    if not _shows_hooks:
+        return False
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def shell_of(module: nn.Module) -> nn.Module:
     """Return a copy of a module without parameters, buffers and children; other attributes are shared."""
+    if not all(STRUCTURE):
+        raise ConfigurationError(
+            f"Copies of a module for other devices are not possible with torch {torch.__version__}, which keeps"
+            " parameters, buffers and children of a module in another way than the versions that were tested."
+        )
     shell: nn.Module = object.__new__(type(module))
     attributes = vars(shell)
     attributes.update(vars(module))
@@ -68,21 +122,29 @@ def shell_of(module: nn.Module) -> nn.Module:
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary of a module's direct parameters; the caller may write to it."""
-    return module._parameters
+    registered: dict[str, nn.Parameter | None] = vars(module)[_PARAMETERS]
+    return registered
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of a module's direct buffers; the caller may write to it."""
-    return module._buffers
+    registered: dict[str, Tensor | None] = vars(module)[_BUFFERS]
+    return registered
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary of a module's children; the caller may write to it."""
-    return module._modules
+    registered: dict[str, nn.Module | None] = vars(module)[_CHILDREN]
+    return registered
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
-    """Return the version of each tensor, which grows with changes in place; None if one tensor has no version."""
+    """Return the version of each tensor, which grows with changes in place; None if one tensor has no version.
+
+    Without versions every tensor counts as changed.
+    """
+    if not _has_versions:
+        return None
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
@@ -109,7 +171,7 @@ class References:
         counts = [
             *map(sys.getrefcount, self._tensors),
             *map(_USE_COUNT, self._tensors),
-            *map(torch._C._storage_Use_Count, self._memory),
+            *map(_storage_use_count, self._memory),
         ]
         if self._usual is None:
             self._usual = counts
@@ -124,11 +186,6 @@ def is_compiled(module: nn.Module) -> bool:
     return bool(state.get("_compiled_call_impl") or state.get("_compiler_ctx"))
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return True if the user registered a hook on a parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def set_device_of(module: nn.Module, device: torch.device) -> None:
     """Set `module.device` to the device of its batches, for a module that lies on several devices."""
     state: dict[str, Any] = vars(module)
@@ -139,21 +196,21 @@ def set_device_of(module: nn.Module, device: torch.device) -> None:
 
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if the user registered a hook on a module's forward or backward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return any(hook_registries_of(module))
 
 
 def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries that hold the hooks on a module's forward and backward; the caller may write to them."""
-    registries = [getattr(module, name, None) for name in _HOOK_REGISTRIES]
-    return [registry for registry in registries if registry is not None]
+    attributes = vars(module)
+    return [attributes[name] for name in _HOOK_REGISTRIES if name in attributes]
 
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     """Return the hooks on a parameter's gradient, each after the name of the method that registers it."""
+    if not _shows_hooks:
+        return []
     before = parameter._backward_hooks or {}
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    after = parameter._post_accumulate_grad_hooks or {}
     hooks = [("register_hook", hook) for hook in before.values()]
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
     return hooks

@@ -1,19 +1,18 @@
-"""Private names of the optimisers of torch.
+"""Steps and hooks of the optimisers of torch.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Private names stand here with the reason why nothing public does; a test notices when one of them changes. Where an
+optimiser keeps its hooks is found by registering some.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
-# Torch opens a record for its profiler around each step of an optimiser, even if none is at work. Nothing public
-# tells whether a profiler is at work, or whether hooks for all optimisers were registered.
-from torch._C._autograd import _profiler_enabled
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from equipoise.interop.adapters import find
 
 __all__ = [
     "fuse",
@@ -25,19 +24,47 @@ __all__ = [
     "unscales_by_itself",
 ]
 
+# Torch opens a record for its profiler around each step of an optimiser, even if none is at work. Nothing public
+# shows whether a profiler is at work, or whether hooks for all optimisers were registered.
+_profiler_enabled: Callable[[], bool] | None = find("torch._C._autograd._profiler_enabled")
+_global_pre_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_pre_hooks")
+_global_post_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_post_hooks")
+
+
+def _hook_registries() -> list[str]:
+    """Return the attributes of an optimiser that hold hooks before its step, and after it."""
+    parameter = nn.Parameter(torch.empty(0, device="cpu"))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    before = _lengths(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    between = _lengths(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    after = _lengths(optimizer)
+    of_pre_hooks = next((name for name in before if between[name] != before[name]), "")
+    of_post_hooks = next((name for name in before if after[name] != between[name]), "")
+    return [of_pre_hooks, of_post_hooks]
+
+
+def _lengths(optimizer: Optimizer) -> dict[str, int]:
+    """Return the numbers of entries of the dictionaries among an optimiser's attributes."""
+    return {name: len(value) for name, value in vars(optimizer).items() if isinstance(value, dict)}
+
+
+_PRE_HOOKS, _POST_HOOKS = _hook_registries()
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+    return bool(vars(optimizer).get(_PRE_HOOKS))
 
 
 def has_any_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if a function runs before or after each step of the optimiser."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    attributes = vars(optimizer)
+    own = attributes.get(_PRE_HOOKS) or attributes.get(_POST_HOOKS)
+    return bool(own or _global_pre_hooks or _global_post_hooks)
 
 
 def is_of_torch(optimizer: object) -> bool:
@@ -83,14 +110,20 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     # Torch marks the function that it has put around the optimiser's own one.
     if unrecorded_step is None or not getattr(recorded_step, "hooked", False):
         return optimizer.step
+    # Each condition must be visible.
+    if _profiler_enabled is None or _global_pre_hooks is None or _global_post_hooks is None:
+        return optimizer.step
     attributes = vars(optimizer)
-    pre_hooks = optimizer._optimizer_step_pre_hooks
-    post_hooks = optimizer._optimizer_step_post_hooks
+    if _PRE_HOOKS not in attributes or _POST_HOOKS not in attributes:
+        return optimizer.step
+    pre_hooks = attributes[_PRE_HOOKS]
+    post_hooks = attributes[_POST_HOOKS]
+    is_profiled = _profiler_enabled
 
     def step() -> Any:
-        has_hooks = pre_hooks or post_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        has_hooks = pre_hooks or post_hooks or _global_pre_hooks or _global_post_hooks
         is_replaced = "step" in attributes or optimizer_class.step is not recorded_step
-        if has_hooks or is_replaced or _profiler_enabled():
+        if has_hooks or is_replaced or is_profiled():
             return optimizer.step()
         return unrecorded_step(optimizer)
 

@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.modules import has_hooks, is_compiled, parameters_of
+from equipoise.interop.torch.modules import has_gradient_hooks, is_compiled, parameters_of
 
 __all__ = ["check_hooks", "check_replicable"]
 
@@ -98,7 +98,7 @@ def check_hooks(module: nn.Module) -> None:
         ConfigurationError: If one has.
     """
     for name, parameter in module.named_parameters():
-        if has_hooks(parameter):
+        if has_gradient_hooks(parameter):
             raise ConfigurationError(
                 f"The parameter {name!r} has a hook, which would see the gradient of one part of the batch. Change"
                 " gradients in `on_after_backward` or `on_before_optimizer_step`, where they are complete, or choose"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.modules import has_hooks
+from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.parallel.replicas.replica import Replica
 
 __all__ = ["SingleTensor", "TiedCopies", "TiedCopy"]
@@ -112,7 +112,7 @@ def _check_layer(layer: nn.Module, name: str) -> None:
                 f" ({type(submodule).__name__}), of which there would be two. Cut with cut_before=[...] so that one"
                 " stage has both uses."
             )
-    if any(has_hooks(parameter) for parameter in layer.parameters()):
+    if any(has_gradient_hooks(parameter) for parameter in layer.parameters()):
         raise ConfigurationError(
             f"A parameter of {name!r}, which two stages on different devices use, has a hook, which would see the"
             " gradient of one of them. Change gradients in `on_before_optimizer_step`, where they are complete."

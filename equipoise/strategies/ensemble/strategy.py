@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_overridden
-from equipoise.interop.torch.modules import has_hooks
+from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -238,7 +238,7 @@ class EnsembleStrategy(Strategy):
                 " alone. Use Trainer(gradient_clip_val=...), which clips those of each member."
             )
         for name, parameter in module.named_parameters():
-            if has_hooks(parameter):
+            if has_gradient_hooks(parameter):
                 raise ConfigurationError(
                     f"The parameter {name!r} has a hook, which would see the gradient of the first member alone."
                     " Remove it, or train the members in runs of their own."

@@ -2,16 +2,20 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from equipoise.errors import ConfigurationTypeError
+from equipoise.notices import rank_zero_warn
 
 __all__ = ["suggests_arguments"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Arguments of newer versions of Lightning's Trainer that change nothing which a run computes or writes.
+_WITHOUT_EFFECT = ("suggest_integrations",)
 
 
 def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
@@ -21,7 +25,8 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     them.
 
     Python's own message names the unknown keyword alone. The error is a TypeError, as Python's is, and a
-    ConfigurationError.
+    ConfigurationError. An argument that only Lightning's Trainer has is accepted, with a warning,
+    if it changes nothing here.
 
     Args:
         constructor: An `__init__` whose parameters all have names.
@@ -38,18 +43,50 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(constructor)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
-        for name in options:
-            if name in parameters:
-                continue
-            name_of_owner = type(arguments[0]).__name__
-            # The nearest parameter, or all of them if none is near.
-            hint = f"there are: {', '.join(parameters)}."
-            matches = get_close_matches(name, parameters, n=1)
-            if matches:
-                hint = f"did you mean {matches[0]!r}?"
-            raise ConfigurationTypeError(f"{name_of_owner} takes no argument {name!r}; {hint}")
         owner = arguments[0]
+        for name in set(options).difference(parameters):
+            _refuse_unless_ignored(type(owner).__name__, name, options[name], parameters)
+            del options[name]
         vars(owner)["constructor_arguments"] = options
         return constructor(*arguments, **options)
 
     return checked
+
+
+def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collection[str]) -> None:
+    """Refuse an unknown argument; warn instead if it is one of Lightning that has no effect here.
+
+    Args:
+        owner: Name of the class.
+        name: Name of the argument.
+        value: Its value.
+        parameters: Names of the known arguments.
+
+    Raises:
+        ConfigurationTypeError: If it is refused.
+    """
+    # 1. An argument of Lightning.
+    defaults = _defaults_of_lightning()
+    if name in _WITHOUT_EFFECT or (name in defaults and defaults[name] == value):
+        rank_zero_warn(f"{owner} ignores Lightning's argument {name!r}, which has no effect here.")
+        return
+    if name in defaults:
+        raise ConfigurationTypeError(
+            f"{owner} does not have Lightning's argument {name!r}, and {name}={value!r} may change what a run does. Leave"
+            " it out."
+        )
+
+    # 2. The nearest parameter, or all of them if none is near.
+    hint = f"there are: {', '.join(parameters)}."
+    matches = get_close_matches(name, parameters, n=1)
+    if matches:
+        hint = f"did you mean {matches[0]!r}?"
+    raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {hint}")
+
+
+def _defaults_of_lightning() -> dict[str, Any]:
+    """Return the defaults of the arguments of Lightning's Trainer, by name."""
+    import lightning.pytorch
+
+    signature = inspect.signature(lightning.pytorch.Trainer.__init__)
+    return {name: parameter.default for name, parameter in signature.parameters.items()}

@@ -32,7 +32,7 @@ from equipoise.interop.torch.modules import (
     References,
     buffers_of,
     children_of,
-    has_hooks,
+    has_gradient_hooks,
     hook_registries_of,
     is_compiled,
     parameters_of,
@@ -160,12 +160,12 @@ def test_modules_that_lightning_compiled() -> None:
 
 def test_hooks_on_parameters() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    assert not has_hooks(parameter)
+    assert not has_gradient_hooks(parameter)
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda *args: None)
-        assert has_hooks(parameter)
+        assert has_gradient_hooks(parameter)
         handle.remove()
-        assert not has_hooks(parameter)
+        assert not has_gradient_hooks(parameter)
 
 
 # Metrics

@@ -253,3 +253,23 @@ def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match=r"`max_epochs` was not set: training ends after 1000 epochs.*max_epochs=-1"):
         run.fit(Small(), loader())
     assert run.max_epochs == 1000
+
+
+# Arguments that Lightning alone has
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_an_argument_of_a_newer_lightning_without_effect_is_ignored(value: bool) -> None:
+    with pytest.warns(UserWarning, match="ignores Lightning's argument 'suggest_integrations', which has no effect"):
+        made = Trainer(suggest_integrations=value, max_epochs=3)  # type: ignore[call-arg]
+    assert made.constructor_arguments == {"max_epochs": 3}
+
+
+def test_an_argument_that_lightning_alone_has_is_ignored_at_its_default() -> None:
+    with pytest.warns(UserWarning, match="ignores Lightning's argument 'model_registry'"):
+        Trainer(model_registry=None)  # type: ignore[call-arg]
+
+
+def test_an_argument_that_lightning_alone_has_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"does not have Lightning's argument 'model_registry', and .*Leave it"):
+        Trainer(model_registry="mine")  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.modules import has_hooks
+from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.pipeline.messaging.commands import placeholder
 from equipoise.pipeline.messaging.remote_parameters import bring_back, send_elsewhere
 from equipoise.pipeline.processes.main_process.tensor_placement import TensorPlacement
@@ -200,7 +200,7 @@ class TensorTransfer:
         Raises:
             ConfigurationError: If one does.
         """
-        if any(has_hooks(self._placement.tensors[key]) for key in keys):
+        if any(has_gradient_hooks(self._placement.tensors[key]) for key in keys):
             raise ConfigurationError(
                 "A parameter of the network has a hook on its gradient, but under engine='processes' it lies in another"
                 " process. Take engine='threads', or do without the hook."
