@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 

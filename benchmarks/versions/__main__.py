@@ -162,7 +162,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=[], help="files or folders of tests (default: all)")
     parser.add_argument("--processes", type=int, default=2, help="processes of pytest-xdist; 0: without (default: 2)")
     parser.add_argument("--minutes", type=float, default=40.0, help="longest duration of a row's tests (default: 40)")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".versions", help="their folder (default: .versions)")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".versions", help="their folder (default: .versions)"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table there")
     return parser.parse_args(arguments)
 

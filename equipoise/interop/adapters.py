@@ -33,13 +33,127 @@ class Adapter:
 
 
 FEATURES: Mapping[str, str] = {
-    "steps": "Training",
+    "training": "A training",
+    "dp": "strategy='dp'",
+    "ddp": "strategy='ddp'",
     "fsdp": "strategy='fsdp'",
+    "pipeline": "strategy='pipeline'",
+    "ensemble": "strategy='ensemble'",
+    "compile": "Trainer(compile=True)",
+    "capture": "Trainer(capture=True)",
+    "offload": "Trainer(offload_activations=True)",
+    "plan": "predict_memory",
+    "profile": "MemoryLogger(detail='modules')",
+    "leaks": "MemoryLogger(leaks=True)",
+    "inplace": "InplaceActivations",
+    "ddp recovery": "OOMRecovery under strategy='ddp'",
 }
 """Features that use private names: the key, and the user's words for it."""
 
+_FAKE = "torch._subclasses.fake_tensor"
+_FUNCTORCH = "torch._C._functorch"
+_DYNAMO = "torch._dynamo"
+_VERSION = ("torch.Tensor._version",)
+_HOOKS = ("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
+_EAGER = "steps stay eager, and a warning gives the reason"
+_WATCH = ("torch.utils._python_dispatch.TorchDispatchMode",)
+
+# The order is that of the table in docs/design.md.
 ADAPTERS: tuple[Adapter, ...] = (
-    Adapter("torch", ("torch.autograd.graph._engine_run_backward",), ("steps",), "`Tensor.backward` runs it"),
+    # What trainings use.
+    Adapter("torch", ("torch.autograd.graph._engine_run_backward",), ("training",), "`Tensor.backward` is called"),
+    Adapter("torch", _VERSION, ("training", "dp"), "every tensor counts as changed, and is copied anew"),
+    Adapter(
+        "torch",
+        (
+            "torch._C._autograd._profiler_enabled",
+            "torch.optim.optimizer._global_optimizer_pre_hooks",
+            "torch.optim.optimizer._global_optimizer_post_hooks",
+        ),
+        ("training",),
+        "`Optimizer.step` is called, with its record for a profiler",
+    ),
+    Adapter(
+        "torch",
+        ("torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_mul_"),
+        ("training", "dp", "ddp"),
+        "tensors are changed one by one",
+    ),
+    Adapter("torch", _HOOKS, ("dp", "ddp"), "a hook is registered and removed, whose handle refers to the others"),
+    # What features cannot do without.
+    Adapter("torch", _VERSION, ("pipeline", "offload")),
+    Adapter(
+        "torch",
+        ("torch.nn.Module.__call__", "torch.autograd.Function.apply", "torch.autograd.graph.saved_tensors_hooks"),
+        ("pipeline",),
+    ),
+    Adapter("torch", _WATCH, ("pipeline", "profile", "leaks", "inplace", "plan")),
+    Adapter(
+        "torch",
+        (
+            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+            "torch.distributed.fsdp.FSDPModule._orig_cls_mro_index",
+            "torch.distributed._composable_state._module_state_mapping",
+        ),
+        ("fsdp",),
+    ),
+    Adapter(
+        "torch",
+        (f"{_FAKE}.FakeTensorMode", f"{_FAKE}.FakeTensor", f"{_FAKE}.unset_fake_temporarily"),
+        ("plan",),
+    ),
+    Adapter("torch", ("torch.distributed.distributed_c10d._world",), ("ddp recovery",)),
+    # What features do without.
+    Adapter(
+        "torch",
+        (
+            *_HOOKS,
+            "torch.nn.modules.module._has_any_global_hook",
+            f"{_DYNAMO}.config.trace_autograd_ops",
+            f"{_DYNAMO}.config.skip_nnmodule_hook_guards",
+            f"{_DYNAMO}.exc.TorchDynamoException",
+            f"{_DYNAMO}.exc.FailOnRecompileLimitHit",
+            f"{_DYNAMO}.lookup_backend",
+            f"{_DYNAMO}.symbolic_convert.InstructionTranslator",
+            f"{_DYNAMO}.variables.builder.OptimizerVariable",
+            f"{_DYNAMO}.variables.UserDefinedObjectVariable",
+            f"{_DYNAMO}.eval_frame.cached_backends",
+            "torch._C._dynamo.eval_frame.reset_code",
+        ),
+        ("compile", "capture"),
+        _EAGER,
+    ),
+    Adapter(
+        "torch",
+        (*_VERSION, *_WATCH, "torch._C._storage_Use_Count", "torch.Tensor._use_count"),
+        ("capture",),
+        _EAGER,
+    ),
+    Adapter(
+        "torch",
+        (
+            f"{_FUNCTORCH}._add_batch_dim",
+            f"{_FUNCTORCH}._remove_batch_dim",
+            f"{_FUNCTORCH}._vmap_increment_nesting",
+            f"{_FUNCTORCH}._vmap_decrement_nesting",
+            f"{_FUNCTORCH}.maybe_current_level",
+            f"{_FUNCTORCH}.maybe_get_level",
+        ),
+        ("ensemble",),
+        "`torch.vmap` is called",
+    ),
+    Adapter(
+        "torch",
+        (f"{_FAKE}.DataDependentOutputException", f"{_FAKE}.DynamicOutputShapeException"),
+        ("plan",),
+        "steps that read values are not predicted",
+    ),
+    Adapter(
+        "torch",
+        ("torch.autograd._get_sequence_nr", "torch._C._current_autograd_node"),
+        ("profile", "plan"),
+        "tensors of a backward count for the device of their arguments",
+    ),
 )
 """All private names that the package uses."""
 
@@ -61,7 +175,8 @@ def find(name: str) -> Any:
     for length in range(len(parts), 0, -1):
         try:
             value = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
+        except Exception:
+            # A module that cannot be imported may raise anything.
             continue
         attributes = parts[length:]
         break

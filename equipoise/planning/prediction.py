@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.curve.curve import MemoryCurve
 from equipoise.planning.curve.parts import PredictedPeak
@@ -127,6 +128,7 @@ def predict_memory(
         >>> plan.peak(256).nbytes, plan.largest_batch(24 * 2**30)  # doctest: +SKIP
     """
     # 1. The request.
+    check_feature("plan")
     settings = StepSettings(
         precision=precision,
         accumulate_grad_batches=accumulate_grad_batches,

@@ -13,7 +13,6 @@ pytest.importorskip("uv")
 from benchmarks.versions import __main__ as matrix
 from benchmarks.versions import environments
 from benchmarks.versions.rows import OLDEST, ROWS, Row
-
 from equipoise.interop.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def test_the_oldest_row_has_the_lower_bounds() -> None:
     row = next(row for row in ROWS if row.name == "oldest")
     for package, bound in bounds.items():
         # Missing places are zeros.
-        padded = (bound.split(".") + ["0"])[:3]
+        padded = [*bound.split("."), "0"][:3]
         assert row.packages[package].split(".") == padded, package
         if package in TESTED:
             assert TESTED[package][0] == row.packages[package]
@@ -105,5 +104,5 @@ def test_an_environment_that_cannot_be_had_is_no_failure(
 
 
 def test_a_row_that_does_not_exist() -> None:
-    with pytest.raises(SystemExit, match="There is no row 'torch3'; there are py3.11-torch2.11.0, "):
+    with pytest.raises(SystemExit, match=r"There is no row 'torch3'; there are py3\.11-torch2\.11\.0, "):
         matrix.main(["torch3"])

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.parallel.savers.inplace import InplaceChoice, keep_inputs, use_inplace_activations
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 
@@ -29,7 +30,8 @@ class InplaceActivations(Callback):
         choice: The names of the submodules that overwrite their input, and the reasons why others do not.
 
     Raises:
-        ConfigurationError: If the run has several devices or processes, or the module optimises by hand.
+        ConfigurationError: If the run has several devices or processes, the module optimises by hand, or torch does not
+            report operations.
 
     Example:
         >>> from equipoise import InplaceActivations, Trainer
@@ -42,6 +44,7 @@ class InplaceActivations(Callback):
     uses_outputs = False
 
     def __init__(self) -> None:
+        check_feature("inplace")
         self.choice = InplaceChoice()
         self._is_due = False
 

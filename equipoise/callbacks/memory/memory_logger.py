@@ -25,6 +25,7 @@ from equipoise.callbacks.memory.phase_readings import (
 )
 from equipoise.callbacks.memory.run_state import RunState
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.memory.leaks.watch import Leak, LeakWatch
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.notices import rank_zero_warn
@@ -103,6 +104,10 @@ class MemoryLogger(Callback):
                 f"detail_steps={detail_steps!r} goes with detail='modules', and names at least one step; with"
                 f" detail={detail!r} no step is looked at in detail."
             )
+        if detail == "modules":
+            check_feature("profile")
+        if leaks:
+            check_feature("leaks")
         self.every_n_steps = every_n_steps
         self.detail = detail
         self.detail_steps = steps

@@ -1,14 +1,15 @@
-"""Private names of torch's `fully_shard`.
+"""Private names of torch's `fully_shard`, each with the reason why nothing public does.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Without them strategy='fsdp' is refused when it is chosen.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
+
+from equipoise.interop.adapters import find
 
 __all__ = ["begin_as_root", "unshard_by_hand", "unsharded_parameters"]
 
@@ -24,7 +25,9 @@ def _groups_of(unit: nn.Module) -> Sequence[Any]:
         return groups
     # torch 2.11 and older have one group in each unit.
     group = state._fsdp_param_group
-    return [] if group is None else [group]
+    if group is None:
+        return []
+    return [group]
 
 
 def begin_as_root(module: nn.Module) -> None:
@@ -72,12 +75,13 @@ def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Param
         state._post_forward_hook_handle.remove()
         for group in _groups_of(unit):
             _remove_hooks(group)
+    states: Any = find("torch.distributed._composable_state._module_state_mapping")
     for unit in units:
         # The class that `fully_shard` has made derives from FSDPModule and from the former class.
         former_class = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
         unit.__class__ = former_class
         # Torch notes which modules have been sharded, also in a place beside them.
-        _module_state_mapping.pop(unit, None)
+        states.pop(unit, None)
     for part in root.modules():
         attributes = vars(part)
         for name in list(attributes):

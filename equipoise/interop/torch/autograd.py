@@ -40,7 +40,7 @@ def run_backward(loss: Tensor, gradient: Tensor) -> None:
 
 
 def is_changed(tensor: Tensor) -> bool:
-    """Return True if an operation in place may have changed a tensor since it was created. No public name shows that."""
+    """Return True if an operation in place may have changed a tensor since its creation; nothing public shows it."""
     return not _has_versions or tensor._version != 0
 
 
@@ -52,6 +52,7 @@ def next_node_number() -> int:
     """Return the number of the next node that this thread adds to a graph; always 0 if torch does not show it.
 
     Example:
+        >>> import torch
         >>> first = next_node_number()
         >>> product = torch.ones(1, requires_grad=True) * 2
         >>> number_of_node(product.grad_fn) == first, next_node_number() == first + 1

@@ -1,25 +1,27 @@
-"""Private names of torch's `vmap`, which computes a function for each row of its arguments at once.
+"""Torch's `vmap`, which computes a function for each row of its arguments at once, without its preparations.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+`torch.vmap` flattens arguments, dimensions and results as nested structures in each call, which costs as much as the
+operations of a small network. The private names here are the steps that it takes between; without them, it is called.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# `torch.vmap` flattens arguments, dimensions and results as nested structures in each call, which costs as much as the
-# operations of a small network. These are the steps that it takes between.
-from torch._C._functorch import (
-    _add_batch_dim,
-    _remove_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-    maybe_current_level,
-    maybe_get_level,
-)
+from equipoise.interop.adapters import find
 
 __all__ = ["batched_linear", "compute_batched"]
+
+_add_batch_dim: Any = find("torch._C._functorch._add_batch_dim")
+_remove_batch_dim: Any = find("torch._C._functorch._remove_batch_dim")
+_vmap_increment_nesting: Any = find("torch._C._functorch._vmap_increment_nesting")
+_vmap_decrement_nesting: Any = find("torch._C._functorch._vmap_decrement_nesting")
+_maybe_current_level: Any = find("torch._C._functorch.maybe_current_level")
+_maybe_get_level: Any = find("torch._C._functorch.maybe_get_level")
+_has_steps = None not in (_add_batch_dim, _remove_batch_dim, _vmap_increment_nesting, _vmap_decrement_nesting)
+_has_levels = _has_steps and None not in (_maybe_current_level, _maybe_get_level)
 
 # The level of a tensor that belongs to no transform.
 _NO_LEVEL = -1
@@ -44,6 +46,9 @@ def compute_batched(
     Returns:
         The results, whose first dimension is that of the rows.
     """
+    if not _has_steps:
+        in_dims = tuple(dims)
+        return list(torch.vmap(lambda *rows: tuple(function(rows)), in_dims, randomness=randomness)(*tensors))
     level = _vmap_increment_nesting(size, randomness)
     try:
         batched = []
@@ -61,18 +66,20 @@ def batched_linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     """Compute a linear layer of each row within `compute_batched`, by one batched product of matrices.
 
     The rule of torch for `linear` takes it apart into a dozen operations, each of which is a node of the backward.
-    Nothing public tells how deep calls of `vmap` are nested, or which of them a tensor belongs to.
+    Nothing public shows how deep calls of `vmap` are nested, or which of them a tensor belongs to.
 
     Args:
         features: (samples, inputs) in each row, or for all of them. Other shapes are left to torch.
         weight: (outputs, inputs) in each row.
         bias: (outputs) in each row; None: there is none.
     """
-    level = maybe_current_level()
+    if not _has_levels:
+        return torch.nn.functional.linear(features, weight, bias)
+    level = _maybe_current_level()
     parameters = [weight] if bias is None else [weight, bias]
-    have_rows = all(maybe_get_level(parameter) == level for parameter in parameters)
+    have_rows = all(_maybe_get_level(parameter) == level for parameter in parameters)
     # Within other transforms of the user, and for what all rows share, torch's own rule is right.
-    if level is None or not have_rows or features.dim() != 2 or maybe_get_level(features) not in (level, _NO_LEVEL):
+    if level is None or not have_rows or features.dim() != 2 or _maybe_get_level(features) not in (level, _NO_LEVEL):
         return torch.nn.functional.linear(features, weight, bias)
     # Features that all rows share are expanded to as many.
     rows_of_weight, *rows_of_bias = [_remove_batch_dim(parameter, level, 0, 0) for parameter in parameters]

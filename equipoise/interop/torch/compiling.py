@@ -1,6 +1,6 @@
 """Compile a function that runs a backward, with torch's compiler; private names of torch behind it.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Each name stands here with the reason why nothing public does. Without one of them, steps stay eager.
 
 torch's compiler is imported with the first function that is compiled: it takes longer than all of torch.
 """
@@ -10,12 +10,14 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from equipoise.interop.adapters import missing_names
+from equipoise.interop.versions import TESTED
 
 __all__ = ["CompiledFunction", "CompilerError", "Lower", "NewVariant", "NotedInputs", "why_not_compiled"]
 
@@ -51,14 +53,17 @@ class CompilerError(Exception):
     """The function cannot be compiled; the message gives the reason."""
 
 
-@cache
-def why_not_compiled() -> str | None:
-    """Return the reason why no training step can be compiled here; None if there is none."""
-    config = _config()
-    for name in _SETTINGS:
-        if not hasattr(config, name):
-            return f"torch {torch.__version__} has no setting {name}; torch 2.13 has it"
-    return None
+def why_not_compiled(feature: str) -> str | None:
+    """Return the reason why no training step can be compiled here; None if there is none.
+
+    Args:
+        feature: "compile" or "capture", keys of `FEATURES`.
+    """
+    missing = missing_names(feature, with_fallback=True)
+    if not missing:
+        return None
+    oldest, newest = TESTED["torch"]
+    return f"torch {torch.__version__} lacks {', '.join(missing)}; versions {oldest} to {newest} were tested"
 
 
 class CompiledFunction:

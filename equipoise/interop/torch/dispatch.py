@@ -1,18 +1,19 @@
 """Watch every operation of torch, by its dispatch mode.
 
 Dispatch modes live in `torch.utils._python_dispatch`; torch documents them nowhere else, and nothing public sees what a
-backward allocates. `tests/memory/profile/test_ledger.py` notices when they change.
+backward allocates. Features that watch operations are refused without them.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from equipoise import tree
+from equipoise.interop.adapters import find
 
 __all__ = [
     "OnOperation",
@@ -27,8 +28,22 @@ __all__ = [
 # Receives the name of an operation, its result, and its positional arguments.
 OnOperation = Callable[[str, Any, Any], None]
 
-# The class has no types.
-_Base: Any = TorchDispatchMode
+# The class has no types. A feature that needs it is refused if it is missing.
+_Base: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or object
+# The classes of operations: those with several overloads, and the base of all others.
+_PACKET: Any = type(torch.ops.aten.add)
+_OPERATION: Any = type(torch.ops.aten.add.Tensor).__base__
+# A context that hides operations from modes of functions.
+_unheard: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunction") or nullcontext
+
+
+class _Passing(threading.local):
+    """Says whether operations of a thread pass unwatched."""
+
+    is_on = False
+
+
+_passing = _Passing()
 
 
 class _Mode(_Base):  # type: ignore[misc]
@@ -39,6 +54,8 @@ class _Mode(_Base):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _passing.is_on:
+            return func(*args, **kwargs)
         if self._device is not None:
             args = _on(self._device, args)
             kwargs = _on(self._device, kwargs)
@@ -103,15 +120,17 @@ def unwatched() -> Iterator[None]:
         >>> names
         []
     """
-    # torch has no public name for this; its own private contexts are those of its tensor subclasses.
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        yield
+    before = _passing.is_on
+    _passing.is_on = True
+    try:
+        with _unheard():
+            yield
+    finally:
+        _passing.is_on = before
 
 
 def namespace_of(function: Any) -> str | None:
     """Return the namespace of an operation that torch dispatches; None for any other function.
-
-    Nothing public tells such operations from other functions.
 
     Args:
         function: Any function.
@@ -120,9 +139,10 @@ def namespace_of(function: Any) -> str | None:
         >>> namespace_of(torch.ops.aten.add), namespace_of(torch.add)
         ('aten', None)
     """
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return str(function._qualified_op_name).partition("::")[0]
-    if isinstance(function, torch._ops.OperatorBase):
+    if isinstance(function, _PACKET):
+        first, *_ = function.overloads()
+        function = getattr(function, first)
+    if isinstance(function, _OPERATION):
         return str(getattr(function, "namespace", ""))
     return None
 
@@ -135,13 +155,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def tensor_in_memory(tensor: Tensor) -> Tensor:
     """Return the tensor that has the memory of a wrapper, such as the shard of a `DTensor`; any other tensor itself.
 
-    A wrapper's own storage has the size of the whole, but no memory. No public name tells a wrapper.
+    A wrapper's own storage has the size of the whole, but no memory.
 
     Args:
         tensor: Any tensor. A wrapper of several tensors is returned as it is.
     """
     inner: Any = tensor
-    while type(inner) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(inner):
+    while type(inner) not in (Tensor, torch.nn.Parameter) and hasattr(inner, "__tensor_flatten__"):
         names, _ = inner.__tensor_flatten__()
         if len(names) != 1:
             break

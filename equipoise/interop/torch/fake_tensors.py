@@ -1,7 +1,7 @@
 """Tensors with shapes and no memory, on which a step runs to show what it would allocate.
 
-`FakeTensorMode` lives in `torch._subclasses`, and no public name stands for it. `tests/interop/torch/
-test_fake_tensors.py` notices when it changes.
+`FakeTensorMode` lives in `torch._subclasses`, and no public name stands for it. Without it, nothing is predicted: plans
+are refused, and `strategy="auto"` does without them.
 """
 
 import contextlib
@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+
+from equipoise.interop.adapters import check_feature, find
 
 __all__ = ["OnGuess", "fake_tensors", "is_fake", "usual_tensors"]
 
 # Receives a sentence on what an operation would have read, and what stands for it.
 OnGuess = Callable[[str], None]
 
+_FAKE = "torch._subclasses.fake_tensor"
+_FakeTensor: Any = find(f"{_FAKE}.FakeTensor") or ()
+_unset_fake_temporarily: Any = find(f"{_FAKE}.unset_fake_temporarily")
+# Raised where values decide about a result, or about its shape.
+_NeedsValue: Any = find(f"{_FAKE}.DataDependentOutputException") or ()
+_NeedsShape: Any = find(f"{_FAKE}.DynamicOutputShapeException") or ()
 # The class has no types.
-_Base: Any = FakeTensorMode
+_Base: Any = find(f"{_FAKE}.FakeTensorMode") or object
 
 
 class _FakeMode(_Base):  # type: ignore[misc]
@@ -51,12 +52,12 @@ class _FakeMode(_Base):  # type: ignore[misc]
                 return result
             with self:
                 return correct(result, args)
-        except DataDependentOutputException:
+        except _NeedsValue:
             value = self._value(func, args)
             if value is NotImplemented:
                 raise
             return value
-        except DynamicOutputShapeException:
+        except _NeedsShape:
             with self:
                 result = self._largest(func, args, kwargs or {})
             if result is NotImplemented:
@@ -189,10 +190,11 @@ def _workspace_of_sample(length: int, width: int, *options: Any) -> int:
     return _workspaces[key]
 
 
+# An operator that a build of torch lacks needs no correction.
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
-    torch.ops.aten.native_group_norm.default: _group_norm,
-    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
-    torch.ops.aten.mkldnn_rnn_layer.default: _recurrent_layer,
+    find("torch.ops.aten.native_group_norm.default"): _group_norm,
+    find("torch.ops.aten.native_group_norm_backward.default"): _group_norm_backward,
+    find("torch.ops.aten.mkldnn_rnn_layer.default"): _recurrent_layer,
 }
 
 
@@ -206,12 +208,16 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
     Args:
         on_guess: Called with a sentence in both cases.
 
+    Raises:
+        ConfigurationError: If torch has no such tensors.
+
     Example:
         >>> with fake_tensors(print):
         ...     huge = torch.ones(10**6, 10**6) + 1
         >>> huge.nbytes // 10**9
         4000
     """
+    check_feature("plan")
     with warnings.catch_warnings():
         # Copies of tensors compare addresses, which is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -221,10 +227,10 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
 
 def is_fake(tensor: Tensor) -> bool:
     """Return True for a tensor without memory."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
+    return isinstance(tensor, _FakeTensor) or tensor.is_meta
 
 
 def usual_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a context within `fake_tensors` whose tensors are torch's own again."""
-    context: contextlib.AbstractContextManager[Any] = unset_fake_temporarily()
+    context: contextlib.AbstractContextManager[Any] = _unset_fake_temporarily()
     return context

@@ -1,14 +1,12 @@
-"""Private names of the loaders of torch.
-
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
-"""
+"""Copies of torch's loaders that read something else; the one private name that they need has a fallback."""
 
 import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
-from torch.utils.data._utils import collate
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 __all__ = [
     "collates_tensors_by_stacking",
@@ -19,21 +17,23 @@ __all__ = [
     "with_sampler",
 ]
 
+# The attribute in which a loader with `persistent_workers` keeps its iterator.
+_ITERATOR = "_iterator"
+
 
 def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
     """Return a copy of a loader that draws from another sampler.
 
     A DataLoader refuses to exchange its sampler, and a subclass cannot be constructed again without knowing its
-    arguments. So this sets the copy's attributes below that guard, and drops its cached iterator, which is private.
+    arguments. So this sets the copy's attributes below that guard.
 
     Args:
         loader: The loader.
         sampler: A sampler or, if `batches`, a batch sampler.
         batches: True if `sampler` is a batch sampler. Default: False.
     """
-    other = copy.copy(loader)
+    other = with_own_iterator(loader)
     state = vars(other)
-    state["_iterator"] = None
     if batches:
         state["batch_sampler"] = sampler
     else:
@@ -46,8 +46,8 @@ def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False
 
 def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
     """Return a copy of a loader that reads another dataset; `with_sampler` explains the copy."""
-    other = copy.copy(loader)
-    vars(other).update(_iterator=None, dataset=dataset)
+    other = with_own_iterator(loader)
+    vars(other)["dataset"] = dataset
     return other
 
 
@@ -61,7 +61,12 @@ def with_own_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
         loader: The loader.
     """
     other = copy.copy(loader)
-    vars(other)["_iterator"] = None
+    state = vars(other)
+    if _ITERATOR in state:
+        state[_ITERATOR] = None
+    else:
+        # The copy would restart the iterator that the loader keeps.
+        state["persistent_workers"] = False
     return other
 
 
@@ -81,21 +86,30 @@ def with_collated_batches(loader: DataLoader[Any], batches: Any, collate_fn: Any
 def iterator_of(loader: DataLoader[Any], other: DataLoader[Any]) -> Iterator[Any]:
     """Open a copy of a loader in its place.
 
-    With `persistent_workers` a loader keeps its iterator, in a private attribute, and restarts it in later passes.
+    With `persistent_workers` a loader keeps its iterator, in a private attribute, and restarts it in later passes. If
+    torch keeps it elsewhere, the workers start anew in each pass.
 
     Args:
         loader: The loader, which keeps the iterator.
         other: The copy.
     """
     iterator = iter(other)
-    vars(loader)["_iterator"] = vars(other)["_iterator"]
+    state = vars(loader)
+    if _ITERATOR in state:
+        state[_ITERATOR] = vars(other)[_ITERATOR]
     return iterator
 
 
 def collates_tensors_by_stacking() -> bool:
-    """Return True if `default_collate` treats tensors, tuples and dictionaries as torch defines it.
+    """Return True if `default_collate` stacks tensors, also those in tuples and dictionaries.
 
-    Programs extend it by entries in a table, which has no public name.
+    Programs may have changed that: they extend it by entries in a table.
     """
-    functions = collate.default_collate_fn_map.values()
-    return all(function.__module__ == collate.__name__ for function in functions)
+    first = torch.zeros(1)
+    second = torch.ones(1)
+    samples = [(first, {"key": first}), (second, {"key": second})]
+    collated = default_collate(samples)
+    stacked = torch.stack((first, second))
+    if type(collated) is not list or type(collated[1]) is not dict:
+        return False
+    return all(type(value) is Tensor and torch.equal(value, stacked) for value in (collated[0], collated[1]["key"]))

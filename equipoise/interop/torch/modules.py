@@ -5,7 +5,7 @@ What remains are private names of tensors, each with the reason why nothing publ
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, gt, methodcaller
 from typing import Any
 
@@ -36,7 +36,7 @@ __all__ = [
 def _entry_that_holds(item: Any, attributes: dict[str, Any]) -> str:
     """Return the name of the dictionary among attributes that holds an object; empty if none does."""
     for name, value in attributes.items():
-        if isinstance(value, dict) and any(held is item for held in value.values()):
+        if isinstance(value, dict) and any(entry is item for entry in value.values()):
             return name
     return ""
 
@@ -58,22 +58,22 @@ def _structure_names() -> tuple[str, str, str]:
     )
 
 
+def _nothing(*_: Any) -> None:
+    """Do nothing, as a hook."""
+
+
 def _hook_registries() -> tuple[str, ...]:
     """Return the entries of a module's `__dict__` that change when hooks of all kinds are registered."""
     module = nn.Module()
     before = {name: len(value) for name, value in vars(module).items() if isinstance(value, dict)}
-
-    def hook(*_: Any) -> None:
-        return None
-
-    module.register_forward_hook(hook, with_kwargs=True, always_call=True)
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-    module.register_full_backward_hook(hook)
-    module.register_full_backward_pre_hook(hook)
+    module.register_forward_hook(_nothing, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(_nothing, with_kwargs=True)
+    module.register_full_backward_hook(_nothing)
+    module.register_full_backward_pre_hook(_nothing)
     return tuple(name for name, count in before.items() if len(vars(module)[name]) != count)
 
 
-# A shallow copy needs separate dictionaries, and `register_module` and its siblings make checks that are not needed here.
+# A shallow copy needs separate dictionaries; `register_module` and its siblings make checks that are not needed here.
 STRUCTURE = _structure_names()
 _PARAMETERS, _BUFFERS, _CHILDREN = STRUCTURE
 # Nothing public lists or restores the hooks of a module.
@@ -96,12 +96,9 @@ def has_global_hooks() -> bool:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return True if a hook runs when the gradient of a parameter is computed, and torch shows it.
-
-    Nothing public lists such hooks.
-    """
+    """Return True if a hook runs when the gradient of a parameter is computed; nothing public lists such hooks."""
     if not _shows_hooks:
-        return False
+        return any(_gradient_hook_registries(parameter))
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
@@ -207,10 +204,23 @@ def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     """Return the hooks on a parameter's gradient, each after the name of the method that registers it."""
-    if not _shows_hooks:
-        return []
-    before = parameter._backward_hooks or {}
-    after = parameter._post_accumulate_grad_hooks or {}
+    before, after = _gradient_hook_registries(parameter)
     hooks = [("register_hook", hook) for hook in before.values()]
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
     return hooks
+
+
+def _gradient_hook_registries(parameter: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks on the gradient of a tensor, before and after it is added to an earlier one."""
+    if _shows_hooks:
+        return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return {}, {}
+    # A handle refers to the registry that it removes the hook from.
+    registries = []
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(_nothing)  # type: ignore[no-untyped-call]
+        registries.append(handle.hooks_dict_ref())
+        handle.remove()
+    before, after = registries
+    return before, after

@@ -6,6 +6,7 @@ optimiser keeps its hooks is found by registering some.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ _global_pre_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_o
 _global_post_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_post_hooks")
 
 
-def _hook_registries() -> list[str]:
+@cache
+def _hook_registries() -> tuple[str, str]:
     """Return the attributes of an optimiser that hold hooks before its step, and after it."""
     parameter = nn.Parameter(torch.empty(0, device="cpu"))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -42,7 +44,7 @@ def _hook_registries() -> list[str]:
     after = _lengths(optimizer)
     of_pre_hooks = next((name for name in before if between[name] != before[name]), "")
     of_post_hooks = next((name for name in before if after[name] != between[name]), "")
-    return [of_pre_hooks, of_post_hooks]
+    return of_pre_hooks, of_post_hooks
 
 
 def _lengths(optimizer: Optimizer) -> dict[str, int]:
@@ -50,20 +52,20 @@ def _lengths(optimizer: Optimizer) -> dict[str, int]:
     return {name: len(value) for name, value in vars(optimizer).items() if isinstance(value, dict)}
 
 
-_PRE_HOOKS, _POST_HOOKS = _hook_registries()
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
-    return bool(vars(optimizer).get(_PRE_HOOKS))
+    of_pre_hooks, _ = _hook_registries()
+    return bool(vars(optimizer).get(of_pre_hooks))
 
 
 def has_any_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if a function runs before or after each step of the optimiser."""
     attributes = vars(optimizer)
-    own = attributes.get(_PRE_HOOKS) or attributes.get(_POST_HOOKS)
+    own = any(attributes.get(name) for name in _hook_registries())
     return bool(own or _global_pre_hooks or _global_post_hooks)
 
 
@@ -114,10 +116,11 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     if _profiler_enabled is None or _global_pre_hooks is None or _global_post_hooks is None:
         return optimizer.step
     attributes = vars(optimizer)
-    if _PRE_HOOKS not in attributes or _POST_HOOKS not in attributes:
+    of_pre_hooks, of_post_hooks = _hook_registries()
+    if of_pre_hooks not in attributes or of_post_hooks not in attributes:
         return optimizer.step
-    pre_hooks = attributes[_PRE_HOOKS]
-    post_hooks = attributes[_POST_HOOKS]
+    pre_hooks = attributes[of_pre_hooks]
+    post_hooks = attributes[of_post_hooks]
     is_profiled = _profiler_enabled
 
     def step() -> Any:

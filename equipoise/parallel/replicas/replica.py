@@ -372,7 +372,8 @@ class Replica:
     def give_back(self) -> None:
         """Set the module's state to that of the copy, which computed in the module's place."""
         # 1. Parameters, if the step changed them.
-        if versions(self.copies) != self._copy_versions:
+        present = versions(self.copies)
+        if present is None or present != self._copy_versions:
             with torch.no_grad():
                 foreach.copy_(self.sources, self.copies)
 

@@ -177,6 +177,9 @@ class NotedBuffer:
         if present_buffer is not self.buffer:
             return True
         present_version = _version_of(self.buffer)
+        if present_version is None and self.buffer is not None:
+            assert self.values is not None
+            return not torch.equal(self.buffer, self.values)
         return present_version != self.version
 
 

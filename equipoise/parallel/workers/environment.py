@@ -51,10 +51,16 @@ def _expression(pattern: Any) -> str:
 
 
 def _warning_filters() -> list[_WarningFilter]:
-    """Return the filters of this process whose categories can be sent."""
+    """Return the filters of this process whose categories can be sent.
+
+    Python does not document the form of its list of filters: an entry of another form is left out.
+    """
     filters = []
-    for entry in warnings.filters:
-        warning_filter = _WarningFilter.of(entry)
+    for entry in getattr(warnings, "filters", ()):
+        try:
+            warning_filter = _WarningFilter.of(entry)
+        except (TypeError, ValueError, AttributeError):
+            continue
         if can_be_packed(warning_filter.category):
             filters.append(warning_filter)
     return filters

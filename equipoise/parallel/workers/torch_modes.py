@@ -61,6 +61,23 @@ def _attribute(holder: Any, name: str) -> tuple[_Read, _Write]:
     return read, write
 
 
+def _functions(reader: str, writer: str) -> tuple[_Read, _Write]:
+    """Return the reader and the writer of a mode that functions of `torch.backends.cuda` read and write.
+
+    Args:
+        reader: Name of the function that reads it.
+        writer: Name of the function that writes it.
+    """
+
+    def read() -> Any:
+        return getattr(cuda, reader)()
+
+    def write(value: Any) -> None:
+        getattr(cuda, writer)(value)
+
+    return read, write
+
+
 def _reduction(name: str) -> tuple[_Read, _Write]:
     """Return the reader and the writer of a reduction in half precision, one flag in older versions of torch."""
 
@@ -101,12 +118,11 @@ _MODES: dict[str, tuple[_Read, _Write]] = {
     "cudnn.deterministic": _attribute(cudnn, "deterministic"),
     "mkldnn.enabled": _attribute(mkldnn, "enabled"),
     "mkldnn.deterministic": _attribute(mkldnn, "deterministic"),
-    "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    "memory-efficient attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    "half reduction in attention": (
-        cuda.fp16_bf16_reduction_math_sdp_allowed,
-        cuda.allow_fp16_bf16_reduction_math_sdp,
+    "flash attention": _functions("flash_sdp_enabled", "enable_flash_sdp"),
+    "memory-efficient attention": _functions("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
+    "plain attention": _functions("math_sdp_enabled", "enable_math_sdp"),
+    "cudnn attention": _functions("cudnn_sdp_enabled", "enable_cudnn_sdp"),
+    "half reduction in attention": _functions(
+        "fp16_bf16_reduction_math_sdp_allowed", "allow_fp16_bf16_reduction_math_sdp"
     ),
 }

@@ -6,7 +6,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["without_saved_tensors"]
+__all__ = ["REENTRANT_CHECKPOINTING", "without_saved_tensors"]
+
+REENTRANT_CHECKPOINTING = (
+    "Activation checkpointing with use_reentrant=True cannot compute the gradients of a stage. Use"
+    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); models of transformers take"
+    " gradient_checkpointing_enable({'use_reentrant': False})."
+)
+"""Message about reentrant checkpointing, which torch refuses where gradients of chosen tensors are computed."""
 
 Result = TypeVar("Result")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.interop import call_patches
 from equipoise.parallel.snapshot.preserve_state import preserve_state
-from equipoise.pipeline.forward import call_patches
 from equipoise.pipeline.forward.attribute_reads import attributes_read
 from equipoise.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.pipeline.forward.saved_tensors import without_saved_tensors

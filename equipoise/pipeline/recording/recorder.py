@@ -19,10 +19,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from equipoise.pipeline.forward.call_patches import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.pipeline.forward.packed_sequences import padded_call
+from equipoise.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.graph.output_structure import items_of_output
 from equipoise.pipeline.graph.traced import FOLLOWS
 from equipoise.pipeline.recording.arguments import Arguments

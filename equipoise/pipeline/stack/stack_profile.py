@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.snapshot.preserve_state import preserve_state
-from equipoise.pipeline.forward.call_patches import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.forward.forward_effects import ForwardEffects
+from equipoise.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.pipeline.graph.call_structure import CallStructure
 from equipoise.pipeline.graph.stages import tensors_of
 from equipoise.pipeline.planning.stage_costs import Block

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from equipoise.interop.call_patches import patched_logging
 from equipoise.interop.torch.dispatch import OnOperation
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
-from equipoise.pipeline.forward.call_patches import patched_logging
 from equipoise.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.pipeline.forward.user_lines import line_of_user

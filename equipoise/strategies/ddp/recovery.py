@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from equipoise.errors import StepError
+from equipoise.interop.adapters import check_feature
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange
 from equipoise.strategies.distributed.sample_shares import ProcessShares
@@ -104,6 +105,7 @@ class DDPRecovery(RecoverySupport):
 
     def enable(self) -> None:
         """Exchange gradients by the native engine from now on, which can repeat a step; see `RecoverySupport`."""
+        check_feature("ddp recovery")
         if self.guard is None:
             self.guard = CollectiveGuard(self._module)
             self._exchange.repeat_steps()

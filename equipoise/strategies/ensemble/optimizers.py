@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError

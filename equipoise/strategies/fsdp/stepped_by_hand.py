@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
@@ -156,6 +157,7 @@ class FSDPStrategy(ProcessStrategy):
         backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
+        check_feature("fsdp")
         if isinstance(units, str) and units != "auto":
             raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:

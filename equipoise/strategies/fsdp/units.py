@@ -7,10 +7,10 @@ lies in no unit belongs to the root, whose weights are whole from the first use 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_count
@@ -119,8 +119,15 @@ def _can_be_unit(module: nn.Module) -> bool:
     """Return True if a module has parameters, and each use of them is a call of its forward."""
     # Containers such as ModuleList have no forward. Attention reads the weights of its last layer without calling it.
     has_forward = type(module).forward is not nn.Module.forward
-    is_read_directly = isinstance(module, NonDynamicallyQuantizableLinear)
+    is_read_directly = isinstance(module, _output_layer_of_attention())
     return has_forward and not is_read_directly and _size(module) > 0
+
+
+@cache
+def _output_layer_of_attention() -> type[nn.Module]:
+    """Return the class of the layer that `nn.MultiheadAttention` reads without calling it."""
+    attention = nn.MultiheadAttention(1, 1, device="meta")
+    return type(attention.out_proj)
 
 
 def _size(module: nn.Module) -> int:

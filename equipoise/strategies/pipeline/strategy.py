@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.interop.torch.modules import set_device_of
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
@@ -110,6 +111,7 @@ class PipelineStrategy(Strategy):
         replicas: int = 1,
         shares: Sequence[float] | None = None,
     ) -> None:
+        check_feature("pipeline")
         check_arguments(
             micro_batches=micro_batches,
             cut_before=cut_before,

@@ -34,6 +34,9 @@ def _hyperparameter_entries() -> set[str]:
 
 _HYPERPARAMETERS = _hyperparameter_entries()
 
+# Torch has deprecated the typed ones.
+_WITH_CONTENT = (Tensor, torch.UntypedStorage, getattr(torch, "TypedStorage", torch.UntypedStorage))
+
 # Entries that only a training uses.
 _OF_TRAINING = {"optimizer_states", "lr_schedulers", "loops", "equipoise"}
 
@@ -114,7 +117,7 @@ class _WithoutTensors(pickle.Pickler):
         # A tensor that wraps others is read as an object of its class.
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
-        if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage):
+        if isinstance(value, _WITH_CONTENT):
             return "tensor"
         return None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError

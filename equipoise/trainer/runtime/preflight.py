@@ -57,10 +57,12 @@ def as_module(model: Any) -> LightningModule:
     """
     # 1. A module, with or without a wrapper.
     if is_a(model, LightningModule):
-        if "_modules" not in vars(model):
+        try:
+            next(model.children(), None)
+        except AttributeError:
             raise ConfigurationTypeError(
                 f"`{type(model).__name__}.__init__` does not call `super().__init__()`. Call it first."
-            )
+            ) from None
         module: LightningModule = model
         return module
     if isinstance(model, torch.nn.Module) and hasattr(model, "dynamo_ctx"):

@@ -72,8 +72,8 @@ def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collec
         return
     if name in defaults:
         raise ConfigurationTypeError(
-            f"{owner} does not have Lightning's argument {name!r}, and {name}={value!r} may change what a run does. Leave"
-            " it out."
+            f"{owner} does not have Lightning's argument {name!r}, and {name}={value!r} may change what a run does."
+            " Leave it out."
         )
 
     # 2. The nearest parameter, or all of them if none is near.

@@ -271,5 +271,7 @@ def test_an_argument_that_lightning_alone_has_is_ignored_at_its_default() -> Non
 
 
 def test_an_argument_that_lightning_alone_has_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"does not have Lightning's argument 'model_registry', and .*Leave it"):
+    with pytest.raises(
+        ConfigurationError, match=r"does not have Lightning's argument 'model_registry', and .*Leave it"
+    ):
         Trainer(model_registry="mine")  # type: ignore[call-arg]

@@ -29,7 +29,9 @@ def one_at_a_time(send: Send) -> Send:
 def levels() -> dict[str, int]:
     """Return the levels of all loggers with a level, by name; that of the root under an empty name."""
     levels_by_name = {"": logging.root.level}
-    for name, logger in logging.root.manager.loggerDict.items():
+    # Python 3.11 has no documented way to them. Without it, workers have the level of the root alone.
+    loggers = getattr(logging.root.manager, "loggerDict", {})
+    for name, logger in loggers.items():
         # The dictionary also holds placeholders for parents that no code has asked for.
         if isinstance(logger, logging.Logger) and logger.level:
             levels_by_name[name] = logger.level

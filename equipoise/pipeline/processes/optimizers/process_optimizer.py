@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.parallel.clipping import clip_by_value

@@ -182,7 +182,8 @@ class AnticipatedCalls:
         tensors = self._tensors[member]
         if not self._is_anticipated(call, tensors):
             return False, None
-        if versions(tensors) != self._versions[member]:
+        present = versions(tensors)
+        if present is None or present != self._versions[member]:
             return False, None
         # The network that computes is the first member's. Its step is the first that runs.
         if member == 0:

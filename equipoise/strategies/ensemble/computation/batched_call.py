@@ -476,7 +476,7 @@ class BatchedCall:
         now = self.state_of_call()
         if now.grad != state.grad or now.modes != state.modes:
             return False
-        if now.versions != state.versions:
+        if now.versions is None or now.versions != state.versions:
             return False
         if len(now.attributes) != len(state.attributes):
             return False

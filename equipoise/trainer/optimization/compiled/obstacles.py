@@ -63,7 +63,8 @@ def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:
     """
     module = context.module
     hooks = context.hooks
-    reason = why_not_compiled()
+    feature = "capture" if context.state.captures_steps else "compile"
+    reason = why_not_compiled(feature)
     if reason is not None:
         return reason
     if takes_iterator(module, "training_step"):

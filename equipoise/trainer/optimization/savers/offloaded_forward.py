@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.adapters import check_feature
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.savers.offloading import Offloading
 
@@ -22,6 +23,7 @@ def check_offloading(context: "RunContext") -> None:
     Raises:
         ConfigurationError: If they cannot.
     """
+    check_feature("offload")
     strategy = context.strategy
     # Several devices compute in threads of their own, which the hooks of this thread do not reach.
     if len(strategy.devices) > 1 or strategy.backward_per_micro_batch:

@@ -1,4 +1,8 @@
-"""Patches of torch for the time of a recording: calls of modules, of autograd functions, and of checkpointing."""
+"""Patches of torch and Lightning for the time of a recording: calls of modules, of autograd functions, and the like.
+
+The names that are patched are public. Nothing public reports such calls: a strategy that records a forward is refused
+where one of the names is missing.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,20 +16,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
-    "REENTRANT_CHECKPOINTING",
     "patched_autograd_functions",
     "patched_logging",
     "patched_module_calls",
     "patched_progress",
     "patched_saved_tensor_hooks",
 ]
-
-REENTRANT_CHECKPOINTING = (
-    "Activation checkpointing with use_reentrant=True cannot compute the gradients of a stage. Use"
-    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); models of transformers take"
-    " gradient_checkpointing_enable({'use_reentrant': False})."
-)
-"""Message about reentrant checkpointing, which torch refuses where gradients of chosen tensors are computed."""
 
 # Receives the original, and what it was called with.
 OnModuleCall = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]

@@ -1,0 +1,140 @@
+"""A program that trains without a private name of another package: `python -m tests.interop.without_a_name NAME ...`.
+
+Each name is missing in a fork of its own, which imports the package anew. It prints a line of JSON for each: the weights
+after a training under single_device, dp and ddp, and the messages of the features that are refused. The name "" stands
+for no missing name.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch._dynamo
+import torchmetrics  # noqa: F401  imported once, before the forks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop import adapters
+
+PLAIN = {"single_device": ["cpu"], "dp": ["cpu", "cpu"], "ddp": ["cpu", "cpu"]}
+
+
+class Net(pl.LightningModule):
+    """Two layers, with dropout in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, targets = batch
+        loss = nn.functional.mse_loss(self.net(features), targets)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def fit(strategy: str, devices: list[str], **options: Any) -> list[float]:
+    """Return the weights after a short training."""
+    from equipoise import Trainer
+
+    torch.manual_seed(3)
+    module = Net()
+    data = TensorDataset(torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 1, dtype=torch.float64))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, **quiet, **options)
+    trainer.fit(module, DataLoader(data, batch_size=4 // len(devices) if strategy == "ddp" else 4))
+    return [value.item() for parameter in module.parameters() for value in parameter.flatten()]
+
+
+def check_recovery() -> None:
+    """Train under ddp with OOMRecovery."""
+    from equipoise import OOMRecovery
+
+    fit("ddp", ["cpu", "cpu"], callbacks=[OOMRecovery()])
+
+
+def predict() -> None:
+    """Predict the memory of a step."""
+    from equipoise import predict_memory
+
+    predict_memory(Net(), (torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)))
+
+
+def make(name: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that constructs something public."""
+    import equipoise
+
+    return lambda: getattr(equipoise, name)(**options)
+
+
+def uses() -> dict[str, Callable[[], Any]]:
+    """Return what a user does to choose each feature that may be refused."""
+    return {
+        "fsdp": make("FSDPStrategy"),
+        "pipeline": make("PipelineStrategy"),
+        "profile": make("MemoryLogger", detail="modules"),
+        "leaks": make("MemoryLogger", leaks=True),
+        "inplace": make("InplaceActivations"),
+        "offload": lambda: fit("single_device", ["cpu"], offload_activations=True),
+        "plan": predict,
+        "ddp recovery": check_recovery,
+    }
+
+
+def refusals(name: str) -> dict[str, str]:
+    """Return the messages of the features that need a name."""
+    messages = {}
+    for adapter in adapters.ADAPTERS:
+        if name not in adapter.names or adapter.fallback:
+            continue
+        for feature in adapter.features:
+            try:
+                uses()[feature]()
+                messages[feature] = "not refused"
+            except ConfigurationError as error:
+                messages[feature] = str(error)
+    return messages
+
+
+def run_without(name: str) -> None:
+    """Hide a name, train, and print the results."""
+    present = adapters.find
+    adapters.find = lambda wanted: None if wanted == name else present(wanted)
+    from equipoise.parallel.workers import launch
+
+    # Workers that are forked have this process's modules.
+    launch.get_context = lambda method: multiprocessing.get_context("fork")
+    weights = {strategy: fit(strategy, devices) for strategy, devices in PLAIN.items()}
+    print(json.dumps({"name": name, "weights": weights, "refusals": refusals(name)}), flush=True)
+
+
+def main(names: list[str]) -> int:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    code = 0
+    for name in names:
+        child = os.fork()
+        if not child:
+            try:
+                run_without(name)
+            except BaseException as error:
+                print(json.dumps({"name": name, "error": f"{type(error).__name__}: {error}"}), flush=True)
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        code = code or status
+    return int(code != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
