@@ -23,12 +23,13 @@ help:
 	@echo
 	@echo "make PYTHON=python3.12 ... takes another Python than python3; 3.11 is the oldest that will do"
 
-# Installed anew when the requirements change. The exact versions stand in constraints.txt, which takes the place of a
-# machine's own constraints.
+# Installed anew when the requirements change, by uv, which all environments share their files by. The exact versions stand
+# in constraints.txt.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
 train: $(READY)

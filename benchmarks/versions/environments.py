@@ -51,7 +51,7 @@ def build(row: Row, folder: Path) -> None:
     constraints = folder / "constraints.txt"
     constraints.write_text(wanted)
     target = ["--python", str(python_of(folder)), "--constraint", str(constraints)]
-    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev]"])
+    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev,docs]"])
     done.write_text(wanted)
 
 

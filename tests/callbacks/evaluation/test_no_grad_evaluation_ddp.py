@@ -15,6 +15,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from equipoise import NoGradEvaluation, StepError, Trainer
 from tests.callbacks.evaluation.test_no_grad_evaluation import QUIET, Plain, assert_same, samples, trained
 from tests.conftest import ignoring
+from tests.support.programs import Program
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples", ".*use_libuv", ".*fork")
 
@@ -218,9 +219,24 @@ def batches(count: int) -> Any:
     return list(DataLoader(samples(count), batch_size=5))
 
 
-@pytest.mark.parametrize(("make", "count"), [(loader, 23), (loader, 4), (batches, 12)])
-def test_under_lightnings_own_trainer(make: Any, count: int) -> None:
-    """Its processes are forked, and only the metrics that callbacks saw come home."""
+FRESH = """
+import sys
+from tests.callbacks.evaluation import test_no_grad_evaluation_ddp as tests
+
+tests.compare_under_lightning(getattr(tests, sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("make", "count"), [("loader", 23), ("loader", 4), ("batches", 12)])
+def test_under_lightnings_own_trainer(make: str, count: int) -> None:
+    """In a process without a backward yet: autograd refuses to run in the fork of one that has its threads."""
+    with Program(FRESH, make, str(count)) as program:
+        _, complaints = program.finish()
+        assert program.returncode == 0, complaints
+
+
+def compare_under_lightning(make: Any, count: int) -> None:
+    """Evaluate in one process and in two. They are forked, and only the metrics that callbacks saw come home."""
     found = {}
     for processes in (1, 2):
         torch.manual_seed(5)
