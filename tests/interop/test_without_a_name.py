@@ -34,7 +34,9 @@ def test_a_training_needs_none_of_them(part: int) -> None:
         for strategy, weights in undisturbed.items():
             assert result["weights"][strategy] == pytest.approx(weights, rel=0, abs=1e-12), f"{strategy} without {name}"
         for feature, message in result["refusals"].items():
-            assert message.startswith(f"{FEATURES[feature]} does not work with "), f"{feature} without {name}: {message}"
+            assert message.startswith(f"{FEATURES[feature]} does not work with "), (
+                f"{feature} without {name}: {message}"
+            )
             assert name in message
             assert "pip install '" in message
 

@@ -50,7 +50,12 @@ def fit(strategy: str, devices: list[str], **options: Any) -> list[float]:
     torch.manual_seed(3)
     module = Net()
     data = TensorDataset(torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 1, dtype=torch.float64))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, **quiet, **options)
     trainer.fit(module, DataLoader(data, batch_size=4 // len(devices) if strategy == "ddp" else 4))
     return [value.item() for parameter in module.parameters() for value in parameter.flatten()]

@@ -27,7 +27,10 @@ from equipoise.memory.leaks.creation_sites import CreationSites
 from equipoise.memory.leaks.live_tensors import GraphAges, LiveTensors, find_live_tensors, storage_bytes
 from equipoise.memory.leaks.references import find_holders, find_tensors, globals_of_user
 
-__all__ = ["Leak", "LeakWatch"]
+__all__ = ["FROZEN_BY_PYTHON", "Leak", "LeakWatch"]
+
+# Python 3.12 itself freezes some hundred objects when it starts. A program that freezes its objects has many more.
+FROZEN_BY_PYTHON = 1000
 
 # Steps in which caches and optimiser states come into being.
 _WARM_UP = 2
@@ -187,7 +190,7 @@ class LeakWatch:
         earlier = find_tensors(self._named_objects(), self._keeps, _MOST_KNOWN)
         self._earlier_tensors = [weakref.ref(tensor) for tensor in earlier]
         # If the user has frozen objects, they must stay so.
-        if gc.get_freeze_count() == 0:
+        if gc.get_freeze_count() <= FROZEN_BY_PYTHON:
             gc.freeze()
             self._has_frozen = True
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
 from equipoise.callbacks.memory import phase_readings
 from equipoise.memory.leaks import watch
-from equipoise.memory.leaks.watch import LeakWatch
+from equipoise.memory.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
 from tests.conftest import ignoring
 
 pytestmark = [
@@ -262,7 +262,7 @@ def test_a_failed_step_leaves_what_it_held() -> None:
     with pytest.raises(RuntimeError, match="no"):
         fit(memory, Fails())
     assert memory.compositions[0].holders[0].shape == (5000,)
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
     torch.ones(1)  # nothing watches any more
 
 
@@ -412,7 +412,7 @@ def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="growing memory failed: OSError: no"):
         trainer = fit(MemoryLogger())
     assert trainer.global_step == 10
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])

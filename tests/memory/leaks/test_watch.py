@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.memory.leaks import watch as watch_module
 from equipoise.memory.leaks.references import find_holders, find_tensors, is_of_user
-from equipoise.memory.leaks.watch import Leak, LeakWatch
+from equipoise.memory.leaks.watch import FROZEN_BY_PYTHON, Leak, LeakWatch
 
 pytestmark = pytest.mark.usefixtures("full_collections")
 
@@ -42,7 +42,7 @@ def _clean() -> Iterator[None]:
     yield
     HISTORY.clear()
     Model.seen.clear()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
 Keep = Callable[[Model, Tensor, int], None]
@@ -355,7 +355,7 @@ def test_objects_that_somebody_set_aside_stay_there() -> None:
         watch = LeakWatch(dict, lambda _: False)
         watch.start()
         watch.stop()
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > FROZEN_BY_PYTHON
     finally:
         gc.unfreeze()
 

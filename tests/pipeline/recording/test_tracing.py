@@ -114,7 +114,8 @@ def test_what_cannot_be_followed_stays_whole(kind):
         (Asks, r"Asks.forward, line \d+: `return hidden \* 2 if hidden.sum\(\) > 0 else hidden`"),
         (Counts, "Counts.forward sets the attribute 'calls' of Counts"),
         (Draws, "draws random numbers|Draws.forward"),
-        (Checkpointed, "activation checkpointing"),
+        # torch 2.11 asks whether a tensor has a graph before it sets its hooks.
+        (Checkpointed, "(activation checkpointing|`grad_fn`)"),
         (Remembers, "Remembers.forward changes the buffer 'seen' of Remembers"),
         (Averages, "Averages.forward sets the buffer 'seen' of Averages"),
         (

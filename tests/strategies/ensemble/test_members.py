@@ -1,6 +1,7 @@
 """Each member of an ensemble is the model of a run of its own."""
 
 import random
+import re
 from functools import partial
 from typing import Any
 
@@ -329,7 +330,8 @@ class BranchingNetwork(Classifier):
         (Recurrent, "net is computed member by member"),
         (Remembering, "its forward sets Kept.last"),
         (BranchingNetwork, "data-dependent"),
-        (Checkpointed, "as activation checkpointing does"),
+        # torch 2.11 calls an autograd function before it sets its hooks.
+        (Checkpointed, "(as activation checkpointing does|vmap over _NoopSaveInputs)"),
     ],
 )
 def test_networks_that_cannot_be_computed_at_once(
@@ -338,7 +340,7 @@ def test_networks_that_cannot_be_computed_at_once(
     with caplog.at_level("INFO"):
         strategy, _, _ = ensemble(seed, module, partial(loader, 42))
     assert difference(strategy, states_alone(seed, 3, module, partial(loader, 42))) <= CLOSE
-    assert (reason in caplog.text) if reason else ("member by member" not in caplog.text)
+    assert re.search(reason, caplog.text) if reason else ("member by member" not in caplog.text)
 
 
 def test_orders_are_those_of_runs_of_their_own_with_a_private_generator() -> None:
