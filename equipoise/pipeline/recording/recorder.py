@@ -197,7 +197,7 @@ class Recorder(_Base):  # type: ignore[misc]
                 yield
             except Obstacle as obstacle:
                 self._running.note_obstacle(str(obstacle))
-                # From Python 3.12 on, the traceback and the frame of `with` keep each other, and the tensors of the step.
+                # From Python 3.12 on, the traceback and the frame of `with` keep each other, and tensors of the step.
                 obstacle.with_traceback(None)
             except Exception as error:
                 # The user's code may catch it, and go on in another way than in the next call.
