@@ -17,7 +17,6 @@ from types import ModuleType
 import equipoise
 from equipoise.app.config.checks import STAGES
 from equipoise.app.config.suggestions import did_you_mean
-from equipoise.app.devices import show_devices
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
 
 __all__ = ["main"]
@@ -31,6 +30,7 @@ equipoise trains PyTorch models on the devices you have.
   equipoise savings [key=value ...]                  measure a step of the module under each memory saver: peak, time
   equipoise compare [key=value ...]                  run the module under each strategy: speed, memory by device
   equipoise devices [--watch[=SECONDS]]              what devices there are, their memory, and under which index
+  equipoise doctor [--json]                          what to paste into a bug report: versions, devices, limits
   equipoise init FOLDER                              write a starter project that runs at once
   equipoise completion bash|zsh|fish                 print what to eval so that the shell completes commands and keys
 
@@ -48,7 +48,7 @@ another folder; without either they run the digits example. Each run writes to a
 """
 
 # Commands that are no run stages.
-_OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "init", "completion")
+_OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "doctor", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
@@ -62,6 +62,7 @@ _OWN_FLAGS = {
         *("--config-dir", "--debug", "--help", "--json", "--largest", "--output=", "--steps=", "--strategies="),
         "--timeout=",
     ),
+    "doctor": ("--debug", "--help", "--json"),
 }
 
 
@@ -143,7 +144,9 @@ def _run_command(command_line: Sequence[str]) -> None:
     elif command == "plan":
         _plan(arguments)
     elif command == "devices":
-        show_devices(arguments)
+        _devices(arguments)
+    elif command == "doctor":
+        _doctor(arguments)
     elif command == "init":
         _init(arguments)
     elif command == "completion":
@@ -204,6 +207,20 @@ def _plan(arguments: Sequence[str]) -> None:
     from equipoise.app.planning.command import show_plan
 
     show_plan([_quoted(argument) for argument in overrides], folders)
+
+
+def _devices(arguments: Sequence[str]) -> None:
+    """List the devices."""
+    from equipoise.app.machine.devices import show_devices
+
+    show_devices(arguments)
+
+
+def _doctor(arguments: Sequence[str]) -> None:
+    """Print facts for a bug report. It is imported here: packages of other commands may be missing."""
+    from equipoise.app.machine.doctor import show_doctor
+
+    show_doctor(arguments)
 
 
 def _check_argument(argument: str, stage: str) -> None:

@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.workers.preloading import preload
 from tests.simulated.devices.installation import is_installed
 from tests.support.quick_cases import mark_further_cases
@@ -36,6 +38,11 @@ _NEED_HYDRA = ["app", "docs", "examples", "trainer/checkpointing/test_objects.py
 collect_ignore = [] if importlib.util.find_spec("hydra") else _NEED_HYDRA
 
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
+
+# Versions that nobody has tried are what a test of them is about. The one warning about them would fail any test.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    warn_of_untested_versions()
 
 # Worker processes
 

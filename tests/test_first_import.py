@@ -136,10 +136,11 @@ again = Trainer(max_epochs=2, **options)
 again.fit(Module(folder=Path("here")), loader, ckpt_path=path)
 assert again.global_step == 4
 
-# The command lists devices without Hydra, and says what a fit needs.
+# The command shows devices and facts without Hydra, and says what a fit needs.
 from equipoise.__main__ import main
 
 assert main(["devices"]) == 0
+assert main(["doctor"]) == 0
 assert not loaded() & {"hydra", "omegaconf"}
 sys.exit(main(["fit"]))
 """

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from equipoise.notices import rank_zero_warn
 
@@ -57,7 +57,12 @@ def newer_than_tested() -> list[str]:
 
 def _is_newer(version: str, newest: str) -> bool:
     """Return True if a version is newer than the newest one, compared to as many places as that has."""
-    parsed = Version(version)
+    try:
+        # Some builds of Python end with a plus.
+        parsed = Version(version.rstrip("+"))
+    except InvalidVersion:
+        # Somebody's own build, with a version that cannot be compared.
+        return False
     bound = Version(newest)
     if parsed.is_prerelease:
         # A nightly build of the next version.

@@ -102,7 +102,9 @@ def list_devices(only: Collection[str] | None = None) -> list[DeviceInfo]:
     devices = []
     if only is None or "cpu" in only:
         devices.append(_cpu())
-    if torch.cuda.is_available():
+    # Asking whether there are any may take long: it starts the driver.
+    includes_cuda = only is None or any(name.startswith("cuda") for name in only)
+    if includes_cuda and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             if only is None or f"cuda:{index}" in only:
                 devices.append(_cuda(index))

@@ -22,6 +22,7 @@ from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import forget_run
 from equipoise.interop.lightning.self_log import unbind_log
+from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.memory.devices import empty_cache
 from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.replicas.device_threads import on_device
@@ -63,6 +64,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
         What the loop of the entry point returned.
     """
     # 1. The state of the run.
+    warn_of_untested_versions()
     state = parts.state
     refuse_finders(state)
     # A subclass of the Trainer may override the property.

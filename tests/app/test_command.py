@@ -1,6 +1,5 @@
-"""The commands that train nothing: help, version, devices, init, completion."""
+"""The commands that train nothing: help, version, init, completion."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,15 @@ from hydra.core.hydra_config import HydraConfig
 from equipoise import __version__
 from equipoise.app.config.checks import KEYS
 from equipoise.app.help import arguments_in
-from equipoise.memory.devices import list_devices
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",), ("devices", "--help")])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",), ("devices", "--help"), ("doctor", "-h")])
 def test_help_names_every_command(equipoise, arguments):
     code, out, _ = equipoise(*arguments)
     assert code == 0
-    for command in ("fit", "validate", "test", "predict", "devices", "init", "completion", "--debug"):
+    for command in ("fit", "validate", "test", "predict", "devices", "doctor", "init", "completion", "--debug"):
         assert command in out
 
 
@@ -95,63 +93,6 @@ def test_arguments_of_a_docstring():
         "c": "Both.",
     }
     assert arguments_in("Nothing here.") == {}
-
-
-def test_devices_are_listed_with_their_memory(equipoise, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    code, out, _ = equipoise("devices")
-    assert code == 0
-    for heading in ("device", "index", "physical", "name", "memory", "free", "capability"):
-        assert heading in out
-    for info in list_devices():
-        assert info.device in out
-        assert info.name in out
-    assert "CUDA_VISIBLE_DEVICES=3" in out
-
-
-@pytest.mark.slow
-def test_devices_are_watched_until_somebody_has_seen_enough() -> None:
-    """A pipe gets one table after the other; Ctrl-C ends without an error."""
-    command = [sys.executable, "-m", "equipoise", "devices", "--watch=0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        seen = ""
-        while seen.count("least free") < 2:
-            assert process.stdout is not None
-            seen += process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, "")
-    assert "GiB" in seen
-    assert "%" in seen
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_ends_the_watch() -> None:
-    command = [sys.executable, "-m", "equipoise", "devices", "--watch=0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(timeout=300) == 0
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--watch=x",), "--watch takes seconds from 0.1 on, such as --watch=2, not x."),
-        (("--watch", "0"), "--watch takes seconds from 0.1 on, such as --watch=2, not 0."),
-        (("--watch=nan",), "not nan."),
-        (("--watch=1", "2"), "takes no arguments but --watch; it was given --watch=1 2."),
-        (("all",), "takes no arguments but --watch; it was given all."),
-    ],
-)
-def test_devices_refuses_what_it_does_not_know(equipoise, arguments, message):
-    code, _, err = equipoise("devices", *arguments)
-    assert code == 2
-    assert message in err
 
 
 # The starter project.
@@ -234,7 +175,10 @@ def asked(equipoise, monkeypatch, line, point=None):
     [
         (
             "equipoise ",
-            ["fit", "validate", "test", "predict", "devices", "plan", "savings", "compare", "init", "completion"],
+            [
+                *("fit", "validate", "test", "predict", "devices", "doctor", "plan", "savings", "compare", "init"),
+                "completion",
+            ],
         ),
         ("equipoise plan --h", ["--help", "--html="]),
         ("equipoise f", ["fit"]),
@@ -247,6 +191,8 @@ def asked(equipoise, monkeypatch, line, point=None):
         ("equipoise fit --config-dir nowhere module=", []),
         ("equipoise fit nonsense=1 module.", []),
         ("equipoise devices ", []),
+        ("equipoise doctor ", []),
+        ("equipoise doctor --", ["--debug", "--help", "--json"]),
         ("equipoise compare --st", ["--steps=", "--strategies="]),
         ("equipoise compare trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise savings --j", ["--json"]),

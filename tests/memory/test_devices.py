@@ -52,6 +52,14 @@ def test_only_those_that_are_wanted() -> None:
     assert list_devices([]) == list_devices(["cuda:9999"]) == []
 
 
+def test_the_driver_is_not_asked_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang() -> bool:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", hang)
+    assert [info.device for info in list_devices(["cpu"])] == ["cpu"]
+
+
 def without_files(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     """Some systems lack some of Linux's files."""
     real_read, real_write = Path.read_text, Path.write_text

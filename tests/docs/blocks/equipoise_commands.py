@@ -30,10 +30,12 @@ def check_equipoise(arguments: Sequence[str]) -> None:
     command, *rest = arguments
     if command in ("init", "--version") or "--help" in arguments:
         assert _exit_code(arguments) == 0
-    elif command in STAGES or command in _OWN_FLAGS:
+    elif command in STAGES or command in ("plan", "savings", "compare"):
         _check_configured(command, rest)
     elif command == "completion":
         assert rest[0] in _SHELLS
+    elif command == "doctor":
+        assert set(rest) <= {"--json"}
     else:
         assert command in _OTHER_COMMANDS, f"there is no command {command}"
 

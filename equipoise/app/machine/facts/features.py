@@ -1,0 +1,90 @@
+"""Features that use private names of other packages: which of them the installed versions have what it takes for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from equipoise.app.machine.facts.packages import NEWER, OLDER, Package
+from equipoise.interop import adapters, versions
+
+__all__ = ["CHECKED", "Feature", "list_features"]
+
+CHECKED = "the private names it needs are available in versions that the tests ran with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Feature that uses private names.
+
+    Attributes:
+        key: Its key in `adapters.FEATURES`.
+        name: The user's words for it.
+        status: "checked", "works without" (a name is missing that it can do without), "refused" (a name is missing that
+            it needs), or "not tested" (all names are available, in another version than the tested ones).
+        remark: The reason.
+    """
+
+    key: str
+    name: str
+    status: str
+    remark: str
+
+
+def list_features(packages: Sequence[Package]) -> list[Feature]:
+    """Check the private names of all features.
+
+    Args:
+        packages: The packages of this environment.
+    """
+    untested = {}
+    for package in packages:
+        if package.status in (NEWER, OLDER):
+            untested[package.name] = f"{package.name} {package.version}"
+    features = []
+    for key, name in adapters.FEATURES.items():
+        status, remark = _check(key, untested)
+        features.append(Feature(key=key, name=name, status=status, remark=remark))
+    return features
+
+
+def _check(key: str, untested: dict[str, str]) -> tuple[str, str]:
+    """Return the status of a feature and the reason; `untested` has the names and versions of such packages."""
+    # 1. Names that it cannot do without.
+    of_feature = [adapter for adapter in adapters.ADAPTERS if key in adapter.features]
+    missing = adapters.missing_names(key)
+    if missing:
+        return "refused", _lack(missing, of_feature)
+
+    # 2. Versions that nobody has tried.
+    packages = dict.fromkeys(adapter.package for adapter in of_feature)
+    other_versions = [untested[package] for package in packages if package in untested]
+    remarks = []
+    if other_versions:
+        remarks.append(f"not tested with {', '.join(other_versions)}")
+
+    # 3. Names that it can do without.
+    missing = adapters.missing_names(key, with_fallback=True)
+    fallbacks = _fallbacks(missing, of_feature)
+    if fallbacks:
+        return "works without", "; ".join([*fallbacks, *remarks])
+    if remarks:
+        return "not tested", remarks[0]
+    return "checked", CHECKED
+
+
+def _lack(missing: Sequence[str], of_feature: Sequence[adapters.Adapter]) -> str:
+    """Return a phrase about names that a feature cannot do without."""
+    package = next(adapter.package for adapter in of_feature if missing[0] in adapter.names)
+    version = versions.installed_version(package)
+    if version is None:
+        return f"needs {package}, which is not installed"
+    return f"lacks {', '.join(missing)} of {package} {version}"
+
+
+def _fallbacks(missing: Sequence[str], of_feature: Sequence[adapters.Adapter]) -> list[str]:
+    """Return a phrase for each adapter that lacks names: the names, and what is done without them."""
+    phrases = []
+    for adapter in of_feature:
+        lacking = [name for name in adapter.names if name in missing]
+        if lacking and adapter.fallback:
+            phrases.append(f"works without {', '.join(lacking)}: {adapter.fallback}")
+    return phrases

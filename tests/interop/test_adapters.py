@@ -1,0 +1,85 @@
+"""Private names are looked up without an import that fails, and a feature that lacks one is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.errors import ConfigurationError
+from equipoise.interop import adapters, versions
+from equipoise.interop.adapters import ADAPTERS, FEATURES, Adapter, check_feature, find, missing_names
+
+NEEDED = ("math.tau", "math._needed", "math._also_needed")
+REPLACED = ("math.pi", "math._replaced")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature that lacks names of both kinds, one that lacks names it can do without, and one that lacks none."""
+    monkeypatch.setattr(adapters, "FEATURES", {"lacking": "Lacking(x=1)", "making do": "Making do", "whole": "Whole"})
+    monkeypatch.setattr(
+        adapters,
+        "ADAPTERS",
+        (
+            Adapter("numpy", NEEDED, ("lacking",)),
+            Adapter("numpy", REPLACED, ("lacking", "making do"), "it is computed"),
+            Adapter("numpy", ("math.e",), ("whole", "lacking")),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("math", math),
+        ("math.tau", math.tau),
+        ("math._tau", None),
+        ("math.tau._real", None),
+        ("math.tau.real", math.tau),
+        ("no_such_module", None),
+        ("no_such_module.name", None),
+        ("os.path.join", __import__("os").path.join),
+        ("collections.abc.Mapping.get", __import__("collections").abc.Mapping.get),
+    ],
+)
+def test_a_name_is_found_or_none(name: str, value: Any) -> None:
+    assert find(name) is value or find(name) == value
+
+
+def test_a_module_that_fails_to_import_has_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_to_import.py").write_text("from math import _nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("fails_to_import.name") is None
+
+
+def test_missing_names(table: None) -> None:
+    assert missing_names("lacking") == ["math._needed", "math._also_needed"]
+    assert missing_names("lacking", with_fallback=True) == ["math._needed", "math._also_needed", "math._replaced"]
+    assert missing_names("making do") == []
+    assert missing_names("making do", with_fallback=True) == ["math._replaced"]
+    assert missing_names("whole", with_fallback=True) == []
+
+
+@pytest.mark.parametrize("feature", ["making do", "whole"])
+def test_a_feature_that_can_do_without_is_allowed(table: None, feature: str) -> None:
+    check_feature(feature)
+
+
+def test_a_feature_that_lacks_names_is_refused(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda package: "9.9")
+    monkeypatch.setattr(adapters, "installed_version", lambda package: "9.9")
+    oldest, newest = versions.TESTED["numpy"]
+    with pytest.raises(ConfigurationError) as refused:
+        check_feature("lacking")
+    assert str(refused.value) == (
+        "Lacking(x=1) does not work with numpy 9.9, which lacks math._needed, math._also_needed."
+        f" It was tested with numpy {oldest} to {newest}: pip install 'numpy>={oldest},<={newest}'."
+    )
+
+
+# The table itself.
+
+
+def test_features_and_adapters_name_each_other() -> None:
+    assert {feature for adapter in ADAPTERS for feature in adapter.features} <= FEATURES.keys()

@@ -1,0 +1,174 @@
+"""Versions beside those that were tested, and the one notice about newer ones."""
+
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch.utils.data import DataLoader
+
+from equipoise import Trainer
+from equipoise.interop import versions
+from equipoise.interop.versions import TESTED, installed_version, newer_than_tested, warn_of_untested_versions
+from tests.conftest import ignoring
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = ignoring()
+
+
+@pytest.fixture
+def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has warned of no version, to patch."""
+    warn_of_untested_versions.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    warn_of_untested_versions.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warn_of_untested_versions()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
+    """Let packages have other versions than they have."""
+    monkeypatch.setattr(versions, "installed_version", lambda package: installed.get(package))
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "is_newer"),
+    [
+        ("torch", "2.15.0", False),
+        ("torch", "2.15.0+cu130", False),
+        ("torch", "2.15.1", True),
+        ("torch", "2.16.0", True),
+        ("torch", "3.0.0", True),
+        ("torch", "2.10.0", False),
+        ("torch", "2.15.0rc2", False),
+        ("torch", "2.16.0.dev20270101+cpu", True),
+        ("torch", "2.16.0a0+gitabcdef0", True),
+        ("torch", "somebody's own", False),
+        ("python", "3.13.0", False),
+        ("python", "3.13.99", False),
+        ("python", "3.13.2+", False),
+        ("python", "3.14.0", True),
+        ("python", "3.14.0rc1", True),
+        ("python", "3.14.0+", True),
+        ("torch", None, False),
+    ],
+)
+def test_newer(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, is_newer: bool) -> None:
+    monkeypatch.setattr(versions, "TESTED", {"torch": ("2.11.0", "2.15.0"), "python": ("3.11", "3.13")})
+    install(monkeypatch, **{package: version})
+    phrases = newer_than_tested()
+    assert bool(phrases) == is_newer
+    if is_newer:
+        oldest, newest = versions.TESTED[package]
+        assert phrases == [f"{package} {version} (tested: {oldest} to {newest})"]
+
+
+def test_the_version_of_python_and_of_a_missing_package() -> None:
+    assert str(installed_version("python")).startswith("3.")
+    assert Version(str(installed_version("torch"))) == Version(torch.__version__)
+    assert installed_version("no-such-package") is None
+
+
+def test_versions_are_in_order() -> None:
+    for package, (oldest, newest) in TESTED.items():
+        assert Version(oldest) <= Version(newest), package
+
+
+def test_the_oldest_versions_are_those_that_may_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [Requirement(text) for text in project["dependencies"]]
+    requirements.append(Requirement(f"python{project['requires-python']}"))
+    bounds = {}
+    for requirement in requirements:
+        (lowest,) = [part.version for part in requirement.specifier if part.operator == ">="]
+        bounds[requirement.name] = Version(lowest)
+    compared = bounds.keys() & TESTED.keys()
+    assert {"python", "torch", "lightning", "hydra-core"} <= compared
+    assert {name: bounds[name] for name in compared} == {name: Version(TESTED[name][0]) for name in compared}
+
+
+def messages_of(call: Callable[[], object]) -> list[str]:
+    """Return the warnings about versions that a call causes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(found.message) for found in caught if "tested with" in str(found.message)]
+
+
+def test_one_notice_names_all_packages(not_warned_yet: pytest.MonkeyPatch) -> None:
+    install(not_warned_yet, torch="99.0", numpy="99.1", rich=TESTED["rich"][1])
+    (message,) = messages_of(warn_of_untested_versions)
+    assert message.startswith("Newer than the versions that Equipoise was tested with: torch 99.0 (tested: ")
+    assert ", numpy 99.1 (tested: " in message
+    assert "rich" not in message
+    assert "`equipoise doctor`" in message
+    assert messages_of(warn_of_untested_versions) == []
+
+
+def test_tested_versions_cause_no_notice(not_warned_yet: pytest.MonkeyPatch) -> None:
+    install(not_warned_yet, torch=TESTED["torch"][1])
+    assert messages_of(warn_of_untested_versions) == []
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ModuleThatLooks(Module):
+    """Fails in a process that has begun a run of its own."""
+
+    def on_train_start(self) -> None:
+        assert parent_process() is not None
+        assert warn_of_untested_versions.cache_info().hits == 0
+
+
+def fit(module: LightningModule | None = None, **options: Any) -> None:
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module or Module(), DataLoader(torch.ones(4, 1), batch_size=2))
+
+
+def test_the_first_fit_of_a_process_warns(not_warned_yet: pytest.MonkeyPatch) -> None:
+    not_warned_yet.setattr(versions, "TESTED", {"torch": ("1.0", "1.1")})
+    (message,) = messages_of(fit)
+    assert f"torch {installed_version('torch')} (tested: 1.0 to 1.1)" in message
+    assert messages_of(fit) == []
+
+
+def test_the_notice_names_the_call_of_fit(not_warned_yet: pytest.MonkeyPatch) -> None:
+    not_warned_yet.setattr(versions, "TESTED", {"torch": ("1.0", "1.1")})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit()
+    (found,) = [warning for warning in caught if "tested with" in str(warning.message)]
+    assert found.filename == __file__
+
+
+def test_workers_do_not_repeat_it() -> None:
+    """The notice is given before there are any; in a worker, only the import of these tests has asked for it."""
+    fit(ModuleThatLooks(), devices=2, strategy="ddp")
