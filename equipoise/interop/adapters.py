@@ -213,6 +213,7 @@ def check_feature(feature: str) -> None:
     missing = missing_names(feature)
     if not missing:
         return
+    # Names of one package are enough for a remedy.
     package = next(adapter.package for adapter in ADAPTERS if missing[0] in adapter.names)
     oldest, newest = TESTED[package]
     raise ConfigurationError(

@@ -44,4 +44,6 @@ def test_a_training_needs_none_of_them(part: int) -> None:
 def test_the_names_exist_here() -> None:
     from equipoise.interop.adapters import missing_names
 
-    assert {feature: missing_names(feature, with_fallback=True) for feature in FEATURES} == dict.fromkeys(FEATURES, [])
+    assert {feature: missing_names(feature, with_fallback=True) for feature in FEATURES} == {
+        feature: [] for feature in FEATURES
+    }
