@@ -1,8 +1,8 @@
 """A program that trains without private names of other packages: `python -m tests.interop.without_a_name NAME ...`.
 
-Each name is missing in a fork of its own, which imports the package anew. It prints a line of JSON for each: the weights
-after a training under single_device, dp and ddp, and the messages of the features that are refused. The name "" stands
-for no missing name.
+Each name is missing in a fork of its own, which imports the package anew. It prints a line of JSON for each: the
+weights after a training under single_device, dp and ddp, and the messages of the features that are refused. The name ""
+stands for no missing name.
 """
 
 import json
