@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.versions import TESTED, installed_version
+from equipoise.interop.versions import TESTED, installed_version, is_newer_than_tested
 
-__all__ = ["ADAPTERS", "FEATURES", "Adapter", "check_feature", "find", "missing_names"]
+__all__ = ["ADAPTERS", "FEATURES", "Adapter", "check_feature", "find", "find_if_tested", "missing_names"]
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,20 @@ def find(name: str) -> Any:
     for attribute in attributes:
         value = getattr(value, attribute, None)
     return value
+
+
+def find_if_tested(package: str, name: str) -> Any:
+    """Return what a name stands for; None if it is missing, or the package is newer than the tested versions.
+
+    This is for names whose meaning may change while they stay, and which have a fallback.
+
+    Args:
+        package: The package, a key of `TESTED`.
+        name: A name with its module.
+    """
+    if is_newer_than_tested(package):
+        return None
+    return find(name)
 
 
 def missing_names(feature: str, *, with_fallback: bool = False) -> list[str]:

@@ -9,7 +9,13 @@ from packaging.version import InvalidVersion, Version
 
 from equipoise.notices import rank_zero_warn
 
-__all__ = ["TESTED", "installed_version", "newer_than_tested", "warn_of_untested_versions"]
+__all__ = [
+    "TESTED",
+    "installed_version",
+    "is_newer_than_tested",
+    "newer_than_tested",
+    "warn_of_untested_versions",
+]
 
 TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.11", "3.13"),
@@ -49,10 +55,20 @@ def newer_than_tested() -> list[str]:
     """
     phrases = []
     for package, (oldest, newest) in TESTED.items():
-        version = installed_version(package)
-        if version is not None and _is_newer(version, newest):
-            phrases.append(f"{package} {version} (tested: {oldest} to {newest})")
+        if is_newer_than_tested(package):
+            phrases.append(f"{package} {installed_version(package)} (tested: {oldest} to {newest})")
     return phrases
+
+
+def is_newer_than_tested(package: str) -> bool:
+    """Return True if the installed version of a package is newer than the newest one in `TESTED`.
+
+    Args:
+        package: A key of `TESTED`.
+    """
+    _, newest = TESTED[package]
+    version = installed_version(package)
+    return version is not None and _is_newer(version, newest)
 
 
 def _is_newer(version: str, newest: str) -> bool:

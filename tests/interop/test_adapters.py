@@ -8,7 +8,15 @@ import pytest
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop import adapters, versions
-from equipoise.interop.adapters import ADAPTERS, FEATURES, Adapter, check_feature, find, missing_names
+from equipoise.interop.adapters import (
+    ADAPTERS,
+    FEATURES,
+    Adapter,
+    check_feature,
+    find,
+    find_if_tested,
+    missing_names,
+)
 
 NEEDED = ("math.tau", "math._needed", "math._also_needed")
 REPLACED = ("math.pi", "math._replaced")
@@ -83,3 +91,10 @@ def test_a_feature_that_lacks_names_is_refused(table: None, monkeypatch: pytest.
 
 def test_features_and_adapters_name_each_other() -> None:
     assert {feature for adapter in ADAPTERS for feature in adapter.features} <= FEATURES.keys()
+
+
+def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_if_tested("torch", "math.tau") == math.tau
+    assert find_if_tested("torch", "math._tau") is None
+    monkeypatch.setattr(versions, "TESTED", {"torch": ("2.0.0", "2.1.0")})
+    assert find_if_tested("torch", "math.tau") is None

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from equipoise.interop.adapters import find
+from equipoise.interop.adapters import find, find_if_tested
 
 __all__ = ["is_changed", "next_node_number", "number_of_node", "run_backward", "running_node"]
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
 # small layer. No public function leaves that out.
-_engine_run_backward: Callable[..., Any] | None = find("torch.autograd.graph._engine_run_backward")
+_engine_run_backward: Callable[..., Any] | None = find_if_tested("torch", "torch.autograd.graph._engine_run_backward")
 _has_versions = find("torch.Tensor._version") is not None
 _get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
 _current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
