@@ -1,5 +1,6 @@
 """Worker processes: what comes back from them, what they find, which error is told, and that nothing stays."""
 
+import ctypes
 import gc
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import nn
 from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
 from tests.conftest import threads_that_stay
 from tests.parallel.communication.test_process_group import in_group
 
@@ -300,6 +302,30 @@ def test_a_signal_is_blamed_before_what_follows_from_it() -> None:
         in_group(is_killed)
 
 
+@pytest.mark.parametrize("end", [os.abort, lambda: ctypes.string_at(0)])
+def test_a_worker_that_crashes_shows_its_stack(end: Callable[[], Any]) -> None:
+    def computes(rank: int) -> None:
+        # A second thread shows that the stacks of all are written.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        end()
+
+    with pytest.raises(WorkerError, match=r"^rank 0 of 1 was killed by SIG(ABRT|SEGV)\.") as caught:
+        launch(computes, 1)
+    message = str(caught.value)
+    assert " It was here:\n\nFatal Python error: " in message
+    assert "in computes" in message
+    assert message.count("\nThread 0x") + message.count("\nCurrent thread 0x") >= 3
+    # Nothing says that it exchanged tensors.
+    assert "different shapes" not in message
+
+
+def test_a_worker_that_aborts_in_an_exchange_may_have_exchanged_other_shapes() -> None:
+    stack = 'Current thread 0x1:\n  File "torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
+    report = Report(0, 0.0, text=stack, signal=signal.SIGABRT)
+    with pytest.raises(WorkerError, match=r"may have exchanged tensors of different shapes\. It was here:"):
+        raise_first_cause(1, [report], [])
+
+
 def complains(rank: int) -> None:
     raise RuntimeError("Connection closed by peer" if rank == 0 else "a mistake")
 
@@ -413,6 +439,7 @@ import torch
 from multiprocessing import forkserver, set_forkserver_preload
 from equipoise import DDPStrategy, PipelineStrategy, Trainer
 from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
 from equipoise.parallel.workers.preloading import preload
 
 preload("tabnanny", "a_module_that_is_not_there")
