@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["SHORT_NAMES", "Precision", "make_precision"]
+__all__ = ["SHORT_NAMES", "Precision", "make_precision", "wide_dtype"]
 
 _DTYPES = {
     "32-true": torch.float32,
@@ -205,6 +205,23 @@ def make_precision(value: str | int | None, device_type: str) -> Precision:
             " Use precision='32-true', or accelerator='cpu'."
         )
     return Precision(name, checkpoint_key="DoublePrecision", dtype=dtype)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating dtype of a device: float64, or float32 on MPS, which has no float64.
+
+    Sums of many values are computed in it: in bfloat16, a weight of 257 would become 256.
+
+    Args:
+        device: The device.
+
+    Example:
+        >>> wide_dtype(torch.device("cpu"))
+        torch.float64
+    """
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def _full_name(value: object) -> str:

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.precision import Precision, make_precision
+from equipoise.precision import Precision, make_precision, wide_dtype
 
 NAMES = ["32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32", "bf16-true", "64-true"]
 SHARED = ["32-true", "bf16-mixed", "16-true", "bf16-true", "64-true"]  # what Lightning runs on a CPU
@@ -149,6 +149,18 @@ def test_an_unknown_name_is_refused_with_the_nearest(value: Any, nearest: str | 
 def test_float64_is_refused_where_the_device_has_none() -> None:
     with pytest.raises(ConfigurationError, match=r"MPS devices have no float64.*64-true.*accelerator='cpu'"):
         make_precision("64-true", "mps")
+    assert wide_dtype(torch.device("mps")) is torch.float32
+    assert wide_dtype(torch.device("cuda", 1)) is wide_dtype(torch.device("cpu")) is torch.float64
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+def test_autocast_is_that_of_mps(name: str, dtype: torch.dtype) -> None:
+    precision = make_precision(name, "mps")
+    assert (precision.scaler is None) is (name == "bf16-mixed")
+    assert precision.autocast == ("mps", dtype)
+    with precision.forward_context():
+        assert torch.is_autocast_enabled("mps")
+        assert not torch.is_autocast_enabled("cpu")
 
 
 # The same results as Lightning.

@@ -28,7 +28,7 @@ class Recorded(Tensor):
         return self
 
 
-@pytest.mark.parametrize(("destination", "asynchronous"), [("cpu", False), ("cuda:0", True)])
+@pytest.mark.parametrize(("destination", "asynchronous"), [("cpu", False), ("cuda:0", True), ("mps:0", False)])
 def test_only_copies_to_a_cuda_device_are_asynchronous(destination: str, asynchronous: bool) -> None:
     tensor = torch.empty(2, device="meta").as_subclass(Recorded)
     tensor.copies.clear()

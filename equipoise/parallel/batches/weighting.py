@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.precision import wide_dtype
+
 __all__ = ["AccumulationWindow", "Weight", "weighted_mean"]
 
 Weight = int | float | Tensor
@@ -65,7 +67,7 @@ class AccumulationWindow:
     def total_with(self, weight: Weight) -> Weight:
         """Return Σw of the parts so far and of one more part of this weight."""
         if isinstance(weight, Tensor):
-            dtype = _wide(weight)
+            dtype = wide_dtype(weight.device)
             weight = weight.detach().to(dtype)
             return self.total + weight
         reference = self._reference
@@ -107,7 +109,7 @@ class AccumulationWindow:
             The factor. None stands for 1.
         """
         if isinstance(weight, Tensor):
-            dtype = _wide(weight)
+            dtype = wide_dtype(weight.device)
             weight = weight.detach().to(dtype)
         reference = self._reference
         if reference is None:
@@ -239,7 +241,7 @@ def weighted_mean(
         if value is None:
             continue
         if isinstance(weight, Tensor):
-            dtype = _wide(weight)
+            dtype = wide_dtype(weight.device)
             weight = weight.detach().to(device, dtype)
             parts.append((value, weight))
         elif weight:
@@ -285,10 +287,3 @@ def _number(weight: Weight | None) -> int | float | None:
     if isinstance(weight, Tensor):
         return weight.item()
     return weight
-
-
-def _wide(weight: Tensor) -> torch.dtype:
-    """Return float64, or float32 if the device has no float64: Σw must not be rounded (257 becomes 256 in bfloat16)."""
-    if weight.device.type == "mps":
-        return torch.float32
-    return torch.float64

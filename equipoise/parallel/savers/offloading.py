@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.modules import versions
+from equipoise.to_device import to_device
 
 __all__ = ["Offloading"]
 
@@ -74,7 +75,7 @@ class _Copy:
             return self._tensor.clone()
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._tensor.to(self._device, non_blocking=True)
+        return to_device(self._tensor, self._device)
 
 
 class Offloading:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.interop.torch.dispatch import tensors_in
+from equipoise.precision import wide_dtype
 
 __all__ = ["Output", "fingerprints_of"]
 
@@ -106,8 +107,8 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
         scale = float(finite.abs().max())
     tolerance = torch.finfo(one.dtype).eps ** 0.5
     return torch.allclose(
-        other.double(),
-        one.double(),
+        _wide(other),
+        _wide(one),
         rtol=tolerance,
         atol=tolerance * scale,
         equal_nan=True,
@@ -124,6 +125,11 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in the widest dtype of its device."""
+    return tensor.to(wide_dtype(tensor.device))
+
+
 def fingerprints_of(value: Any) -> list[Any]:
     """Return for each tensor its shape and sums, which tell its values from those of others.
 
@@ -135,7 +141,7 @@ def fingerprints_of(value: Any) -> list[Any]:
         for tensor in tensors_in(value):
             if tensor.device.type == "meta":
                 continue
-            values = _plain(tensor).double()
+            values = _wide(_plain(tensor))
             total = values.sum().item()
             absolute_total = values.abs().sum().item()
             # The text of NaN equals itself, unlike NaN.

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.precision import wide_dtype
 from equipoise.strategies.ensemble.members.stacked_members import StackedParameter
 
 __all__ = ["JoinedLoss", "WeightsOfMembers", "clip_by_norm", "clip_by_value"]
 
 # What torch adds to a norm before it divides by it.
 _EPSILON = 1e-6
-_WIDE = torch.float64
 
 
 class JoinedLoss(NamedTuple):
@@ -84,15 +84,13 @@ class WeightsOfMembers:
         """Return a factor for the gradients of each member, (members,); None stands for 1. The window ends."""
         factors = None
         if not self._are_equal:
-            ratios = []
-            for total in self._totals:
-                ratio = _ratio(self._common_total, total)
-                ratios.append(torch.as_tensor(ratio, dtype=_WIDE))
+            ratios = [_ratio(self._common_total, total) for total in self._totals]
             # Weights that are tensors lie on the device of the losses, numbers on the CPU.
-            devices = [ratio.device for ratio in ratios]
-            device = max(devices, key=lambda device: device.type != "cpu")
-            ratios = [ratio.to(device) for ratio in ratios]
-            factors = torch.stack(ratios)
+            devices = [ratio.device for ratio in ratios if isinstance(ratio, Tensor)]
+            device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+            dtype = wide_dtype(device)
+            tensors = [torch.as_tensor(ratio, dtype=dtype, device=device) for ratio in ratios]
+            factors = torch.stack(tensors)
         self._totals = []
         self._common_total = 0
         self._are_equal = True
@@ -120,7 +118,7 @@ def _weight_of(result: StepResult) -> Weight:
         return 0
     if isinstance(weight, Tensor):
         weight = weight.detach()
-        return weight.to(_WIDE)
+        return weight.to(wide_dtype(weight.device))
     return weight
 
 

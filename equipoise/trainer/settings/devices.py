@@ -50,6 +50,7 @@ def select_devices(
                     f"accelerator={accelerator!r} does not fit devices={devices!r}: {device} is no {kind} device. Give"
                     " devices of one kind, and leave accelerator out or name that kind."
                 )
+        _refuse_repeated_mps(kind, devices, len(named_devices))
         return [_existing(device) for device in named_devices]
 
     # 2. The choice of Equipoise.
@@ -64,6 +65,7 @@ def select_devices(
 
     # 3. A count or indices; the CPU has no indices.
     indices = _indices(devices, kind, available)
+    _refuse_repeated_mps(kind, devices, len(indices))
     if kind == "cpu":
         return [torch.device("cpu")] * len(indices)
     return [torch.device(kind, index) for index in indices]
@@ -92,6 +94,11 @@ def _devices_of_processes(kind: str, count: int) -> list[torch.device]:
     if ray_device is not None and ray_device.type == kind:
         return [ray_device] * count
     available = _count(kind)
+    if kind == "mps" and count > 1:
+        raise ConfigurationError(
+            f"There are {count} processes on this machine, but torch finds {_inventory()}, which they cannot share."
+            " Start one, or give accelerator='cpu'."
+        )
     # Each process sees a GPU of its own, for example under Slurm's --gpus-per-task.
     if available == 1:
         return [torch.device(kind, 0)] * count
@@ -188,7 +195,17 @@ def _existing(device: torch.device) -> torch.device:
     return torch.device(kind, index)
 
 
+def _refuse_repeated_mps(kind: str, devices: Devices, count: int) -> None:
+    if kind == "mps" and count > 1:
+        raise ConfigurationError(
+            f"devices={devices!r}: there is one MPS device, which computes one thing at a time, so it is named once."
+            " Give devices=1; several replicas can be tried with devices=['cpu', 'cpu']."
+        )
+
+
 def _inventory() -> str:
+    if torch.backends.mps.is_available():
+        return "1 MPS device and the CPU"
     count = torch.cuda.device_count()
     if count == 1:
         return "1 CUDA device and the CPU"

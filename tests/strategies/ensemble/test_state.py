@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, split_ensemble
+from equipoise.strategies.ensemble.gradients import WeightsOfMembers
 from tests.conftest import ignoring
 from tests.strategies.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
 from tests.support.trainer_runs import refuses
@@ -231,3 +233,14 @@ def test_an_error_in_the_step_of_a_member_ends_the_run() -> None:
 
     with pytest.raises(ValueError, match="a member"):
         ensemble(SEED, Failing)
+
+
+def test_weights_on_a_device_without_float64() -> None:
+    """On MPS, here with tensors that have no values."""
+    weights = WeightsOfMembers()
+    with FakeTensorMode():
+        weight = torch.ones((), device="mps")
+        weights.load_state_dict({"totals": [weight, 2], "common": weight, "equal": False})
+        factors = weights.correction()
+    assert factors is not None
+    assert (factors.device.type, factors.dtype) == ("mps", torch.float32)

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
+from equipoise.parallel.communication.rank import find_rank
 from equipoise.trainer.settings import devices as select
 from tests.conftest import ignoring
-from tests.support.trainer_runs import trainer
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 pytestmark = ignoring()
 CPU = torch.device("cpu")
@@ -103,6 +104,40 @@ def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     for accelerator in ("auto", "gpu", "mps", MPSAccelerator()):
         assert select.select_devices(accelerator, "auto") == [torch.device("mps", 0)]
     assert select.select_devices("auto", ["mps"]) == [torch.device("mps", 0)]
+    assert select.select_devices("mps", 1) == select.select_devices("gpu", [0]) == [torch.device("mps", 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"devices": 2}, ["devices=2 asks for more devices", "1 MPS device and the CPU"]),
+        ({"devices": [1]}, ["no mps device 1", "1 MPS device and the CPU"]),
+        ({"devices": ["mps:1"]}, ["mps:1 does not exist", "1 MPS device and the CPU"]),
+        ({"devices": ["mps", "mps"], "strategy": "dp"}, ["one MPS device", "devices=1", "['cpu', 'cpu']"]),
+        ({"devices": [0, 0]}, ["one MPS device"]),
+        ({"devices": ["mps", "cpu"]}, ["cpu is no mps device"]),
+        ({"accelerator": "cuda"}, ["accelerator='cuda'", "'auto'"]),
+        ({"precision": "64-true"}, ["MPS devices have no float64", "32-true"]),
+        ({"strategy": "hogwild"}, ["mps:0", "accelerator='cpu'"]),
+        ({"capture": True}, ["mps:0", "accelerator='cuda'"]),
+    ],
+    ids=str,
+)
+def test_what_mps_cannot_do(options: dict[str, Any], parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    # The state of its generators cannot be read here.
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.zeros(1, dtype=torch.uint8))
+    run = {"accelerator": "auto", **options}
+    refuses(lambda: trainer(**run).fit(Small(), loader()), *parts)
+
+
+def test_processes_do_not_share_the_mps_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    rank = find_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    refuses(lambda: select.select_devices("auto", "auto", rank), "2 processes", "1 MPS device", "accelerator='cpu'")
+    assert select.select_devices("cpu", "auto", rank) == [CPU, CPU]
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from equipoise.interop.lightning.finders import LearningRateSettings
+from equipoise.precision import wide_dtype
 
 __all__ = ["LearningRateSweep", "learning_rate"]
 
@@ -77,7 +78,8 @@ class LearningRateSweep(Callback):
         if loss is None:
             self.losses.append(float("nan"))
             return
-        value = trainer.strategy.reduce(loss.detach().double(), reduce_op="mean").item()
+        wide_loss = loss.detach().to(wide_dtype(loss.device))
+        value = trainer.strategy.reduce(wide_loss, reduce_op="mean").item()
 
         # 2. Its moving mean, with less weight on the first ones.
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * value
