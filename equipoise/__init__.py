@@ -6,10 +6,16 @@ use, so that `import equipoise` costs little more than `import torch`.
 
 from typing import TYPE_CHECKING
 
-import torch as _torch  # noqa: F401  the one import that every use of the package pays for
+import torch as _torch  # the one import that every use of the package pays for
 
 from equipoise.names.former import find_by_former_names
 from equipoise.names.public import lazy_dir, lazy_getattr, names_of
+
+if not _torch.distributed.is_available():
+    raise ImportError(
+        f"Equipoise needs torch.distributed, which this build of torch ({_torch.__version__}) lacks, as some for"
+        " Windows do. Install a build that has it, such as those of https://pytorch.org."
+    )
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as LightningDataModule

@@ -79,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # 1. Take out the flag that is none of Hydra's.
     if arguments is None:
         arguments = sys.argv[1:]
+        # A name with characters that the output lacks, in a pipe under Windows, must not end a run.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
     debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     command_line = [argument for argument in arguments if argument != "--debug"]
 

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.availability import require_workers
 
 __all__ = ["check_has_number", "with_batch_size"]
 
@@ -23,7 +24,7 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
             callback.
 
     Raises:
-        ConfigurationError: If the size is "auto" in anything but a new fit.
+        ConfigurationError: If the size is "auto" in anything but a new fit, or where no processes can be started.
     """
     data = values.get("data")
     if not isinstance(data, dict) or data.get("batch_size") != _AUTO:
@@ -39,6 +40,7 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
             "data.batch_size=auto searches for a new fit, but ckpt_path goes on from a checkpoint. Give the number that"
             " the first run has printed."
         )
+    require_workers("data.batch_size=auto", "Give a number")
     numbered = {**values, "data": {**data, "batch_size": _FIRST}}
     return numbered, [BatchSizeFinder(mode="binsearch", init_val=_FIRST)]
 

@@ -11,15 +11,19 @@ import re
 import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 fcntl: Any = None
-# Other systems have no such locks, so nothing is cleared there.
-if os.name == "posix":
+# Windows has no such locks, so nothing is cleared there.
+with suppress(ImportError):
     import fcntl
 
-__all__ = ["clear_unfinished", "create_locked_file", "create_locked_folder", "umask"]
+__all__ = ["HAS_LOCKS", "clear_unfinished", "create_locked_file", "create_locked_folder", "umask"]
+
+HAS_LOCKS = fcntl is not None
+"""True if the system has such locks. The one that has none, Windows, does not rename a file while it is open."""
 
 # A folder may be shared with other machines, whose locks this one need not see.
 _MACHINE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
@@ -86,6 +90,8 @@ def clear_unfinished(folder: Path) -> None:
     Args:
         folder: Where they lie.
     """
+    if not HAS_LOCKS:
+        return
     for entry in os.scandir(folder):
         if not _UNFINISHED.fullmatch(entry.name):
             continue
@@ -124,7 +130,7 @@ def umask() -> int:
 
 def _lock(handle: int, *, wait: bool) -> bool:
     """Lock a file; return whether that succeeded, as some file systems have no locks."""
-    if fcntl is None:
+    if not HAS_LOCKS:
         return False
     flags = fcntl.LOCK_EX
     if not wait:

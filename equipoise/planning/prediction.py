@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import check_feature
+from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.curve.curve import MemoryCurve
 from equipoise.planning.curve.parts import PredictedPeak
@@ -119,16 +120,18 @@ def predict_memory(
         timeout: Seconds after which a process is ended. Default: 300.
 
     Raises:
-        ConfigurationError: If an argument is wrong, or if the step can neither be traced nor run. The message names
-            the reason and the line.
+        ConfigurationError: If an argument is wrong, if the step can neither be traced nor run, or if this system
+            cannot start processes. The message names the reason and the line.
 
     Example:
         >>> from equipoise.planning import predict_memory
         >>> plan = predict_memory(module, torch.empty(64, 28, 28))  # doctest: +SKIP
         >>> plan.peak(256).nbytes, plan.largest_batch(24 * 2**30)  # doctest: +SKIP
     """
-    # 1. The request.
+    require_workers("A prediction of memory, which BatchSizeFinder takes, too,", "Set the batch size by hand")
     check_feature("plan")
+
+    # 1. The request.
     settings = StepSettings(
         precision=precision,
         accumulate_grad_batches=accumulate_grad_batches,

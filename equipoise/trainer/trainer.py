@@ -44,7 +44,8 @@ class Trainer(PublicState):
         strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced", "ddp", "pipeline")
             or a Strategy. "auto": `single_device` for one device; `ddp` for several devices, or if torchrun, Slurm or
             Ray have started several processes. On several GPUs the memory of a step is predicted before the first fit;
-            if it does not fit under `ddp`, the simplest strategy takes its place with which it does. Default: "auto".
+            if it does not fit under `ddp`, the simplest strategy takes its place with which it does. Windows cannot
+            start processes for `ddp`, so `dp` takes its place there. Default: "auto".
         devices: A number of devices, -1 for all, indices ([0, 2] or "0,2") or torch devices. "auto": all GPUs of the
             machine, or the CPU; one device for each process, if torchrun, Slurm or Ray have started the processes.
             Default: "auto".

@@ -2,6 +2,7 @@
 
 import pytest
 
+from equipoise.parallel.workers import availability
 from tests.app.conftest import write
 
 MISTAKES = [
@@ -216,3 +217,22 @@ def test_callbacks_may_be_left_out(project, equipoise):
     code, out, _ = equipoise("fit", "experiment=quiet")
     assert code == 0
     assert "Fit finished" not in out
+
+
+@pytest.mark.parametrize(
+    ("command", "feature"),
+    [
+        ("plan", "equipoise plan"),
+        ("savings", "equipoise savings"),
+        ("compare", "equipoise compare"),
+        ("fit +data.batch_size=auto", "data.batch_size=auto"),
+    ],
+)
+def test_what_needs_processes_is_refused_where_none_can_be_started(project, equipoise, monkeypatch, command, feature):
+    monkeypatch.setattr(availability, "get_all_start_methods", lambda: ["spawn"])
+    code, out, err = equipoise(*command.split())
+    assert code == 2
+    assert not out
+    assert err.startswith(f"equipoise: {feature} needs a fork server, and POSIX signals between processes, but")
+    assert err.endswith("WSL 2 on Windows.\n")
+    assert not (project / "outputs").exists()

@@ -19,6 +19,7 @@ from equipoise.app.comparison.trials import Trials
 from equipoise.app.compose import compose_values
 from equipoise.app.launched import launched_rank
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.availability import require_workers
 from equipoise.report.page.page import write_page
 from equipoise.trainer.settings.devices import select_devices
 
@@ -37,6 +38,8 @@ def show_comparison(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         StepError: If a step fails on one device already, for another reason than memory.
         KeyboardInterrupt: After Ctrl-C, when the results until then are shown and written.
     """
+    require_workers("equipoise compare")
+
     # 1. The arguments, the configuration and the devices.
     options, overrides = Options.read(arguments)
     candidates = chosen_candidates(options.strategies)

@@ -15,6 +15,7 @@ from equipoise.app.planning.page import plan_page
 from equipoise.app.planning.table import print_plan
 from equipoise.app.planning.trial import write_plan
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import call_bounded
 from equipoise.planning.description.devices import describe_devices
 from equipoise.report.page.page import write_page
@@ -50,6 +51,8 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         ConfigurationError: If an argument or the configuration is wrong, or the step can neither be traced nor run.
     """
+    require_workers("equipoise plan")
+
     # 1. The arguments, the configuration and the devices.
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     flags = _flags_of([argument for argument in arguments if argument.startswith("-")])

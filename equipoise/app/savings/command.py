@@ -13,6 +13,7 @@ from equipoise.app.savings.savers import SAVERS, Saver, combined
 from equipoise.app.savings.trial import run_trial
 from equipoise.app.trials.flags import present, read_flags, seconds
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.availability import require_workers
 
 __all__ = ["show_savings"]
 
@@ -31,6 +32,8 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         ConfigurationError: If an argument or the configuration is wrong.
         KeyboardInterrupt: After Ctrl-C, when the results until then are shown.
     """
+    require_workers("equipoise savings")
+
     # 1. The arguments and the configuration.
     overrides, flags = read_flags(arguments, {"--json": present, "--timeout": seconds}, _TAKES)
     as_json = "--json" in flags

@@ -27,6 +27,7 @@ from equipoise.app.sweeps.tables import SweepDisplay
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.payload.authentication import new_key
 from equipoise.parallel.payload.shared_payload import SharedPayload
+from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.main_script import hidden
 from equipoise.parallel.workers.messages.reports import raise_first_cause
 from equipoise.parallel.workers.preloading import preload, preloading
@@ -51,7 +52,7 @@ class PoolLauncher:
             twice runs two jobs at a time. Default: "auto", all GPUs of the machine, or the CPU for one job at a time.
 
     Raises:
-        ConfigurationError: If a device does not exist.
+        ConfigurationError: If a device does not exist, or this system cannot start processes.
 
     Example:
         >>> PoolLauncher(devices=["cpu", "cpu"]).names
@@ -59,6 +60,7 @@ class PoolLauncher:
     """
 
     def __init__(self, *, devices: int | str | Sequence[int | str] = "auto") -> None:
+        require_workers("launcher=pool", "Leave launcher out, and the jobs run one after the other")
         # A configuration has lists of its own class.
         if isinstance(devices, Sequence) and not isinstance(devices, str):
             devices = list(devices)

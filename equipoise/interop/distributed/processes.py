@@ -1,6 +1,5 @@
 """Private names around processes, of torch and of Python, each with the reason why nothing public does."""
 
-from multiprocessing import forkserver
 from typing import Any
 
 from equipoise.interop.adapters import find
@@ -26,5 +25,6 @@ def preloaded_by_user() -> list[str]:
 
     No public name reads it. If Python keeps it elsewhere, the user's list is lost.
     """
-    server = getattr(forkserver, "_forkserver", None)
+    # Looked up here, since systems that cannot fork need not have the module.
+    server = find("multiprocessing.forkserver._forkserver")
     return list(getattr(server, "_preload_modules", ["__main__"]))

@@ -3,11 +3,12 @@
 import ctypes
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
 from equipoise.parallel.shards.index import has_only_our_names
-from equipoise.parallel.unfinished import clear_unfinished, create_locked_folder
+from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_folder
 
 __all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_folder"]
 
@@ -117,6 +118,12 @@ def remove_folder(path: Path) -> None:
     Args:
         path: The folder.
     """
+    if not HAS_LOCKS:
+        # Windows renames no folder to the name of another, so it goes into one.
+        outer = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
+        path.rename(outer / path.name)
+        shutil.rmtree(outer, ignore_errors=True)
+        return
     handle, name = create_locked_folder(path)
     try:
         # Over an empty folder a folder can be renamed.
@@ -136,7 +143,8 @@ def _remove(path: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Let two paths exchange what they name, at once; return False where the system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    # Python's own library leads to that of the system, on Linux alone to one with this call.
+    call = getattr(ctypes.pythonapi, "renameat2", None)
     if call is None:
         return False
     names = (os.fsencode(first), os.fsencode(second))

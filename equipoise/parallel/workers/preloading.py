@@ -6,7 +6,7 @@ that workers need registers itself, so that this layer knows none of the layers 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import set_forkserver_preload
 
 from equipoise.interop.distributed.processes import preloaded_by_user
 
@@ -53,8 +53,8 @@ def preloading() -> Iterator[None]:
     for name in user_modules:
         if name != "__main__" and name not in modules:
             modules.append(name)
-    forkserver.set_forkserver_preload(modules)
+    set_forkserver_preload(modules)
     try:
         yield
     finally:
-        forkserver.set_forkserver_preload(user_modules)
+        set_forkserver_preload(user_modules)

@@ -17,6 +17,7 @@ from equipoise.parallel.communication.membership import check_alone, check_count
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload
 from equipoise.pipeline.messaging.heartbeat import await_end, heard, sending
@@ -80,7 +81,8 @@ class StageLaunch(ConnectedProcesses):
         device: Device of this process; before the processes start, that of the main process.
 
     Raises:
-        ConfigurationError: If the number of processes does not fit the devices or the replicas.
+        ConfigurationError: If the number of processes does not fit the devices or the replicas, or this system cannot
+            start several.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class StageLaunch(ConnectedProcesses):
         self.device = self._device_of(0)
         if self._launched_rank is None:
             check_alone(num_nodes)
+            if self.spawns:
+                require_workers("engine='processes'", "Take engine='threads', which computes all stages in one process")
         else:
             self._take_rank(self._launched_rank)
         self._connection = _Connection()

@@ -11,6 +11,7 @@ from equipoise.parallel.communication.connected_processes import ConnectedProces
 from equipoise.parallel.communication.membership import check_alone, check_count, in_group, place_of_worker
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
 from equipoise.parallel.communication.rank import Rank, find_rank
+from equipoise.parallel.workers.availability import IN_ONE_PROCESS, require_workers
 from equipoise.parallel.workers.launch import launch
 
 __all__ = ["ProcessGroup"]
@@ -32,7 +33,8 @@ class ProcessGroup(ConnectedProcesses):
         device: The device of this process.
 
     Raises:
-        ConfigurationError: If the number of processes that a launcher has started is not that of the devices.
+        ConfigurationError: If the number of processes that a launcher has started is not that of the devices, or this
+            system cannot start several.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class ProcessGroup(ConnectedProcesses):
             check_alone(num_nodes)
             self.world_size = len(self.devices)
             self.spawns = self.world_size > 1
+            if self.spawns:
+                require_workers(f"A run in {self.world_size} processes", IN_ONE_PROCESS)
             self.device = self.devices[0]
         else:
             check_count(self._launched_rank, self.devices, num_nodes)

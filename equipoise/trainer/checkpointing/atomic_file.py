@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from equipoise.errors import CheckpointError
 from equipoise.parallel.shards.folder import check_replaceable, put_in_place
-from equipoise.parallel.unfinished import clear_unfinished, create_locked_file, umask
+from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, umask
 
 __all__ = ["write_at_once"]
 
@@ -46,6 +46,9 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
             # 3. A temporary file is private; a checkpoint has the usual permissions.
             mode = 0o666 & ~umask()
             os.chmod(name, mode)
+            # While the file is open, its lock keeps others from clearing it.
+            if not HAS_LOCKS:
+                file.file.close()
             put_in_place(Path(name), target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)

@@ -10,7 +10,9 @@ a process that is killed meanwhile loses no rows.
 
 import csv
 import io
+import locale
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,6 +30,8 @@ __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 
 # Name of the file of a CSV logger.
 _FILE = "metrics.csv"
+# Lightning's logger writes in the default encoding, which is not UTF-8 on every system.
+_ENCODING = "utf-8" if sys.flags.utf8_mode else locale.getencoding()
 
 
 def rows_written(loggers: Iterable[Any]) -> list[dict[str, Any] | None]:
@@ -74,8 +78,8 @@ def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     """Return the step of a row, counted from 1; None if there is no such row."""
     if not 0 < row < len(lines):
         return None
-    header = lines[0].decode()
-    line = lines[row].decode()
+    header = lines[0].decode(_ENCODING)
+    line = lines[row].decode(_ENCODING)
     names, values = csv.reader([header, line])
     cells = dict(zip(names, values, strict=False))
     return cells.get("step")
@@ -130,7 +134,7 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
     header = lines[0]
     rows = lines[1 : number_of_rows + 1]
     _replace(path, [header, *rows])
-    reader = csv.reader([header.decode()])
+    reader = csv.reader([header.decode(_ENCODING)])
     columns = next(reader)
     continue_csv(logger, columns)
 
@@ -164,7 +168,7 @@ def keep_rows(loggers: Iterable[Any]) -> None:
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
     """Write the rows of a file again, with more columns."""
-    with path.open(newline="") as file:
+    with path.open(encoding=_ENCODING, newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
     # Rows of before have empty cells in the new columns.
@@ -172,26 +176,27 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
     writer = csv.DictWriter(text, fieldnames=columns)
     writer.writeheader()
     writer.writerows(rows)
-    content = text.getvalue().encode()
+    content = text.getvalue().encode(_ENCODING)
     _replace(path, [content])
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:
     """Write a file at once or not at all."""
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
-        try:
-            # 1. Write the lines to the disk, beside the file.
+    part = NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False)  # noqa: SIM115
+    try:
+        # 1. Write the lines to the disk, beside the file. Windows renames no file that is open.
+        with part:
             part.writelines(lines)
             part.flush()
             os.fsync(part.fileno())
-            # 2. Take the place of the file, with its permissions.
-            mode = path.stat().st_mode
-            os.chmod(part.name, mode)
-            os.replace(part.name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part.name)
-            raise
+        # 2. Take the place of the file, with its permissions.
+        mode = path.stat().st_mode
+        os.chmod(part.name, mode)
+        os.replace(part.name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part.name)
+        raise
 
 
 def put_aside(path: Path) -> None:

@@ -39,15 +39,15 @@ def signals_noted(context: "RunContext") -> Iterator[None]:
     def note(number: int) -> None:
         state.note_signal(requeues=number != signal.SIGTERM)
 
-    # In a process that the strategy has started, SIGUSR1 prints the stack, so its parent forwards SIGUSR2 instead.
-    requeue_signal = signal.SIGUSR1
-    if context.strategy.processes.spawns:
-        requeue_signal = signal.SIGUSR2
-    is_free = not callable(signal.getsignal(requeue_signal))
     with ExitStack() as handlers:
         handlers.enter_context(_noted(signal.SIGTERM, note))
-        if slurm_job() is not None and is_free:
-            handlers.enter_context(_noted(requeue_signal, note))
+        if slurm_job() is not None:
+            # In a process that the strategy has started, SIGUSR1 prints the stack: its parent forwards SIGUSR2 instead.
+            requeue_signal = signal.SIGUSR1
+            if context.strategy.processes.spawns:
+                requeue_signal = signal.SIGUSR2
+            if not callable(signal.getsignal(requeue_signal)):
+                handlers.enter_context(_noted(requeue_signal, note))
         yield
 
 

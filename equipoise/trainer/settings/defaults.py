@@ -16,8 +16,11 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import empty_init
 from equipoise.names.public import public_classes
 from equipoise.parallel.communication.rank import Rank, find_rank
+from equipoise.parallel.workers.availability import can_start_workers
 from equipoise.precision import Precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
+from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
+from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count, check_flags
@@ -76,7 +79,8 @@ def select_strategy(
 
     Args:
         strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several or if a launcher has
-            started several processes, with measured shares if devices are unequal.
+            started several processes, with measured shares if devices are unequal. Where no process can be started,
+            `dp` or `balanced` for several.
         devices: The devices.
         num_nodes: The number of machines.
         rank: The rank that a launcher has given this process. Default: None, no launcher.
@@ -116,9 +120,21 @@ def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Str
         knows_all_devices = len(devices) == processes
     if len(devices) == 1 and processes == 1:
         return SingleDeviceStrategy()
-    if knows_all_devices and _are_unequal(devices):
+    are_unequal = knows_all_devices and _are_unequal(devices)
+    if rank is None and not can_start_workers():
+        return _default_in_one_process(are_unequal)
+    if are_unequal:
         return DDPStrategy(shares="auto")
     return DDPStrategy(shares=None)
+
+
+def _default_in_one_process(are_unequal: bool) -> Strategy:
+    """Return the strategy for "auto" where no process can be started."""
+    strategy: Strategy = DataParallelStrategy()
+    if are_unequal:
+        strategy = BalancedDataParallelStrategy()
+    rank_zero_info(f'strategy="auto" is {strategy.name}, since this system cannot start processes for ddp.')
+    return strategy
 
 
 def _are_unequal(devices: Sequence[torch.device]) -> bool:

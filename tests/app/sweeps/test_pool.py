@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers import availability
 from tests.app.conftest import write
 from tests.support.programs import EQUIPOISE, Program
 
@@ -144,6 +145,15 @@ def test_a_pool_without_a_sweep_is_refused(project, equipoise):
     assert code == 2
     assert "add --multirun" in err
     assert not (project / "outputs").exists()
+
+
+def test_refused_where_no_process_can_be_started(project, equipoise, monkeypatch):
+    monkeypatch.setattr(availability, "get_all_start_methods", lambda: ["spawn"])
+    code, _, err = equipoise(*POOL, "module.lr=0.1,0.2")
+    assert code == 2
+    assert "launcher=pool needs a fork server" in err
+    assert "Leave launcher out, and the jobs run one after the other" in err
+    assert not (project / "multirun").exists()
 
 
 def test_an_unknown_launcher(project, equipoise):

@@ -103,6 +103,14 @@ def test_a_folder_loses_its_name_before_its_files(path: Path, monkeypatch: pytes
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_a_folder_is_removed_where_there_are_no_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where no folder can be opened, and none be renamed to the name of another."""
+    monkeypatch.setattr(folder_module, "HAS_LOCKS", False)
+    monkeypatch.setattr(folder_module, "create_locked_folder", None)
+    remove_folder(path)
+    assert os.listdir(path.parent) == []
+
+
 def test_an_earlier_one_stays_where_names_cannot_be_exchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any moment there is a whole one, also if the second of two steps fails, or the process is killed before it."""
     monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
+from equipoise.trainer.logging import csv_rows
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -60,6 +61,16 @@ def test_the_old_rows_stand_there_until_the_new_file_is_complete(
     monkeypatch.setattr(os, "replace", watched)
     fit(tmp_path)
     assert steps == [["0", "1", "2"]] * 2
+
+
+def test_rows_keep_their_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's logger writes in the default encoding, which on Windows is not UTF-8."""
+    monkeypatch.setattr(csv_rows, "_ENCODING", "cp1252")
+    path = tmp_path / "metrics.csv"
+    path.write_bytes("größe,step\r\n1.5,7\r\n".encode("cp1252"))
+    csv_rows._rewrite(path, ["größe", "step", "später"])
+    assert path.read_bytes().decode("cp1252") == "größe,step,später\r\n1.5,7,\r\n"
+    assert csv_rows._step_of(path.read_bytes().splitlines(keepends=True), 1) == "7"
 
 
 @pytest.fixture

@@ -23,7 +23,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from equipoise import DDPStrategy, ProgressBar, SingleDeviceStrategy, Strategy, Trainer
+from equipoise import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    ProgressBar,
+    SingleDeviceStrategy,
+    Strategy,
+    Trainer,
+)
 from equipoise.precision import make_precision
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.callbacks import select_callbacks
@@ -52,6 +60,15 @@ def test_several_devices_of_one_model_and_of_two(monkeypatch: pytest.MonkeyPatch
     for devices in ([CPU, CPU], cards[1:], cards):
         assert type(select.select_strategy("auto", devices, 1)) is DDPStrategy
     assert measured == [None, None, "auto"]
+
+
+def test_several_devices_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "can_start_workers", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["slow", "fast", "fast"][device.index])
+    cards = [torch.device("cuda", index) for index in range(3)]
+    kinds = {1: SingleDeviceStrategy, 2: DataParallelStrategy, 3: BalancedDataParallelStrategy}
+    for count, kind in kinds.items():
+        assert type(select.select_strategy("auto", cards[-count:], 1)) is kind
 
 
 def test_a_strategy_of_the_users_own() -> None:

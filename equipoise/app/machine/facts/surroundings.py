@@ -3,13 +3,19 @@
 import multiprocessing
 import os
 import platform
-import resource
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import equipoise
 from equipoise.app.machine.facts.privacy import is_private
+
+resource: Any = None
+# Windows has no such limits.
+with suppress(ImportError):
+    import resource
 
 __all__ = ["Limits", "System", "read_environment", "read_limits", "read_system"]
 
@@ -49,7 +55,7 @@ class Limits:
     """Limits that runs with many processes meet.
 
     Attributes:
-        open_files: Files that a process may open; None: no limit.
+        open_files: Files that a process may open; None: no limit, as on Windows.
         most_open_files: The value to which a process may raise that limit; None: no limit.
         shared_memory: Size of `/dev/shm`, through which loaders send batches, in bytes; None if there is none.
         free_shared_memory: The free part of it, in bytes.
@@ -86,7 +92,10 @@ def read_limits() -> Limits:
         >>> read_limits().open_files != 0
         True
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = None
+    hard = None
+    if resource is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = None
     free = None
     if _SHARED_MEMORY.is_dir():
@@ -101,8 +110,8 @@ def read_limits() -> Limits:
     )
 
 
-def _finite(limit: int) -> int | None:
-    if limit == resource.RLIM_INFINITY:
+def _finite(limit: int | None) -> int | None:
+    if limit is None or limit == resource.RLIM_INFINITY:
         return None
     return limit
 

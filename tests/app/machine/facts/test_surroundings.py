@@ -38,6 +38,13 @@ def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert limits.shared_memory >= limits.free_shared_memory > 0
 
 
+def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows is, which has no module for them."""
+    monkeypatch.setattr(surroundings, "resource", None)
+    limits = read_limits()
+    assert limits.open_files is limits.most_open_files is None
+
+
 def test_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(surroundings, "_SHARED_MEMORY", tmp_path / "shm")
     assert read_limits().shared_memory is None
