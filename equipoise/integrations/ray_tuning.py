@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.integrations.ray_cluster import connected
+from equipoise.interop.ray import error_of_trial
 
 __all__ = ["TrialEvents", "report_to_tune", "run_trials"]
 
@@ -160,7 +161,7 @@ def _follower(ray: Any, events: TrialEvents) -> Any:
             """Pass on errors. When Tune says that a trial failed, its error is not there yet."""
             for trial in trials:
                 if trial.status == trial.ERROR:
-                    self.fail(trial.config[_INDEX], trial.get_pickled_error())
+                    self.fail(trial.config[_INDEX], error_of_trial(trial))
 
         def fail(self, index: int, error: Any) -> None:
             """Pass on the error of a trial, once."""

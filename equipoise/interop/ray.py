@@ -1,12 +1,16 @@
 """Private names of Ray. Ray is not imported here."""
 
+import logging
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["error_of_worker", "in_tune_session"]
+__all__ = ["error_of_trial", "error_of_worker", "in_tune_session"]
 
-# Ray loads this module in the process of each trial.
-_TUNE = "ray.tune.trainable.trainable_fn_utils"
+# Ray loads these modules in the process of each trial.
+_TUNE = "ray.tune"
+_SESSION = "ray.tune.trainable.trainable_fn_utils"
 
 
 def in_tune_session() -> bool:
@@ -14,10 +18,32 @@ def in_tune_session() -> bool:
 
     Public functions that tell a trial from another process print a warning in the other one.
     """
-    module: Any = sys.modules.get(_TUNE)
-    if module is None:
+    is_in_session: Any = getattr(sys.modules.get(_SESSION), "_in_tune_session", None)
+    if is_in_session is not None:
+        return bool(is_in_session())
+    context_of: Any = getattr(sys.modules.get(_TUNE), "get_context", None)
+    if context_of is None:
         return False
-    return bool(module._in_tune_session())
+    return _without_warnings(lambda: context_of().get_trial_id()) is not None
+
+
+def _without_warnings(function: Callable[[], Any]) -> Any:
+    """Return what a function of Ray returns, without what it prints."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            return function()
+        finally:
+            logger.setLevel(level)
+
+
+def error_of_trial(trial: Any) -> Any:
+    """Return the error of a trial of Ray Tune; None if the trial shows it only in its result, at the end."""
+    read = getattr(trial, "get_pickled_error", None)
+    return None if read is None else read()
 
 
 def error_of_worker(failure: BaseException) -> BaseException:

@@ -119,12 +119,13 @@ class JobBatches:
                 collected.keep_failure(result)
             else:
                 status = JobStatus.FAILED
-        return JobReturn(
+        returned = JobReturn(
             overrides=list(job.overrides),
             cfg=config,
             hydra_cfg=hydra_config,
             working_dir=str(job.folder),
             task_name=hydra_config.hydra.job.name,
             status=status,
-            _return_value=value,
         )
+        returned.return_value = value
+        return returned
