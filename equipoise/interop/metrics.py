@@ -1,29 +1,30 @@
-"""Private names of torchmetrics: read, restore and merge the states of metrics.
-
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
-"""
+"""What torchmetrics has no public names for: read, restore and merge the states of metrics."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
+from equipoise.interop.metric_names import find_names
+from equipoise.interop.refusal import refusal
 
 __all__ = [
     "MeanOfMetrics",
     "MetricState",
     "join_metrics",
     "last_batch_value",
+    "link_collections",
     "load_metric_states",
     "merge_metric_states",
     "merge_saved_states",
     "metric_states",
     "metrics_of",
+    "note_batch_values",
     "other_state",
     "restore_metric_state",
     "states_to_send",
@@ -31,12 +32,52 @@ __all__ = [
 ]
 
 
+_names = find_names()
+_MISSING = [description for description, name in _names._asdict().items() if not name and description != "last"]
+_COUNT = _names.updates
+_COMPUTED = _names.computed
+_DEFAULTS = _names.defaults
+_REDUCTIONS = _names.reductions
+# Where torchmetrics does not keep it, a hook of ours does.
+_LAST = _names.last or "value_of_last_batch"
+_NOTES_LAST = not _names.last
+
+
+def _check_names() -> None:
+    """Refuse what cannot do without the names."""
+    if _MISSING:
+        raise refusal(
+            "Metrics in copies, in parts of a batch or of several processes",
+            "torchmetrics",
+            [f"an attribute for the {description} of a metric" for description in _MISSING],
+            "Take another strategy or callback, or a module without metrics.",
+        )
+
+
+def note_batch_values(module: nn.Module) -> None:
+    """Let the metrics of a module keep the values of their batches, where torchmetrics does not.
+
+    Args:
+        module: The module, before it is used in a run.
+    """
+    if not _NOTES_LAST:
+        return
+    for metric in metrics_of(module):
+        if _LAST not in vars(metric):
+            restore_metric_state(metric, {_LAST: None})
+            metric.register_forward_hook(_note_value)
+
+
+def _note_value(metric: nn.Module, arguments: Any, value: Any) -> None:
+    setattr(metric, _LAST, value)
+
+
 def last_batch_value(metric: Metric) -> Any:
     """Return the value that a metric computed for its last batch.
 
     `forward` returns this value to the user, but `self.log` receives only the metric.
     """
-    return metric._forward_cache
+    return getattr(metric, _LAST, None)
 
 
 class MeanOfMetrics(Metric):
@@ -68,17 +109,16 @@ class MeanOfMetrics(Metric):
     def _mean(self) -> Any:
         return _mean_of([metric.compute() for metric in self.metrics])
 
-    @property
-    def _forward_cache(self) -> Any:
-        """The mean of the values that the metrics computed for their last batches; see `last_batch_value`."""
+    def last_value(self) -> Any:
+        """Return the mean of the values that the metrics computed for their last batches; see `last_batch_value`."""
         values = [last_batch_value(metric) for metric in self.metrics]
         if any(value is None for value in values):
             return None
         return _mean_of(values)
 
-    @_forward_cache.setter
-    def _forward_cache(self, value: Any) -> None:
-        """Ignore the value that torchmetrics sets."""
+
+# What torchmetrics sets there is ignored.
+setattr(MeanOfMetrics, _LAST, property(MeanOfMetrics.last_value, lambda *_: None))
 
 
 def _mean_of(values: Sequence[Any]) -> Any:
@@ -91,8 +131,25 @@ def _mean_of(values: Sequence[Any]) -> Any:
     return stacked.mean(0)
 
 
+def link_collections(module: nn.Module) -> None:
+    """Bring metrics up to date that share states in a collection, before their states are read.
+
+    An update changes the states of one of them. In torchmetrics 1.5 the others receive these, and the count of updates,
+    only when the collection is asked for them.
+
+    Args:
+        module: A module with collections, or a collection.
+    """
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            # The first call says that no copies were handed out; the second one gives all the states of the one.
+            part.values(copy_state=False)
+            part.values(copy_state=False)
+
+
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
+    link_collections(module)
     states = {}
     for name, child in module.named_modules():
         if isinstance(child, Metric):
@@ -110,9 +167,12 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
             continue
         # A checkpoint is read to the CPU, while the next update computes on the metric's device.
         copies = _copied(saved["state"], metric.device)
-        # The count of updates has no public setter.
-        copies[_COUNT] = saved["count"]
-        copies[_COMPUTED] = None
+        if _MISSING:
+            # The count of updates is lost: a metric that is not updated again warns when it is computed.
+            metric.reset()
+        else:
+            copies[_COUNT] = saved["count"]
+            copies[_COMPUTED] = None
         restore_metric_state(metric, copies)
 
 
@@ -139,9 +199,6 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
 
 
 MetricState = dict[str, Any]
-_COUNT = "_update_count"
-_COMPUTED = "_computed"
-_LAST = "_forward_cache"
 # A metric without states of its own never counts updates.
 _EMPTY_WRAPPER = {_COMPUTED: None, _LAST: None}
 _EMPTY = {_COUNT: 0} | _EMPTY_WRAPPER
@@ -150,9 +207,12 @@ _EMPTY = {_COUNT: 0} | _EMPTY_WRAPPER
 def take_metric_state(metric: Metric) -> MetricState:
     """Remove and return the accumulated state of a metric, and leave the metric as new.
 
-    This does not call `reset`: wrappers forward `reset` to other metrics, and it empties lists in place. The count of
-    updates has no public name.
+    This does not call `reset`: wrappers forward `reset` to other metrics, and it empties lists in place.
+
+    Raises:
+        ConfigurationError: If torchmetrics keeps the state in an unknown way.
     """
+    _check_names()
     # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
@@ -162,12 +222,8 @@ def take_metric_state(metric: Metric) -> MetricState:
     # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
-        default = metric._defaults[name]
-        if isinstance(default, list):
-            fresh[name] = []
-            continue
-        value = default.detach().clone()
-        fresh[name] = value.to(metric.device)
+        default = _default(metric, name)
+        fresh[name] = default if isinstance(default, list) else default.to(metric.device)
     restore_metric_state(metric, fresh | empty)
     return state
 
@@ -178,7 +234,7 @@ def _states_of(metric: Metric) -> list[str]:
     A wrapper also shows the states of the metric inside it; these are left out.
     """
     attributes = vars(metric)
-    return [name for name in metric._defaults if name in attributes]
+    return [name for name in metric.metric_state if name in attributes]
 
 
 def other_state(metric: Metric) -> dict[str, Any]:
@@ -187,7 +243,7 @@ def other_state(metric: Metric) -> dict[str, Any]:
     Such values cannot be merged from the parts of a batch.
     """
     # Flags are no counts, although a bool is an int.
-    mergeable = {*metric._defaults, *_EMPTY}
+    mergeable = {*metric.metric_state, *_EMPTY}
     numbers = {}
     lengths = {}
     for name, value in vars(metric).items():
@@ -249,7 +305,7 @@ def _forward_values(copies: list[Metric]) -> list[Any]:
     """Return the values that `forward` of the copies returned."""
     values: list[Any] = []
     for copy in copies:
-        value: Any = copy._forward_cache
+        value: Any = getattr(copy, _LAST, None)
         if value is not None:
             values.append(value)
     return values
@@ -262,14 +318,14 @@ def _set_batch_value(metric: Metric, values: list[Any]) -> None:
         value = metric.compute()
     elif values:
         value = values[0]
-    metric._forward_cache = value
+    restore_metric_state(metric, {_LAST: value})
 
 
 def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState) -> None:
     """Merge the state before a batch into a metric that holds the state of the batch."""
     if not batch.get(_COUNT):
         # The metric was not updated, or has no states.
-        if metric._forward_cache is None:
+        if last_batch_value(metric) is None:
             restore_metric_state(metric, earlier)
         return
     counts = [earlier[_COUNT], batch[_COUNT]]
@@ -290,7 +346,7 @@ def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> Me
     updated = []
     updated_weights = []
     for copy, weight in zip(copies, weights, strict=True):
-        if copy._update_count:
+        if copy.update_count:
             updated.append(copy)
             updated_weights.append(weight)
     if not names or not updated:
@@ -302,7 +358,7 @@ def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> Me
             value = getattr(copy, name)
             values.append(_on(value, metric.device))
         state[name] = _reduced(metric, name, values, updated_weights)
-    update_counts = [copy._update_count for copy in updated]
+    update_counts = [copy.update_count for copy in updated]
     state[_COUNT] = max(update_counts)
     return state
 
@@ -317,7 +373,7 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
     """Merge one state of a metric with the reduction that the metric declares."""
     if len(states) == 1:
         return states[0]
-    reduction = metric._reductions[name]
+    reduction = _reduction_of(metric, name)
     if isinstance(states[0], list):
         return _concatenated(states)
     if reduction is dim_zero_cat:
@@ -345,6 +401,11 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
     )
 
 
+def _reduction_of(metric: Metric, name: str) -> Any:
+    """Return the function that reduces a state of a metric; None if the metric declares none."""
+    return getattr(metric, _REDUCTIONS)[name]
+
+
 def _concatenated(lists: list[list[Any]]) -> list[Any]:
     return [item for items in lists for item in items]
 
@@ -360,6 +421,7 @@ def metrics_of(metrics: nn.Module) -> list[Metric]:
 
 def states_to_send(metrics: nn.Module) -> list[MetricState]:
     """Return the state and the count of updates of each of `metrics_of`, on the CPU."""
+    link_collections(metrics)
     cpu = torch.device("cpu")
     states = []
     for metric in metrics_of(metrics):
@@ -367,7 +429,7 @@ def states_to_send(metrics: nn.Module) -> list[MetricState]:
         for name in _states_of(metric):
             value = getattr(metric, name)
             state[name] = _on(value, cpu)
-        state[_COUNT] = metric._update_count
+        state[_COUNT] = metric.update_count
         states.append(state)
     return states
 
@@ -382,6 +444,7 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
         metrics: A metric or a collection; the same in all processes.
         of_processes: What `states_to_send` returned in each process, in the order of ranks.
     """
+    _check_names()
     # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
     all_metrics = metrics_of(metrics)
@@ -426,7 +489,7 @@ def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
 
 def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], interleaved: bool) -> Any:
     """Join one state of several processes."""
-    reduction: Any = metric._reductions[name]
+    reduction = _reduction_of(metric, name)
     if isinstance(states[0], list):
         if interleaved:
             items = interleave(states)
@@ -469,6 +532,7 @@ def merge_saved_states(
     Raises:
         ConfigurationError: If a metric does not say how one of its states is merged, and there are too few processes.
     """
+    _check_names()
     children = dict(module.named_modules())
     merged = {}
     for name, first in of_processes[0].items():
@@ -505,7 +569,7 @@ def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> Save
     for name in names:
         values = [state[name] for state in states]
         is_list = isinstance(values[0], list)
-        is_mean = not is_list and metric._reductions[name] is dim_zero_mean
+        is_mean = not is_list and _reduction_of(metric, name) is dim_zero_mean
         if rank and not is_mean:
             merged[name] = _default(metric, name)
         elif not is_list:
@@ -525,7 +589,7 @@ def _has_separate_state(metric: Metric, saved: SavedState) -> bool:
     names = _states_of(metric)
     is_separate = False
     for name in names:
-        reduction = metric._reductions[name]
+        reduction = _reduction_of(metric, name)
         value = state.get(name)
         if reduction is None and isinstance(value, Tensor):
             is_separate = True
@@ -555,8 +619,7 @@ def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank:
 
 def _default(metric: Metric, name: str) -> Any:
     """Return the value of a state before the first update."""
-    default = metric._defaults[name]
+    default = getattr(metric, _DEFAULTS)[name]
     if isinstance(default, list):
         return []
-    values = default.detach()
-    return values.clone()
+    return default.detach().clone()

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
+from equipoise.interop.metrics import note_batch_values
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
@@ -140,6 +141,7 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
         if is_overridden(name, module):
             with strategy.root_device, context.precision.init_context():
                 hooks.call_module(name)
+    note_batch_values(module)
 
 
 def _in_order_of_start(loggers: list[Logger]) -> list[Logger]:

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise.errors import StepError
-from equipoise.interop.metrics import merge_metric_states, other_state, restore_metric_state, take_metric_state
+from equipoise.interop.metrics import (
+    link_collections,
+    merge_metric_states,
+    other_state,
+    restore_metric_state,
+    take_metric_state,
+)
 from equipoise.parallel.device_work import computing_on
 from equipoise.parallel.replicas import coalesced
 from equipoise.parallel.replicas.autograd_link import connect
@@ -215,6 +221,8 @@ class Replicas:
         # 2. Compute the parts, and merge. An error restores the states.
         try:
             yield
+            for index in indices if metrics else ():
+                link_collections(self[index])
             for metric, before in unmergeable:
                 _check_metric(metric, before)
             by_metric = [list(copies) for copies in zip(*by_part, strict=True)]

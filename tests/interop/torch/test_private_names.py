@@ -21,6 +21,7 @@ from equipoise.errors import StepError
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.metrics import (
     join_metrics,
+    link_collections,
     merge_metric_states,
     restore_metric_state,
     states_to_send,
@@ -399,6 +400,7 @@ def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
         before = [take_metric_state(member) for member in members]
         for each, *part in zip(copies, logits.split(sizes), labels.split(sizes), strict=True):
             each(*part) if call else each.update(*part)
+            link_collections(each)
         lists = [[m for m in each.modules() if isinstance(m, Metric)] for each in copies]
         merge_metric_states(members, before, [list(own) for own in zip(*lists, strict=True)], sizes)
         expected(logits, labels) if call else expected.update(logits, labels)
