@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 

@@ -1,11 +1,14 @@
 """Private names of the callbacks of Lightning, checkpoints above all.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Each name stands here with the reason why nothing public does, and is read with a default for versions without it.
 """
 
+import copy
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -28,19 +31,42 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
     stock_class = base_of(callback, ModelCheckpoint)
     if type(callback).on_train_batch_end is not stock_class.on_train_batch_end:
         return False
-    saves_by_steps = callback._every_n_train_steps >= 1
-    saves_by_time = callback._train_time_interval is not None
+    # Without the names, the hook is called.
+    saves_by_steps = getattr(callback, "_every_n_train_steps", 1) >= 1
+    saves_by_time = getattr(callback, "_train_time_interval", 0) is not None
     return not saves_by_steps and not saves_by_time
 
 
 def looks_after_training_epochs(callback: Any) -> bool:
-    """Return True if early stopping looks at the end of training epochs. By default it decides that in `setup`."""
-    return bool(callback._check_on_train_epoch_end)
+    """Return True if early stopping looks at the end of training epochs. By default it decides that in `setup`.
+
+    Without the name, Lightning's own error says later that there is nothing to monitor.
+    """
+    return bool(getattr(callback, "_check_on_train_epoch_end", False))
 
 
 def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
-    """Return the files that a checkpoint callback calls its last, also those of an earlier process."""
-    return callback._find_last_checkpoints(trainer)
+    """Return the files that a checkpoint callback calls its last, also those of an earlier process.
+
+    Args:
+        callback: The callback.
+        trainer: The trainer, whose loggers and root directory choose the folder if the user has not.
+    """
+    # 1. The folder, which `setup` sets. The callback itself is set up later.
+    resolved = copy.copy(callback)
+    base_of(callback, ModelCheckpoint).setup(resolved, trainer, trainer.lightning_module, "validate")
+    folder = resolved.dirpath or ""
+    filesystem = get_filesystem(folder)
+    if not filesystem.exists(folder):
+        return set()
+
+    # 2. Its files: "last.ckpt", and "last-v1.ckpt" beside a file of that name.
+    last = set()
+    for path in filesystem.ls(folder, detail=False):
+        name = PurePath(path).name
+        if name.startswith(callback.CHECKPOINT_NAME_LAST) and name.endswith(callback.FILE_EXTENSION):
+            last.add(str(path))
+    return last
 
 
 # ModelCheckpoint leaves these out of its state: the step and the path of its last file, and whether it waits for the
@@ -94,5 +120,5 @@ def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str
             continue
         for name in _SAVING:
             key = name.lstrip("_")
-            if key in state:
+            if key in state and hasattr(callback, name):
                 setattr(callback, name, state[key])

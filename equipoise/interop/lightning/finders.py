@@ -1,17 +1,18 @@
 """Private names of Lightning's finders: the settings of a search, and the object that shows its results.
 
 Both of Lightning's finders keep their arguments under private names and offer nothing else. The object with the results
-of a search for a learning rate, with `suggestion` and `plot`, has a private class. A test notices when one of these
-names changes.
+of a search for a learning rate, with `suggestion` and `plot`, has a private class. Without one of these names, the
+search is refused before its first step.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.tuner.lr_finder import _LRFinder
 
+from equipoise.interop.adapters import find
 from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.refusal import refusal
 
 __all__ = [
     "BatchSizeSettings",
@@ -28,6 +29,26 @@ __all__ = [
     "suggested_rate",
 ]
 
+# Attributes of the finders, by the settings below.
+_OF_RATES = {
+    "smallest": "_min_lr",
+    "largest": "_max_lr",
+    "steps": "_num_training_steps",
+    "mode": "_mode",
+    "divergence": "_early_stop_threshold",
+    "updates_attribute": "_update_attr",
+    "attribute": "_attr_name",
+}
+_OF_BATCH_SIZES = {
+    "doubles": "_mode",
+    "steps": "_steps_per_trial",
+    "first": "_init_val",
+    "most_trials": "_max_trials",
+    "attribute": "_batch_arg_name",
+    "margin": "_margin",
+    "largest": "_max_val",
+}
+_RESULTS = "lightning.pytorch.tuner.lr_finder._LRFinder"
 # A suggestion leaves out the first ten steps and the last one, and compares two others at least.
 _FEWEST_STEPS = 13
 
@@ -97,21 +118,29 @@ def searches_learning_rate(finder: Any) -> bool:
 
 
 def learning_rate_settings(finder: Any) -> LearningRateSettings:
-    """Return the arguments of a LearningRateFinder."""
-    return LearningRateSettings(
-        smallest=finder._min_lr,
-        largest=finder._max_lr,
-        steps=finder._num_training_steps,
-        mode=finder._mode,
-        divergence=finder._early_stop_threshold,
-        updates_attribute=finder._update_attr,
-        attribute=finder._attr_name,
-    )
+    """Return the arguments of a LearningRateFinder.
+
+    Raises:
+        ConfigurationError: If they cannot be read, or there is no class for the results.
+    """
+    remedy = "Set the learning rate by hand."
+    if find(_RESULTS) is None:
+        raise refusal("LearningRateFinder", "lightning", [_RESULTS], remedy)
+    return LearningRateSettings(**_arguments_of(finder, _OF_RATES, remedy))
+
+
+def _arguments_of(finder: Any, names: dict[str, str], remedy: str) -> dict[str, Any]:
+    """Return attributes of a finder; without one of them, or a sign of who has added the finder, it is refused."""
+    kind = type(finder).__name__
+    missing = [f"{kind}.{name}" for name in (*names.values(), "_early_exit") if not hasattr(finder, name)]
+    if missing:
+        raise refusal(kind, "lightning", missing, remedy)
+    return {setting: getattr(finder, name) for setting, name in names.items()}
 
 
 def ends_after_search(finder: Any) -> bool:
     """Return True if a method of the Tuner has added the finder, which wants the search alone."""
-    return bool(finder._early_exit)
+    return bool(getattr(finder, "_early_exit", False))
 
 
 def results_of(settings: LearningRateSettings, rates: list[float], losses: list[float]) -> Any:
@@ -122,7 +151,7 @@ def results_of(settings: LearningRateSettings, rates: list[float], losses: list[
         rates: Learning rates, by steps.
         losses: Smoothed losses, by steps.
     """
-    results = _LRFinder(settings.mode, settings.smallest, settings.largest, settings.steps)
+    results = find(_RESULTS)(settings.mode, settings.smallest, settings.largest, settings.steps)
     results.results.update({"lr": rates, "loss": losses})
     return results
 
@@ -133,16 +162,15 @@ def keep_learning_rates(finder: Any, results: Any) -> None:
 
 
 def batch_size_settings(finder: Any) -> BatchSizeSettings:
-    """Return the arguments of a BatchSizeFinder."""
-    return BatchSizeSettings(
-        doubles=finder._mode == "power",
-        steps=finder._steps_per_trial,
-        first=finder._init_val,
-        most_trials=finder._max_trials,
-        attribute=finder._batch_arg_name,
-        margin=finder._margin,
-        largest=finder._max_val,
-    )
+    """Return the arguments of a BatchSizeFinder.
+
+    Raises:
+        ConfigurationError: If they cannot be read.
+    """
+    remedy = "Set the batch size by hand; `equipoise plan` predicts the largest."
+    arguments = _arguments_of(finder, _OF_BATCH_SIZES, remedy)
+    arguments["doubles"] = arguments["doubles"] == "power"
+    return BatchSizeSettings(**arguments)
 
 
 def keep_batch_size(finder: Any, batch_size: int) -> None:

@@ -1,6 +1,6 @@
 """Private names around the loaders of Lightning.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Each name stands here with the reason why nothing public does, and with what is done in versions without it.
 """
 
 import os
@@ -13,25 +13,33 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities import CombinedLoader
 
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.refusal import refusal
 
-__all__ = ["combine", "combined_mode", "seed_workers", "seeds_workers"]
+__all__ = ["combine", "seed_workers", "seeds_workers"]
 
 
-def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
-    """Return a CombinedLoader of the user's loaders, without torch's warning about Lightning's own code."""
-    if isinstance(loaders, CombinedLoader):
-        return loaders
-    if is_a(loaders, CombinedLoader):
+def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> tuple[CombinedLoader, str]:
+    """Return a CombinedLoader of the user's loaders, without torch's warning about Lightning's own code, and its mode.
+
+    Args:
+        loaders: A loader, a structure of loaders, or a CombinedLoader, which keeps its mode.
+        mode: The mode of any other.
+
+    Raises:
+        ConfigurationError: If the mode of a CombinedLoader cannot be read: the attribute has a private name.
+    """
+    if not is_a(loaders, CombinedLoader):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            return CombinedLoader(loaders, mode), mode
+    mode_of_user: Any = getattr(loaders, "_mode", None)
+    if mode_of_user is None:
+        remedy = "Pass the loaders as a dictionary or a list."
+        raise refusal("A CombinedLoader of your own", "lightning", ["CombinedLoader._mode"], remedy)
+    if not isinstance(loaders, CombinedLoader):
         # It is of the older package.
-        return CombinedLoader(loaders.iterables, loaders._mode)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        return CombinedLoader(loaders, mode)
-
-
-def combined_mode(loader: CombinedLoader) -> str:
-    """Return the mode in which a CombinedLoader reads its loaders; the attribute has a private name."""
-    return loader._mode
+        loaders = CombinedLoader(loaders.iterables, mode_of_user)
+    return loaders, mode_of_user
 
 
 def seed_workers(loader: Any, rank: int) -> None:

@@ -1,47 +1,56 @@
-"""Private names of the modules of Lightning.
+"""Private names of the modules of Lightning, all of them attributes.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Each name stands here with the reason why nothing public does, and with what is done in versions without it.
 """
 
+import inspect
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import Profiler
 
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
-__all__ = ["attach_profiler", "empty_init", "forget_run", "hyperparameters_name", "pretend_device"]
+__all__ = ["attach_profiler", "forget_run", "hyperparameters_name", "pretend_device"]
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
-    """Return the argument of `__init__` that holds all hyperparameters; `load_from_checkpoint` needs its name."""
-    name: str | None = getattr(owner, "_hparams_name", None)
-    return name
+    """Return the argument of `__init__` that holds all hyperparameters; `load_from_checkpoint` needs its name.
+
+    Without Lightning's note of it, it is the only argument, if no hyperparameter has its name.
+    """
+    state = vars(owner)
+    if "_hparams_name" in state:
+        name: str | None = state["_hparams_name"]
+        return name
+    names = [*inspect.signature(type(owner)).parameters]
+    is_all = len(names) == 1 and bool(owner.hparams) and names[0] not in owner.hparams
+    return names[0] if is_all else None
 
 
 def pretend_device(module: LightningModule, device: torch.device) -> None:
-    """Set `self.device`, which has no setter, to the device where the module will be after `setup`."""
+    """Set `self.device`, which has no setter, to the device where the module will be after `setup`.
+
+    Without the name, `self.device` is that of before until then.
+    """
     for child in module.modules():
-        if is_a(child, _DeviceDtypeModuleMixin):
+        if is_a(child, LightningModule) and "_device" in vars(child):
             child._device = device
 
 
 def forget_run(module: LightningModule) -> None:
     """Clear the state that a run leaves in a module: the current hook, and the names of its metrics."""
-    module._current_fx_name = None
-    module._metric_attributes = None
-
-
-def empty_init() -> AbstractContextManager[Any]:
-    """Return a context that skips the initialisation of parameters; Lightning's class has a private name."""
-    return _EmptyInit()
+    state = vars(module)
+    for name in (CURRENT_HOOK, "_metric_attributes"):
+        if name in state:
+            state[name] = None
 
 
 def attach_profiler(profiler: Profiler, module: LightningModule) -> None:
-    """Give a profiler a weak reference to its module, which the names of its files depend on."""
+    """Give a profiler a weak reference to its module, by which PyTorchProfiler names modules.
+
+    In a version without the name nothing reads it.
+    """
     profiler._lightning_module = weakref.proxy(module)  # type: ignore[attr-defined]

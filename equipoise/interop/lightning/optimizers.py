@@ -1,23 +1,56 @@
-"""Private names of the optimisers of Lightning.
+"""The optimisers that `self.optimizers()` returns, of Lightning's class but without its private names."""
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
-"""
-
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-__all__ = ["NO_CLOSURE", "closure_not_called", "wrap_optimizer"]
-
-# LightningOptimizer.step() passes this on without a closure of the user. It is public, but known by identity only.
-NO_CLOSURE = do_nothing_closure
+__all__ = ["closure_not_called", "no_closure", "wrap_optimizer"]
 
 
-def wrap_optimizer(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
-    """Return the optimiser for `self.optimizers()`; the class is public, its class method that wraps is private."""
-    return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
+def no_closure() -> None:
+    """Stand for the closure in a step without one; it is known by its identity."""
+
+
+class _Wrapped(LightningOptimizer):
+    """An optimiser that is stepped by a strategy in Lightning's form."""
+
+    def __init__(self, optimizer: Optimizer, strategy: Any) -> None:
+        super().__init__(optimizer)
+        self.stepped_by = weakref.proxy(strategy)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimiser, after a closure that computes the loss if there is one."""
+        if closure is not None and not callable(closure):
+            raise MisconfigurationException(f"`optimizer.step(closure)` takes a function, not {closure!r}.")
+        closure = no_closure if closure is None else closure
+        return self.stepped_by.optimizer_step(self.optimizer, closure, **kwargs)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Compute gradients for the parameters of this optimiser alone.
+
+        Args:
+            sync_grad: No effect: gradients are exchanged when they are needed.
+        """
+        with self.stepped_by.lightning_module.toggled_optimizer(self):
+            yield
+
+
+def wrap_optimizer(optimizer: Optimizer | LightningOptimizer, strategy: Any) -> LightningOptimizer:
+    """Return an optimiser for `self.optimizers()`.
+
+    Args:
+        optimizer: The optimiser.
+        strategy: The strategy in Lightning's form, whose `optimizer_step` steps it. Only a weak reference is kept.
+    """
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    return _Wrapped(optimizer, strategy)
 
 
 def closure_not_called() -> Exception:

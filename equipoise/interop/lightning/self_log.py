@@ -1,6 +1,6 @@
 """Bind `self.log` of modules and callbacks to the trainer's logs; private names of Lightning behind it.
 
-Each name stands here with the reason why nothing public does; a test notices when one of them changes.
+Each name stands here with the reason why nothing public does, and with what is done in versions without it.
 """
 
 import inspect
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
 from equipoise.interop.lightning.classes import base_of
+from equipoise.interop.torch.modules import is_compiled
 
-__all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "has_own_log", "logging_levels", "unbind_log"]
+__all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "has_own_log", "unbind_log"]
 
-# Attribute of the module that names the current hook: `LightningModule.log` reads it, and a setter would go through
-# nn.Module (1 µs).
+# Entry of the module's `__dict__` that names the current hook: `LightningModule.log` reads it, and a setter would go
+# through nn.Module (1 µs). Where Lightning reads another name, ours alone reads this one.
 CURRENT_HOOK = "_current_fx_name"
 
 
@@ -51,8 +51,12 @@ def _log(
     metric_attribute: str | None = None,
     rank_zero_only: bool = False,
 ) -> None:
-    # `_trainer` and `_current_fx_name` are read directly: the public property costs ten times as much.
-    trainer: Any = self._trainer
+    # `_trainer` is read directly: the public property costs ten times as much.
+    trainer: Any
+    try:
+        trainer = self._trainer
+    except AttributeError:
+        trainer = _trainer_of(self)
     if trainer is None:
         # This is a copy that outlived the run; the stock method warns.
         LightningModule.log(self, name, value)
@@ -68,6 +72,14 @@ def _log(
         rank_zero_only,
     )
     trainer.logs.add(self._current_fx_name, name, value, options, batch_size)
+
+
+def _trainer_of(module: LightningModule) -> Any:
+    """Return the trainer by the public property, which raises an error for None."""
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
 
 
 # The bound method is pickled and deep-copied as getattr(module, "log").
@@ -88,8 +100,8 @@ def bind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
     is_free = log_of_instance is None or _was_bound(log_of_instance)
     if type(module).log is stock_class.log and is_free:
         log = _log
-        # A compiled step must not trace into the logs; no public attribute tells that a module is compiled.
-        if module._compiler_ctx is not None:
+        # A compiled step must not trace into the logs.
+        if is_compiled(module):
             log = torch.compiler.disable(_log)  # type: ignore[no-untyped-call]
         vars(module)["log"] = MethodType(log, module)
     for callback in callbacks:
@@ -119,17 +131,3 @@ def unbind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:
         attributes = vars(callback)
         attributes.pop("log", None)
         attributes.pop("log_dict", None)
-
-
-def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """Return whether a hook logs values of steps and of epochs. The table of the hooks has no public name.
-
-    Args:
-        hook: The name of the hook.
-        on_step: The user's choice. Default for None: that of the hook.
-        on_epoch: The user's choice. Default for None: that of the hook.
-
-    Raises:
-        MisconfigurationException: If the hook must not log.
-    """
-    return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)

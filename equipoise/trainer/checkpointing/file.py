@@ -16,7 +16,6 @@ from typing import IO, Any
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.utilities.migration import pl_legacy_patch
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
@@ -188,6 +187,8 @@ def _read_data(file: IO[bytes]) -> Any:
 
 def _read_objects(file: IO[bytes]) -> Any:
     """Read a file as torch does, which runs any code that it names."""
+    from lightning.pytorch.utilities.migration import pl_legacy_patch
+
     if is_archive(file):
         # Torch does not compare check sums.
         check_archive(file)

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.utilities.migration import migrate_checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
@@ -69,6 +68,8 @@ def load_checkpoint(
 
     # 2. Migrate it. Lightning changes the content, which may be damaged in any way.
     if "pytorch-lightning_version" in checkpoint:
+        from lightning.pytorch.utilities.migration import migrate_checkpoint
+
         check_version(checkpoint)
         with loading("pytorch-lightning_version"):
             checkpoint, _ = migrate_checkpoint(checkpoint)

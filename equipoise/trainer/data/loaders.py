@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_overridden
-from equipoise.interop.lightning.loaders import combine, combined_mode, seed_workers
+from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.shard import Shard
@@ -104,9 +104,9 @@ class Loaders:
         training = source.stage == "train"
         # 1. Flatten the user's structure.
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
-        combined = combine(requested, mode)
+        combined, self._mode = combine(requested, mode)
         self._combined = combined
-        self.sequential = combined_mode(combined) == "sequential"
+        self.sequential = self._mode == "sequential"
         if training and self.sequential:
             raise ConfigurationError(
                 "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
@@ -154,7 +154,7 @@ class Loaders:
             limits: Number of batches of each loader. Default: `num_batches`.
         """
         limits = limits or self.num_batches
-        if combined_mode(self._combined) == "min_size":
+        if self._mode == "min_size":
             return min(limits)
         return max(limits)
 

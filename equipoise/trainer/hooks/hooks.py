@@ -107,6 +107,8 @@ class Hooks:
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
         self.is_profiled = not is_a(self.profiler, PassThroughProfiler)
+        # Hooks read it before they write it; Lightning's modules have it from the beginning.
+        vars(module).setdefault(CURRENT_HOOK, None)
 
     @property
     def callbacks(self) -> list[LightningCallback]:

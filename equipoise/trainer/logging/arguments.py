@@ -6,10 +6,41 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from equipoise.interop.lightning.self_log import LogOptions, logging_levels
+from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.logging.entry import reduction_name
 
 __all__ = ["check_value", "complete_options", "whole_value", "without_dimensions"]
+
+# Hooks of single batches log values of steps or epochs, as the user chooses. Those of training log steps by default,
+# those of evaluations epochs.
+_OF_TRAINING_BATCHES = {
+    "backward",
+    "clip_gradients",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "training_step",
+}
+_OF_EVALUATION_BATCHES = {
+    "on_test_batch_end",
+    "on_test_batch_start",
+    "on_validation_batch_end",
+    "on_validation_batch_start",
+    "test_step",
+    "validation_step",
+}
+# Hooks around epochs log values of epochs alone. All other hooks cannot log.
+_OF_EPOCHS = {
+    f"on_{stage}_{moment}"
+    for stage in ("train", "validation", "test")
+    for moment in ("start", "epoch_start", "epoch_end")
+}
 
 
 def check_value(name: str, value: Any) -> None:
@@ -72,7 +103,7 @@ def complete_options(hook: str, name: str, options: LogOptions) -> LogOptions:
             f"The name {name!r} holds a loader's index. It is appended by itself; say add_dataloader_idx=False to"
             " do so by hand."
         )
-    on_step, on_epoch = logging_levels(hook, options.on_step, options.on_epoch)
+    on_step, on_epoch = _levels(hook, name, options)
     if not on_step and not on_epoch:
         raise MisconfigurationException(
             f"`self.log({name!r}, on_step=False, on_epoch=False)` in `{hook}` logs nothing."
@@ -83,3 +114,21 @@ def complete_options(hook: str, name: str, options: LogOptions) -> LogOptions:
         logger=options.logger is not False,
         reduce_fx=reduction_name(options.reduce_fx),
     )
+
+
+def _levels(hook: str, name: str, options: LogOptions) -> tuple[bool, bool]:
+    """Return whether a value is one of steps, and one of epochs: by the user's choice, else by that of the hook."""
+    if hook not in _OF_TRAINING_BATCHES | _OF_EVALUATION_BATCHES | _OF_EPOCHS:
+        raise MisconfigurationException(
+            f"You can't call `self.log({name!r}, ...)` in `{hook}`. Log in a hook of batches or epochs, or by the"
+            " logger's own object, `self.logger.experiment`."
+        )
+    is_of_training = hook in _OF_TRAINING_BATCHES
+    on_step = is_of_training if options.on_step is None else options.on_step
+    on_epoch = not is_of_training if options.on_epoch is None else options.on_epoch
+    if hook in _OF_EPOCHS and (on_step or not on_epoch):
+        raise MisconfigurationException(
+            f"You can't call `self.log({name!r}, on_step={on_step}, on_epoch={on_epoch})` in `{hook}`, which is called"
+            " once per epoch. Leave on_step and on_epoch out."
+        )
+    return on_step, on_epoch

@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
-from equipoise.interop.lightning.loggers import continue_csv, csv_writer, set_csv_rewriting
+from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
 from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
@@ -136,7 +136,13 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
     _replace(path, [header, *rows])
     reader = csv.reader([header.decode(_ENCODING)])
     columns = next(reader)
-    continue_csv(logger, columns)
+
+    # 3. Hide the file from the logger, which deletes it when it begins.
+    hidden = put_aside(path)
+    try:
+        start_csv(logger, columns)
+    finally:
+        hidden.rename(path)
 
 
 def _file_to_delete(logger: Any) -> Path | None:
@@ -159,6 +165,7 @@ def keep_rows(loggers: Iterable[Any]) -> None:
         loggers: The loggers of the run, which have begun.
     """
     for logger in loggers:
+        start_csv(logger)
         writer = csv_writer(logger)
         if writer is None or _is_remote(writer.metrics_file_path):
             continue
@@ -199,15 +206,14 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
         raise
 
 
-def put_aside(path: Path) -> None:
+def put_aside(path: Path) -> Path:
     """Rename a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
 
     Args:
         path: The file.
+
+    Returns:
+        Its new path.
     """
-    for number in count():
-        name = f"{path.stem}_{number}{path.suffix}"
-        free_path = path.with_name(name)
-        if not free_path.exists():
-            path.rename(free_path)
-            return
+    paths = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in count())
+    return path.rename(next(free for free in paths if not free.exists()))

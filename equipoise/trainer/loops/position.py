@@ -9,7 +9,6 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
@@ -84,7 +83,7 @@ def _stopped_by(state: "RunState") -> list[str]:
         return []
     keys = []
     for callback in state.callbacks:
-        if isinstance(callback, EarlyStopping) and callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason.name != "NOT_STOPPED":
             keys.append(callback.state_key)
     return keys
 

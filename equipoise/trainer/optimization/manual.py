@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
-from equipoise.interop.lightning.optimizers import NO_CLOSURE
+from equipoise.interop.lightning.optimizers import no_closure
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
@@ -68,7 +68,7 @@ class ManualOptimization:
             compute()
             result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
             self._scaler.update()
-        elif closure is NO_CLOSURE and takes_no_closure(optimizer):
+        elif closure is no_closure and takes_no_closure(optimizer):
             # A closure costs more than a small step, so it is left out if neither the optimiser nor the user can tell.
             compute()
             result = strategy_optimizer.step(**kwargs)

@@ -10,10 +10,10 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.overrides import TorchFunctionMode
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.lightning.modules import empty_init
 from equipoise.names.public import public_classes
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.availability import can_start_workers
@@ -300,5 +300,15 @@ def module_init_context(device: torch.device, precision: Precision, *, empty: bo
     stack.enter_context(precision.init_context())
     stack.enter_context(device)
     if empty:
-        stack.enter_context(empty_init())
+        stack.enter_context(_WithoutInit())
     return stack
+
+
+class _WithoutInit(TorchFunctionMode):
+    """A context in which the functions of `torch.nn.init` leave tensors as they are."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*arguments, **options)
+        return options["tensor"] if "tensor" in options else arguments[0]

@@ -39,17 +39,11 @@ from equipoise.interop.lightning.finders import (
     results_of,
     suggested_rate,
 )
-from equipoise.interop.lightning.loaders import combine, combined_mode
-from equipoise.interop.lightning.loggers import continue_csv, csv_writer
-from equipoise.interop.lightning.modules import (
-    attach_profiler,
-    empty_init,
-    forget_run,
-    hyperparameters_name,
-    pretend_device,
-)
-from equipoise.interop.lightning.optimizers import NO_CLOSURE, wrap_optimizer
-from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log, logging_levels
+from equipoise.interop.lightning.loaders import combine
+from equipoise.interop.lightning.loggers import csv_writer, start_csv
+from equipoise.interop.lightning.modules import attach_profiler, forget_run, hyperparameters_name, pretend_device
+from equipoise.interop.lightning.optimizers import no_closure, wrap_optimizer
+from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log
 from equipoise.interop.metrics import last_batch_value, load_metric_states, metric_states
 from equipoise.interop.torch.optimizers import has_step_hooks, unscales_by_itself
 from tests.conftest import ignoring
@@ -92,24 +86,6 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
     trainer(cls).fit(module, loader())
     assert seen == {name: name for name in seen}
     assert vars(module)[CURRENT_HOOK] is None
-
-
-@pytest.mark.parametrize(
-    ("hook", "levels"),
-    [
-        ("training_step", (True, False)),
-        ("validation_step", (False, True)),
-        ("on_train_epoch_end", (False, True)),
-        ("on_before_zero_grad", (True, False)),
-        ("on_validation_epoch_end", (False, True)),
-    ],
-)
-def test_which_hooks_log(hook: str, levels: tuple[bool, bool]) -> None:
-    assert logging_levels(hook, None, None) == levels
-    with pytest.raises(MisconfigurationException, match="can't"):
-        logging_levels("on_fit_end", None, None)
-    with pytest.raises(MisconfigurationException, match="can't"):
-        logging_levels("on_train_epoch_end", True, None)
 
 
 def test_a_module_that_is_in_no_run() -> None:
@@ -256,7 +232,10 @@ def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
     assert csv_writer(first) is first.experiment
     assert csv_writer(object()) is None
     second = CSVLogger(tmp_path, name="", version="")
-    continue_csv(second, ["a", "step"])
+    hidden = (tmp_path / "metrics.csv").rename(tmp_path / "hidden.csv")
+    start_csv(second, ["a", "step"])
+    hidden.rename(tmp_path / "metrics.csv")
+    assert csv_writer(second) is second.experiment
     second.log_metrics({"b": 2.0}, 1)
     second.save()
     assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
@@ -268,7 +247,8 @@ def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
         @property
         def experiment(self) -> Any: ...
 
-    assert csv_writer(Own(tmp_path)) is None
+    start_csv(own := Own(tmp_path))
+    assert csv_writer(own) is None
 
 
 def test_the_name_of_the_hyperparameters() -> None:
@@ -332,11 +312,34 @@ def test_optimisers_that_the_user_sees() -> None:
     wrapped = wrap_optimizer(optimizer, strategy)
     assert isinstance(wrapped, (LightningOptimizer, SGD))
     assert wrapped.optimizer is optimizer
-    assert wrap_optimizer(wrapped, strategy) is wrapped
+    assert wrap_optimizer(wrapped, strategy).optimizer is optimizer
     closure = lambda: None  # noqa: E731
     assert wrapped.step() == "answer"
     assert wrapped.step(closure, extra=1) == "answer"
-    assert strategy.asked == [(optimizer, NO_CLOSURE, {}), (optimizer, closure, {"extra": 1})]
+    assert strategy.asked == [(optimizer, no_closure, {}), (optimizer, closure, {"extra": 1})]
+    with pytest.raises(MisconfigurationException, match="takes a function, not 1"):
+        wrapped.step(1)
+
+
+def test_gradients_of_one_optimiser_alone() -> None:
+    seen = []
+
+    class Module(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(2, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            with self.optimizers()[1].toggle_model(sync_grad=False):
+                seen.append([parameter.requires_grad for parameter in self.parameters()])
+            seen.append([parameter.requires_grad for parameter in self.parameters()])
+
+        def configure_optimizers(self) -> Any:
+            return [SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+
+    trainer(max_steps=1, limit_train_batches=1).fit(Module(), loader())
+    assert seen == [[False, False, True, True], [True] * 4]
 
 
 def test_hooks_before_a_step() -> None:
@@ -372,27 +375,14 @@ def test_optimisers_that_unscale_by_themselves() -> None:
     assert not unscales_by_itself(Adam(Small().parameters()))
 
 
-def test_modules_are_made_without_initialisation() -> None:
-    def counting() -> int:
-        state = torch.get_rng_state()
-        nn.Linear(3, 3)
-        return int(not torch.equal(state, torch.get_rng_state()))
-
-    with empty_init():
-        assert counting() == 0
-    assert counting() == 1
-
-
 # Loaders and profilers
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_the_mode_of_a_combined_loader(mode: Any) -> None:
-    assert combined_mode(CombinedLoader([[1], [2]], mode)) == mode
-    if mode in ("max_size_cycle", "sequential"):
-        made = combine([[1], [2]], mode)
-        assert combined_mode(made) == mode
-        assert combine(made, "sequential") is made
+    of_user = CombinedLoader([[1], [2]], mode)
+    assert combine(of_user, "sequential") == (of_user, mode)
+    assert combine(combine([[1], [2]], mode)[0], "sequential")[1] == mode
 
 
 def test_a_profiler_knows_its_module_without_keeping_it() -> None:

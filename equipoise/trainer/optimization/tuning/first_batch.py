@@ -119,7 +119,7 @@ def _read(request: Request, trainer: Any) -> Any:
         loaders = owner.train_dataloader()
 
     # 2. A batch of them, without further processes, and without pinned memory, for which a copy cannot use the GPU.
-    combined = combine(loaders, "max_size_cycle")
+    combined, _ = combine(loaders, "max_size_cycle")
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):
             for name, value in _IN_ONE_PROCESS.items():

@@ -1,0 +1,334 @@
+"""Runs without the private names of Lightning end as with them, or are refused with version and remedy."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+
+from equipoise import ConfigurationError, Trainer
+from equipoise.interop import metrics as metric_names
+from equipoise.interop.lightning import finders
+from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, looks_after_training_epochs
+from equipoise.interop.lightning.loggers import csv_writer
+from tests.conftest import ignoring
+from tests.support.hidden_names import hide
+from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
+
+pytestmark = ignoring(
+    "An epoch has 3 batches",
+    "Checkpoint directory .* exists and is not empty",
+    "The ``compute`` method of metric",
+)
+
+
+class Measured(Validated):
+    """Logs values and metrics, and has one hyperparameter, in one argument."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.mean = MeanMetric()
+        self.both = MetricCollection({"sum": SumMetric(), "again": MeanMetric()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        self.both(loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict(self.both, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+# Entries of a module's `__dict__`, which Equipoise finds there.
+ENTRIES = ("_current_fx_name", "_metric_attributes", "_device", "_hparams_name", "_compiler_ctx")
+
+
+class Renamed(Measured):
+    """A module of a version that keeps its state elsewhere."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        for name in ENTRIES:
+            vars(self).pop(name, None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.weight.device
+
+
+class DataWithSettings(Data):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"shuffled": False})
+
+
+class Logging(L.Callback):
+    def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
+        self.log("three", 3.0)
+
+
+def outcome(folder: Path, kind: Any = Measured, **options: Any) -> dict[str, Any]:
+    """Fit, resume in the same folder, load and test; return all that a user sees of it."""
+
+    def run(epochs: int) -> Any:
+        return trainer(
+            max_epochs=epochs,
+            enable_checkpointing=True,
+            logger=CSVLogger(folder, name="", version=""),
+            callbacks=[
+                Logging(),
+                ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_last=True, save_top_k=2),
+                EarlyStopping("val_loss", patience=5),
+                LearningRateMonitor("step"),
+            ],
+            log_every_n_steps=1,
+            **options,
+        )
+
+    torch.manual_seed(1)
+    first = run(2)
+    first.fit(kind({"lr": 0.01}), datamodule=DataWithSettings())
+    second = run(4)
+    second.fit(kind({"lr": 0.01}), datamodule=DataWithSettings(), ckpt_path="last")
+    last = second.checkpoint_callback.last_model_path
+    loaded = kind.load_from_checkpoint(last)
+    return {
+        "weights": [value.tolist() for value in loaded.state_dict().values()],
+        "hyperparameters": dict(loaded.hparams),
+        "values": [{name: float(value) for name, value in each.callback_metrics.items()} for each in (first, second)],
+        "rows": (folder / "metrics.csv").read_text(),
+        "settings": (folder / "hparams.yaml").read_text(),
+        "files": sorted(path.name for path in folder.iterdir()),
+        "test": second.test(loaded, loader(), verbose=False),
+    }
+
+
+NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
+    "module": (LightningModule, ("_trainer", "_log_hyperparams")),
+    "data module": (L.LightningDataModule, ("_log_hyperparams",)),
+    "checkpoint": (
+        ModelCheckpoint,
+        (
+            "_every_n_train_steps",
+            "_train_time_interval",
+            "_last_global_step_saved",
+            "_last_checkpoint_saved",
+            "_defer_save_until_validation",
+        ),
+    ),
+    "csv": (CSVLogger, ("_experiment",)),
+    "loaders": (CombinedLoader, ("_mode",)),
+    "profiler": (PassThroughProfiler, ("_lightning_module",)),
+}
+
+
+def forget_values_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchmetrics keep no values of batches, as far as Equipoise knows."""
+    empty = metric_names._EMPTY_WRAPPER
+    monkeypatch.delitem(empty, metric_names._LAST)
+    monkeypatch.delitem(metric_names._EMPTY, metric_names._LAST)
+    for each in (empty, metric_names._EMPTY):
+        monkeypatch.setitem(each, "kept", None)
+    monkeypatch.setattr(metric_names, "_LAST", "kept")
+    monkeypatch.setattr(metric_names, "_NOTES_LAST", True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_without_the_names_of_one_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = outcome(tmp_path / "with")
+    kind, names = NAMES[name]
+    looked_for = hide(monkeypatch, kind, *names)
+    assert outcome(tmp_path / "without") == expected
+    # Nothing asks for the mode of loaders that Equipoise itself has combined.
+    assert looked_for == (set() if name == "loaders" else set(names))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp", "balanced"])
+def test_a_run_without_any_of_the_names(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    if strategy != "auto":
+        options = {"strategy": strategy, "devices": ["cpu", "cpu"]}
+    expected = outcome(tmp_path / "with", **options)
+    for kind, names in NAMES.values():
+        hide(monkeypatch, kind, *names)
+    forget_values_of_batches(monkeypatch)
+    assert outcome(tmp_path / "without", Renamed, **options) == expected
+
+
+def test_the_rows_of_a_resumed_run_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    hide(monkeypatch, CSVLogger, "_experiment")
+    assert csv_writer(logger) is None
+    trainer(logger=logger).fit(Small(), loader())
+    assert csv_writer(logger) is logger.experiment
+    expected = outcome(tmp_path / "run")
+    rows = expected["rows"].splitlines()
+    steps = [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]]
+    assert {*steps} == {str(step) for step in range(12)}
+    assert not list((tmp_path / "run").glob("metrics_*"))
+
+
+# Callbacks
+
+
+def test_a_checkpoint_callback_whose_intervals_are_unknown_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = ModelCheckpoint()
+    assert cannot_fire(callback, "on_train_batch_end")
+    hide(monkeypatch, ModelCheckpoint, "_every_n_train_steps")
+    assert not cannot_fire(callback, "on_train_batch_end")
+
+
+def test_early_stopping_without_a_value_to_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own error comes at the end of the epoch."""
+    stopping = EarlyStopping("gone", check_on_train_epoch_end=True)
+    with pytest.raises(RuntimeError, match="monitors 'gone', but no such value was logged"):
+        trainer(callbacks=[copy.copy(stopping)]).fit(Small(), loader())
+    assert looks_after_training_epochs(stopping)
+    hide(monkeypatch, EarlyStopping, "_check_on_train_epoch_end")
+    with pytest.raises(RuntimeError, match="conditioned on metric `gone`"):
+        trainer(callbacks=[stopping]).fit(Small(), loader())
+
+
+@pytest.mark.parametrize("with_logger", [False, True])
+def test_the_folder_of_last_checkpoints_that_the_trainer_chooses(with_logger: bool, tmp_path: Path) -> None:
+    """The files are those that Lightning finds."""
+
+    def make() -> tuple[Any, ModelCheckpoint]:
+        keeper = ModelCheckpoint(save_last=True)
+        logger = CSVLogger(tmp_path, name="run", version=3) if with_logger else False
+        return trainer(callbacks=[keeper], enable_checkpointing=True, logger=logger, default_root_dir=tmp_path), keeper
+
+    run, keeper = make()
+    run.fit(Small(), loader())
+    written = Path(keeper.last_model_path)
+    (written.parent / "last-v1.ckpt").touch()
+    (written.parent / "latest.ckpt").touch()
+    (written.parent / "last.txt").touch()
+    later, keeper = make()
+    expected = {str(written), str(written.parent / "last-v1.ckpt")}
+    assert last_checkpoints(keeper, later) == expected == keeper._find_last_checkpoints(later)
+    assert keeper.dirpath is None
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("finder", "name", "remedy"),
+    [
+        (LearningRateFinder(), "_min_lr", "Set the learning rate by hand"),
+        (LearningRateFinder(), "_early_exit", "Set the learning rate by hand"),
+        (BatchSizeFinder(), "_max_val", "equipoise plan"),
+    ],
+)
+def test_finders_whose_arguments_are_unknown(
+    finder: Any, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, type(finder), name)
+    kind = type(finder).__name__
+    with pytest.raises(ConfigurationError) as error:
+        trainer(callbacks=[finder]).fit(Small(), loader())
+    assert f"{kind} does not work with lightning {L.__version__}, which lacks {kind}.{name}. It was" in str(error.value)
+    assert remedy in str(error.value)
+
+
+def test_a_search_whose_results_have_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finders, "_RESULTS", "lightning.pytorch.tuner.lr_finder._Gone")
+    with pytest.raises(ConfigurationError, match=r"which lacks lightning.*_Gone.*pip install 'lightning>="):
+        trainer(callbacks=[LearningRateFinder()]).fit(Small(), loader())
+
+
+def test_a_combined_loader_whose_mode_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, CombinedLoader, "_mode")
+    with pytest.raises(ConfigurationError, match=r"CombinedLoader._mode.*Pass the loaders as a dictionary or a list"):
+        trainer().fit(Small(), CombinedLoader([loader(), loader()], "min_size"))
+
+
+def test_metrics_in_copies_whose_state_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_names, "_MISSING", ["computed"])
+    with pytest.raises(ConfigurationError, match=r"Metrics in copies.* does not work with torchmetrics .*strategy"):
+        trainer(strategy="dp", devices=["cpu", "cpu"]).fit(Measured({"lr": 0.1}), loader(), loader())
+
+
+def test_metrics_of_a_resumed_run_whose_count_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = outcome(tmp_path / "with")
+    monkeypatch.setattr(metric_names, "_MISSING", ["updates"])
+    assert outcome(tmp_path / "without") == expected
+    metric = SumMetric()
+    metric.update(5.0)
+    assert metric.compute() == 5  # and kept
+    metric_names.load_metric_states(
+        nn.ModuleDict({"metric": metric}), {"metric": {"state": {"sum_value": torch.ones(())}, "count": 2}}
+    )
+    assert metric.compute() == 1
+
+
+def test_a_name_that_no_trainer_offers() -> None:
+    class Curious(L.Callback):
+        def on_train_start(self, run: Any, module: Any) -> None:
+            run.fit_loop._restarting_from_the_moon  # noqa: B018
+
+    with pytest.raises(AttributeError, match="_restarting_from_the_moon") as error:
+        trainer(callbacks=[Curious()]).fit(Small(), loader())
+    assert f"and {L.__version__} is installed" in error.value.__notes__[0]
+    with pytest.raises(AttributeError) as error:
+        _ = Trainer(logger=False, enable_checkpointing=False).nothing  # type: ignore[attr-defined]
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_the_error_of_a_property_stays() -> None:
+    class Own(Trainer):
+        @property
+        def broken(self) -> Any:
+            raise AttributeError("within")
+
+    with pytest.raises(AttributeError, match=r"^within$"):
+        _ = Own(logger=False, enable_checkpointing=False).broken
+
+
+def test_hyperparameters_that_contradict_each_other(tmp_path: Path) -> None:
+    def fit(of_data: Any, logger: bool = True) -> Any:
+        data = Data()
+        data.save_hyperparameters(of_data, logger=logger)
+        run = trainer(logger=CSVLogger(tmp_path))
+        run.fit(Measured({"lr": 0.01, "layers": 2}), datamodule=data)
+        return run.logger.experiment.hparams
+
+    assert fit({"lr": 0.01, "size": 3}) == {"lr": 0.01, "layers": 2, "size": 3}
+    assert fit({"lr": 5.0}, logger=False) == {"lr": 0.01, "layers": 2}
+    with pytest.raises(RuntimeError, match=r"both have the hyperparameters \['lr'\], with different values"):
+        fit({"lr": 5.0, "layers": 2})
+
+
+def test_metrics_keep_the_values_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_values_of_batches(monkeypatch)
+    collection = MetricCollection({"sum": SumMetric(), "mean": MeanMetric()})
+    for _ in range(2):
+        metric_names.note_batch_values(collection)
+    metrics: list[Metric] = metric_names.metrics_of(collection)
+    assert [metric_names.last_batch_value(metric) for metric in metrics] == [None, None]
+    for value in (1.0, 4.0):
+        collection(value)
+        assert [metric_names.last_batch_value(metric) for metric in metrics] == [value, value]
+    other = copy.deepcopy(metrics[0])
+    other(2.0)
+    assert metric_names.last_batch_value(other) == 2

@@ -1,0 +1,41 @@
+"""Hooks log values of steps and epochs as under Lightning, by default and by choice."""
+
+import itertools
+
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from equipoise.interop.adapters import find
+from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.trainer.logging.arguments import complete_options
+
+LIGHTNINGS = find("lightning.pytorch.trainer.connectors.logger_connector.fx_validator._FxValidator")
+CHOICES = [*itertools.product([None, False, True], repeat=2)]
+
+
+@pytest.mark.skipif(LIGHTNINGS is None, reason="this version of Lightning has no table")
+@pytest.mark.parametrize("hook", getattr(LIGHTNINGS, "functions", ()))
+def test_the_levels_of_a_hook_are_lightnings(hook: str) -> None:
+    for on_step, on_epoch in CHOICES:
+        options = LogOptions(on_step=on_step, on_epoch=on_epoch)
+        try:
+            expected = LIGHTNINGS.check_logging_and_get_default_levels(hook, on_step, on_epoch)
+        except MisconfigurationException:
+            expected = None
+        if not any(expected or ()):
+            with pytest.raises(MisconfigurationException, match=hook):
+                complete_options(hook, "loss", options)
+            continue
+        completed = complete_options(hook, "loss", options)
+        assert (completed.on_step, completed.on_epoch) == expected
+
+
+def test_what_the_errors_say() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"self.log\('loss', ...\)` in `setup`. Log in a hook of batches"
+    ):
+        complete_options("setup", "loss", LogOptions())
+    with pytest.raises(MisconfigurationException, match=r"`on_train_epoch_end`, which is called once per epoch"):
+        complete_options("on_train_epoch_end", "loss", LogOptions(on_step=True))
+    with pytest.raises(MisconfigurationException, match="logs nothing"):
+        complete_options("training_step", "loss", LogOptions(on_step=False))
