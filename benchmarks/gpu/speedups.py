@@ -128,8 +128,8 @@ def captured_and_compiled(setting: Setting) -> Iterator[Row]:
         title = f"Trainer({argument}=True)"
         if not is_built(argument):
             yield Row(title, NOT_BUILT)
-        elif why_not_compiled() is not None:
-            yield Row(title, str(why_not_compiled()))
+        elif why_not_compiled(argument) is not None:
+            yield Row(title, str(why_not_compiled(argument)))
         elif argument == "compile" and setting.is_simulated:
             yield Row(title, "simulated devices have no compiler")
         elif argument == "capture" and not setting.has_cuda:

@@ -26,6 +26,8 @@ _PATHS: tuple[type[Any], ...] = (
     pathlib.PurePosixPath,
     pathlib.PureWindowsPath,
 )
+# Python 3.13 names the second one in files.
+_MODULES_OF_PATHS = ("pathlib", "pathlib._local")
 _BUILTINS: tuple[type[Any], ...] = (
     bool,
     bytearray,
@@ -173,7 +175,7 @@ def _layout(name: str) -> torch.layout:
 VALUES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"collections.{kind.__name__}": kind for kind in _CONTAINERS},
-    **{f"pathlib.{kind.__name__}": kind for kind in _PATHS},
+    **{f"{module}.{kind.__name__}": kind for module in _MODULES_OF_PATHS for kind in _PATHS},
     **REBUILD,
     "_codecs.encode": _encode,
     "argparse.Namespace": Namespace,

@@ -14,7 +14,7 @@ from tests.gpu.runs import GPU, Classifier, fit, weights
 # A warning, which is an error here, would say that a step stays eager.
 pytestmark = [
     *ignoring("Synchronization debug mode is a prototype"),
-    pytest.mark.skipif(why_not_compiled() is not None, reason="torch cannot trace a step"),
+    pytest.mark.skipif(why_not_compiled("capture") is not None, reason="torch cannot trace a step"),
 ]
 
 SIZES = [8] * 8 + [5]

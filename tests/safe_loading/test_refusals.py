@@ -8,6 +8,7 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ PLAIN = {
     "a dictionary of pairs": (b"ccollections\nOrderedDict\n]](K\x01K\x02ea\x85R.", collections.OrderedDict({1: 2})),
     "a dictionary without a factory": (b"ccollections\ndefaultdict\nN\x85R.", {}),
     "a queue with a length": (b"ccollections\ndeque\n(](K\x01K\x02eK\x01tR.", collections.deque([2], 1)),
+    "a path of Python 3.13": (b"cpathlib._local\nPosixPath\n(X\x04\x00\x00\x00datatR.", Path("data")),
     "bytes of a list": (b"cbuiltins\nbytes\n](K\x01K\x02e\x85R.", b"\x01\x02"),
     "bytes of a text": (b"cbuiltins\nbytearray\nX\x01\x00\x00\x00a\x85R.", bytearray(b"a")),
 }

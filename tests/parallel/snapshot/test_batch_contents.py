@@ -60,7 +60,8 @@ def test_every_kind_of_container() -> None:
     contents.restore()
     assert user["x"] is tensor
     assert list(queue) == [tensor, 1]
-    assert sample == Sample(tensor, "label")
+    assert sample.features is tensor
+    assert sample.label == "label"
     assert pair == ([tensor], {"y": 2})
 
 
