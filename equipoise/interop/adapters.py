@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from equipoise.errors import ConfigurationError
-from equipoise.interop.versions import TESTED, installed_version, is_newer_than_tested
+from equipoise.interop.refusal import refusal
+from equipoise.interop.versions import is_newer_than_tested
 
 __all__ = ["ADAPTERS", "FEATURES", "Adapter", "check_feature", "find", "find_if_tested", "missing_names"]
 
@@ -229,9 +229,4 @@ def check_feature(feature: str) -> None:
         return
     # Names of one package are enough for a remedy.
     package = next(adapter.package for adapter in ADAPTERS if missing[0] in adapter.names)
-    oldest, newest = TESTED[package]
-    raise ConfigurationError(
-        f"{FEATURES[feature]} does not work with {package} {installed_version(package)}, which lacks"
-        f" {', '.join(missing)}. It was tested with {package} {oldest} to {newest}:"
-        f" pip install '{package}>={oldest},<={newest}'."
-    )
+    raise refusal(FEATURES[feature], package, missing)

@@ -1,13 +1,14 @@
 """Private names are looked up without an import that fails, and a feature that lacks one is refused."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop import adapters, versions
+from equipoise.interop import adapters, refusal, versions
 from equipoise.interop.adapters import (
     ADAPTERS,
     FEATURES,
@@ -76,7 +77,7 @@ def test_a_feature_that_can_do_without_is_allowed(table: None, feature: str) -> 
 
 def test_a_feature_that_lacks_names_is_refused(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda package: "9.9")
-    monkeypatch.setattr(adapters, "installed_version", lambda package: "9.9")
+    monkeypatch.setattr(refusal, "installed_version", lambda package: "9.9")
     oldest, newest = versions.TESTED["numpy"]
     with pytest.raises(ConfigurationError) as refused:
         check_feature("lacking")
@@ -98,3 +99,12 @@ def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch
     assert find_if_tested("torch", "math._tau") is None
     monkeypatch.setattr(versions, "TESTED", {"torch": ("2.0.0", "2.1.0")})
     assert find_if_tested("torch", "math.tau") is None
+
+
+def test_the_design_lists_the_names() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+    table = text.partition("## Private names")[2].partition("\n## ")[0]
+    names = {name for adapter in ADAPTERS for name in adapter.names}
+    assert {name for name in names if f"`{name}`" not in table} == set()
+    first_cells = "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| "))
+    assert {name for name in re.findall(r"`(torch\.[\w.]+)`", first_cells) if name not in names} == set()

@@ -7,14 +7,53 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from equipoise.interop.adapters import find
+from equipoise.interop.refusal import refusal
 
-__all__ = ["begin_as_root", "unshard_by_hand", "unsharded_parameters"]
+__all__ = ["begin_as_root", "check_names", "unshard_by_hand", "unsharded_parameters"]
 
 # Attributes that `fully_shard` sets in every module that it manages begin with one of these.
 _MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
+
+
+# Attributes that torch sets when a module is sharded: of its state, of a group of parameters, and of a parameter.
+_OF_STATE = ("_lazy_init", "_pre_forward_hook_handle", "_post_forward_hook_handle")
+_OF_GROUP = (
+    "fsdp_params",
+    "_module_to_pre_save_state_dict_hook_handle",
+    "_module_to_pre_load_state_dict_hook_handle",
+)
+_OF_PARAMETER = ("_post_load_hook_handle",)
+
+
+def check_names(mesh: DeviceMesh) -> None:
+    """Check on a small module that torch has the private names of this file, before the user's module is sharded.
+
+    Args:
+        mesh: The devices over which modules are sharded.
+
+    Raises:
+        ConfigurationError: If a name is missing.
+    """
+    probe = nn.Linear(1, 1)
+    fully_shard(probe, mesh=mesh)
+    state: Any = probe._get_fsdp_state()  # type: ignore[operator]
+    missing = [f"FSDPState.{name}" for name in _OF_STATE if not hasattr(state, name)]
+    has_groups = hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
+    groups = _groups_of(probe) if has_groups else []
+    if not groups:
+        missing.append("FSDPState._fsdp_param_groups")
+    for group in groups:
+        missing += [f"FSDPParamGroup.{name}" for name in _OF_GROUP if not hasattr(group, name)]
+        for parameter in getattr(group, "fsdp_params", ()):
+            missing += [f"FSDPParam.{name}" for name in _OF_PARAMETER if not hasattr(parameter, name)]
+            if not hasattr(type(parameter), "unsharded_param"):
+                missing.append("FSDPParam.unsharded_param")
+    if missing:
+        raise refusal("strategy='fsdp'", "torch", dict.fromkeys(missing))
 
 
 def _groups_of(unit: nn.Module) -> Sequence[Any]:

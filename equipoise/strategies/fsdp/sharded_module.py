@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand
+from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, unshard_by_hand
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.strategies.fsdp.state.gathering import whole
@@ -57,6 +57,7 @@ class ShardedModule:
         self._own_steps = {name: vars(self.module)[name] for name in _STEPS if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
         try:
+            check_names(sharding.mesh)
             for unit in units:
                 self._shard(unit, sharding)
             copy_from_first(self.module.buffers())

@@ -1,5 +1,9 @@
 """The private names of torch's `fully_shard` are there and do what is relied upon."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from equipoise import ConfigurationError
+from equipoise.interop.distributed import fully_sharded
 from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
 
 
@@ -31,10 +37,29 @@ def shard_and_undo() -> dict[str, bool]:
     return seen
 
 
-def test_private_names(tmp_path) -> None:
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        seen = shard_and_undo()
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_private_names() -> None:
+    seen = shard_and_undo()
     assert all(seen.values()), seen
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("kind", "owner"), [("_OF_STATE", "FSDPState"), ("_OF_GROUP", "FSDPParamGroup"), ("_OF_PARAMETER", "FSDPParam")]
+)
+def test_a_missing_name_is_refused_before_anything_is_sharded(
+    kind: str, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    fully_sharded.check_names(mesh)
+    monkeypatch.setattr(fully_sharded, kind, ("_gone",))
+    with pytest.raises(ConfigurationError, match=rf"^strategy='fsdp' does not work with torch .* {owner}\._gone\."):
+        fully_sharded.check_names(mesh)
