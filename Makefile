@@ -44,9 +44,8 @@ test-all: $(READY)
 test-versions: $(READY)
 	$(BIN)/python -m benchmarks.versions $(ROWS)
 
-# Writes the newest versions that the ranges allow; run the tests before you keep them. torch stays: tests on simulated
-# devices need a build without CUDA, and 2.13.0 is the one that they are developed with. Newer ones are tested by
-# `make test-versions`.
+# Writes the newest versions that the ranges allow; run the tests before you keep them. torch stays at the version whose
+# build without CUDA the simulated devices are developed with. Newer ones are tested by `make test-versions`.
 TORCH ?= 2.13.0
 update: $(READY)
 	echo "torch==$(TORCH)" | $(BIN)/uv pip compile pyproject.toml --constraint - --all-extras --python-version 3.11 --upgrade --no-annotate --quiet \

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.suite_order.main import markdown, read_report, wait_or_end
-from benchmarks.versions.environments import ROOT, NotAvailable, build, python_of
+from benchmarks.versions.environments import ROOT, NotAvailable, NotBuildable, build, python_of
 from benchmarks.versions.rows import FEATURES, ROWS, Row, rows_named
 
 COLUMNS = ("Python", "torch", "other packages", "passed", "failed", "skipped", "minutes", "commands")
@@ -87,6 +87,8 @@ def run_row(row: Row, environments: Path, tests: Sequence[str], processes: int, 
         build(row, folder)
     except NotAvailable as error:
         return Outcome(row, not_run=f"{row.name} could not be installed: {error}")
+    except NotBuildable as error:
+        return Outcome(row, end=f"not built: {error}")
     outcome = Outcome(row, versions=_versions(folder))
     _run_commands(folder, outcome)
     _run_tests(folder, outcome, tests, processes, seconds)

@@ -10,18 +10,27 @@ from uv import find_uv_bin
 
 from benchmarks.versions.rows import Row
 
-__all__ = ["NotAvailable", "build", "python_of"]
+__all__ = ["NotAvailable", "NotBuildable", "build", "python_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = ROOT / "pyproject.toml"
 # Packages that belong to one version of torch.
 OF_TORCH = ("triton", "nvidia-", "cuda-", "setuptools")
 # Seconds that a download of several gigabytes may take.
 SECONDS = 1800.0
 
 
+# Parts of uv's messages where nothing answers, or this machine has no such Python.
+NO_ANSWER = ("error sending request", "dns error", "timed out", "connect", "No interpreter found", "Failed to download")
+
+
 class NotAvailable(Exception):
-    """The environment cannot be built here; the message gives the reason."""
+    """Nothing answers, or this machine lacks what the environment needs; the message gives the reason."""
+
+
+class NotBuildable(Exception):
+    """The versions of a row do not go together, or the package does not build; the message gives the reason."""
 
 
 def python_of(folder: Path) -> Path:
@@ -38,11 +47,13 @@ def build(row: Row, folder: Path) -> None:
 
     Raises:
         NotAvailable: If Python or a package of it cannot be had, or the time is up.
+        NotBuildable: If uv fails otherwise.
     """
-    # 1. An environment is kept while what it was built from is the same.
+    # 1. An environment is kept while what it was built from is the same, and no version is left open.
     wanted = _wanted(row)
+    key = wanted + PROJECT.read_text()
     done = folder / "built_from.txt"
-    if done.is_file() and done.read_text() == wanted:
+    if row.is_constrained and done.is_file() and done.read_text() == key:
         return
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -52,7 +63,7 @@ def build(row: Row, folder: Path) -> None:
     constraints.write_text(wanted)
     target = ["--python", str(python_of(folder)), "--constraint", str(constraints)]
     _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev,docs]"])
-    done.write_text(wanted)
+    done.write_text(key)
 
 
 def _wanted(row: Row) -> str:
@@ -73,7 +84,8 @@ def _uv(arguments: Sequence[str]) -> None:
     """Run uv, without a machine's own constraints: a row names the versions.
 
     Raises:
-        NotAvailable: If it fails.
+        NotAvailable: If nothing answers.
+        NotBuildable: If it fails otherwise.
     """
     variables = {**os.environ, "UV_HTTP_TIMEOUT": "120", "UV_NO_CONFIG": "1"}
     command = [find_uv_bin(), "--quiet", *arguments]
@@ -82,5 +94,7 @@ def _uv(arguments: Sequence[str]) -> None:
     except subprocess.TimeoutExpired:
         raise NotAvailable(f"uv did not finish in {SECONDS / 60:.0f} minutes") from None
     if ended.returncode:
-        reason = " ".join(ended.stderr.split())
-        raise NotAvailable(reason[:400])
+        reason = " ".join(ended.stderr.split())[:400]
+        if any(part in reason for part in NO_ANSWER):
+            raise NotAvailable(reason)
+        raise NotBuildable(reason)

@@ -46,6 +46,7 @@ FEATURES: Mapping[str, str] = {
     "profile": "MemoryLogger(detail='modules')",
     "leaks": "MemoryLogger(leaks=True)",
     "inplace": "InplaceActivations",
+    "learning rate finder": "LearningRateFinder",
     "ddp recovery": "OOMRecovery under strategy='ddp'",
 }
 """Features that use private names: the key, and the user's words for it."""
@@ -58,7 +59,6 @@ _HOOKS = ("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_ho
 _EAGER = "steps stay eager, and a warning gives the reason"
 _WATCH = ("torch.utils._python_dispatch.TorchDispatchMode",)
 
-# The order is that of the table in docs/design.md.
 ADAPTERS: tuple[Adapter, ...] = (
     # What trainings use.
     Adapter("torch", ("torch.autograd.graph._engine_run_backward",), ("training",), "`Tensor.backward` is called"),
@@ -79,7 +79,14 @@ ADAPTERS: tuple[Adapter, ...] = (
         ("training", "dp", "ddp"),
         "tensors are changed one by one",
     ),
+    Adapter(
+        "torch",
+        ("torch.utils.data._utils.collate.default_collate_fn_map",),
+        ("training",),
+        "samples of data in memory are read one by one",
+    ),
     Adapter("torch", _HOOKS, ("dp", "ddp"), "a hook is registered and removed, whose handle refers to the others"),
+    Adapter("python", ("multiprocessing.forkserver._forkserver",), ("ddp",), "the user's list is not imported"),
     # What features cannot do without.
     Adapter("torch", _VERSION, ("pipeline", "offload")),
     Adapter(
@@ -102,8 +109,17 @@ ADAPTERS: tuple[Adapter, ...] = (
         (f"{_FAKE}.FakeTensorMode", f"{_FAKE}.FakeTensor", f"{_FAKE}.unset_fake_temporarily"),
         ("plan",),
     ),
-    Adapter("torch", ("torch.distributed.distributed_c10d._world",), ("ddp recovery",)),
+    Adapter(
+        "torch",
+        (
+            "torch.distributed.distributed_c10d._world.pg_map",
+            "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        ),
+        ("ddp recovery",),
+    ),
     # What features do without.
+    Adapter("torch", ("torch._C.DisableTorchFunction",), ("pipeline",), "modes of the user see copies of layers"),
+    Adapter("lightning", ("lightning.pytorch.tuner.lr_finder._LRFinder",), ("learning rate finder",)),
     Adapter(
         "torch",
         (

@@ -1,4 +1,4 @@
-"""Where torchmetrics keeps what belongs to a metric: found by using one, since no public name leads there."""
+"""Attributes in which metrics keep states, counts and values, found by using a metric."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What torchmetrics has no public names for: read, restore and merge the states of metrics."""
+"""States of metrics: read, restore and merge them, which torchmetrics has no public names for."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -80,9 +80,6 @@ def _is_newer(version: str, newest: str) -> bool:
         # Somebody's own build, with a version that cannot be compared.
         return False
     bound = Version(newest)
-    if parsed.is_prerelease:
-        # A nightly build of the next version.
-        return parsed > bound
     places = len(bound.release)
     return parsed.release[:places] > bound.release
 

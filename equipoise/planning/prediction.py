@@ -128,7 +128,7 @@ def predict_memory(
         >>> plan = predict_memory(module, torch.empty(64, 28, 28))  # doctest: +SKIP
         >>> plan.peak(256).nbytes, plan.largest_batch(24 * 2**30)  # doctest: +SKIP
     """
-    require_workers("A prediction of memory, which BatchSizeFinder takes, too,", "Set the batch size by hand")
+    require_workers("`predict_memory`, which BatchSizeFinder calls,", "Set the batch size by hand")
     check_feature("plan")
 
     # 1. The request.

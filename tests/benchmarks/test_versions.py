@@ -2,9 +2,11 @@
 
 import re
 import stat
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -48,7 +50,7 @@ def test_the_oldest_row_has_the_lower_bounds() -> None:
 
 
 def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
-    """But for torch, whose pinned version is one of the rows: newer ones are no builds without CUDA."""
+    """But for torch, whose pinned version is one of the rows: simulated devices are developed with it."""
     pinned = dict(re.findall(r"^([a-z0-9-]+)==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     for package, (_, newest) in TESTED.items():
         if package not in ("python", "torch"):
@@ -72,7 +74,7 @@ def wrapped_environment(folder: Path, row: Row) -> None:
     """Write an environment that looks built and runs this interpreter."""
     binaries = folder / row.name / "bin"
     binaries.mkdir(parents=True)
-    (folder / row.name / "built_from.txt").write_text(environments._wanted(row))
+    (folder / row.name / "built_from.txt").write_text(environments._wanted(row) + environments.PROJECT.read_text())
     for name, line in {"python": f'exec {sys.executable} "$@"', "equipoise": "exit 3"}.items():
         script = binaries / name
         script.write_text(f"#!/bin/sh\n{line}\n")
@@ -102,6 +104,17 @@ def test_an_environment_that_cannot_be_had_is_no_failure(
     assert matrix.main(["py3.12-torch2.11.0", "--environments", str(tmp_path)]) == 0
     *_, reason, _ = capsys.readouterr().out.splitlines()
     assert reason == "not run: py3.12-torch2.11.0 could not be installed: nothing answers"
+
+
+def test_versions_that_do_not_go_together_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(command: list[str], **options: Any) -> Any:
+        return subprocess.CompletedProcess(command, 1, "", "error: No solution found: a needs b")
+
+    monkeypatch.setattr(environments.subprocess, "run", fail)
+    assert matrix.main(["oldest", "--environments", str(tmp_path)]) == 1
+    assert "oldest: not built: error: No solution found: a needs b" in capsys.readouterr().out
 
 
 def test_a_row_that_does_not_exist() -> None:

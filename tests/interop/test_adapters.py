@@ -101,6 +101,17 @@ def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch
     assert find_if_tested("torch", "math.tau") is None
 
 
+def test_the_names_that_are_looked_up_are_in_the_table() -> None:
+    names = {name for adapter in ADAPTERS for name in adapter.names}
+    interop = Path(adapters.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in interop.rglob("*.py") if path.name != "adapters.py"]
+    found = {name for text in sources for name in re.findall(r'find(?:_if_tested)?\((?:"torch", )?"([\w.]+)"', text)}
+    # Operators of torch are public.
+    private = {name for name in found if not name.startswith("torch.ops.")}
+    assert len(private) >= 15
+    assert {name for name in private if not any(listed.startswith(name) for listed in names)} == set()
+
+
 def test_the_design_lists_the_names() -> None:
     text = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
     table = text.partition("## Private names")[2].partition("\n## ")[0]

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch._dynamo
 import torchmetrics  # noqa: F401  imported once, before the forks
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,6 +93,7 @@ def uses() -> dict[str, Callable[[], Any]]:
         "inplace": make("InplaceActivations"),
         "offload": lambda: fit("single_device", ["cpu"], offload_activations=True),
         "plan": predict,
+        "learning rate finder": lambda: fit("single_device", ["cpu"], callbacks=[LearningRateFinder()]),
         "ddp recovery": check_recovery,
     }
 

@@ -38,7 +38,8 @@ def check_names(mesh: DeviceMesh) -> None:
     Raises:
         ConfigurationError: If a name is missing.
     """
-    probe = nn.Linear(1, 1)
+    # On the device meta no random number is drawn.
+    probe = nn.Linear(1, 1, device="meta")
     fully_shard(probe, mesh=mesh)
     state: Any = probe._get_fsdp_state()  # type: ignore[operator]
     missing = [f"FSDPState.{name}" for name in _OF_STATE if not hasattr(state, name)]
@@ -93,8 +94,9 @@ def unsharded_parameters(unit: nn.Module) -> Iterator[Tensor]:
     """
     for group in _groups_of(unit):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter.unsharded_param
+            whole = getattr(parameter, "unsharded_param", None)
+            if whole is not None:
+                yield whole
 
 
 def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], root: nn.Module) -> None:

@@ -32,7 +32,8 @@ OnOperation = Callable[[str, Any, Any], None]
 _Base: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or object
 # The classes of operations: those with several overloads, and the base of all others.
 _PACKET: Any = type(torch.ops.aten.add)
-_OPERATION: Any = type(torch.ops.aten.add.Tensor).__base__
+_OVERLOAD = type(torch.ops.aten.add.Tensor)
+_OPERATION: Any = _OVERLOAD if _OVERLOAD.__base__ is object else _OVERLOAD.__base__
 # A context that hides operations from modes of functions.
 _unheard: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunction") or nullcontext
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.interop.adapters import check_feature, find
+from equipoise.interop.adapters import find
 
 __all__ = ["OnGuess", "fake_tensors", "is_fake", "usual_tensors"]
 
@@ -208,16 +208,12 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
     Args:
         on_guess: Called with a sentence in both cases.
 
-    Raises:
-        ConfigurationError: If torch has no such tensors.
-
     Example:
         >>> with fake_tensors(print):
         ...     huge = torch.ones(10**6, 10**6) + 1
         >>> huge.nbytes // 10**9
         4000
     """
-    check_feature("plan")
     with warnings.catch_warnings():
         # Copies of tensors compare addresses, which is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

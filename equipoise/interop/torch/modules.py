@@ -193,7 +193,7 @@ def set_device_of(module: nn.Module, device: torch.device) -> None:
 
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if the user registered a hook on a module's forward or backward."""
-    return any(hook_registries_of(module))
+    return not _HOOK_REGISTRIES or any(hook_registries_of(module))
 
 
 def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:

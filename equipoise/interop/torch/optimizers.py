@@ -57,15 +57,15 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return True if the optimiser has step pre-hooks. They receive the closure, so it must be passed."""
+    """Return True if the optimiser has step pre-hooks, or does not show them. They receive the closure."""
     of_pre_hooks, _ = _hook_registries()
-    return bool(vars(optimizer).get(of_pre_hooks))
+    return bool(vars(optimizer).get(of_pre_hooks, True))
 
 
 def has_any_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if a function runs before or after each step of the optimiser."""
     attributes = vars(optimizer)
-    own = any(attributes.get(name) for name in _hook_registries())
+    own = any(attributes.get(name, True) for name in _hook_registries())
     return bool(own or _global_pre_hooks or _global_post_hooks)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from equipoise.errors import StepError
 from equipoise.interop.metrics import (
@@ -205,9 +205,12 @@ class Replicas:
         """
         # 1. Note the states before, and everything that cannot be merged.
         metrics = []
+        has_collections = False
         for module in self.module.modules():
             if isinstance(module, Metric):
                 metrics.append(module)
+            elif isinstance(module, MetricCollection):
+                has_collections = True
         states = [take_metric_state(metric) for metric in metrics]
         by_part = []
         unmergeable = []
@@ -221,8 +224,9 @@ class Replicas:
         # 2. Compute the parts, and merge. An error restores the states.
         try:
             yield
-            for index in indices if metrics else ():
-                link_collections(self[index])
+            if has_collections:
+                for index in indices:
+                    link_collections(self[index])
             for metric, before in unmergeable:
                 _check_metric(metric, before)
             by_metric = [list(copies) for copies in zip(*by_part, strict=True)]

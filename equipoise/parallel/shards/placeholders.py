@@ -67,7 +67,7 @@ def place_without_values(content: dict[str, Any]) -> str | None:
         place, value = pending.pop()
         if isinstance(value, Tensor):
             # A placeholder of inference mode has no version.
-            was_changed = versions([value]) not in ([0], None)
+            was_changed = versions([value]) != [0] and not value.is_inference()
             if value.is_meta and (name_of(value) is None or was_changed):
                 return place
         elif id(value) not in visited:

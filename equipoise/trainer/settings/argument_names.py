@@ -44,7 +44,8 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(constructor)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
         owner = arguments[0]
-        for name in set(options).difference(parameters):
+        unknown = [name for name in options if name not in parameters]
+        for name in unknown:
             _refuse_unless_ignored(type(owner).__name__, name, options[name], parameters)
             del options[name]
         vars(owner)["constructor_arguments"] = options

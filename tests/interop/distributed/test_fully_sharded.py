@@ -63,3 +63,10 @@ def test_a_missing_name_is_refused_before_anything_is_sharded(
     monkeypatch.setattr(fully_sharded, kind, ("_gone",))
     with pytest.raises(ConfigurationError, match=rf"^strategy='fsdp' does not work with torch .* {owner}\._gone\."):
         fully_sharded.check_names(mesh)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_check_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    fully_sharded.check_names(init_device_mesh("cpu", (1,)))
+    assert torch.equal(torch.get_rng_state(), before)

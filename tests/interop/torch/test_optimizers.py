@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from equipoise.interop.torch.optimizers import plain_step
+from equipoise.interop.torch import optimizers
+from equipoise.interop.torch.optimizers import has_any_step_hooks, has_step_hooks, plain_step
 
 
 @pytest.fixture
@@ -115,3 +116,13 @@ def test_a_scheduler_notices_the_step(parameter: nn.Parameter) -> None:
     step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.01])
+
+
+def test_hooks_that_torch_does_not_show_may_be_there(parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SGD([parameter], lr=0.1)
+    assert not has_step_hooks(optimizer)
+    assert not has_any_step_hooks(optimizer)
+    monkeypatch.setattr(optimizers, "_hook_registries", lambda: ("", ""))
+    assert has_step_hooks(optimizer)
+    assert has_any_step_hooks(optimizer)
+    assert plain_step(optimizer) == optimizer.step

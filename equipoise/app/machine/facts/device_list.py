@@ -10,6 +10,7 @@ import torch
 
 from equipoise.app.machine.facts.privacy import without_paths
 from equipoise.memory.devices import DeviceInfo, list_devices
+from equipoise.parallel.workers.availability import can_start_workers
 from equipoise.parallel.workers.bounded_call import call_bounded
 
 __all__ = ["Devices", "read_devices", "write_devices"]
@@ -37,8 +38,8 @@ class Devices:
 
 def read_devices() -> Devices:
     """Read the devices; of GPUs in a process that ends afterwards."""
-    # 1. A build of torch without GPUs has nothing that could hang.
-    if torch.version.cuda is None and torch.version.hip is None:
+    # 1. A build of torch without GPUs has nothing that could hang, and some systems start no such process.
+    if (torch.version.cuda is None and torch.version.hip is None) or not can_start_workers():
         return Devices(devices=_anonymous(list_devices()), driver=_driver())
 
     # 2. The process. What it prints may tell why it failed.

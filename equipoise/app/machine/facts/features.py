@@ -8,6 +8,8 @@ from equipoise.interop import adapters, versions
 
 __all__ = ["CHECKED", "Feature", "list_features"]
 
+# Packages that every feature runs on.
+_OF_ALL = ("torch", "lightning", "torchmetrics")
 CHECKED = "the private names it needs are available in versions that the tests ran with"
 
 
@@ -55,7 +57,7 @@ def _check(key: str, untested: dict[str, str]) -> tuple[str, str]:
         return "refused", _lack(missing, of_feature)
 
     # 2. Versions that nobody has tried.
-    packages = dict.fromkeys(adapter.package for adapter in of_feature)
+    packages = dict.fromkeys([*_OF_ALL, *(adapter.package for adapter in of_feature)])
     other_versions = [untested[package] for package in packages if package in untested]
     remarks = []
     if other_versions:

@@ -10,7 +10,7 @@ from equipoise.interop import versions
 __all__ = ["MISSING", "NEWER", "OLDER", "Package", "list_packages"]
 
 # Needed by every run, and older than any question of versions.
-_REQUIRED = ("cloudpickle", "psutil")
+_REQUIRED = ("cloudpickle", "packaging", "psutil")
 
 _OPTIONAL: Mapping[str, str] = {
     "tensorboard": "logger=tensorboard",
@@ -53,10 +53,9 @@ def list_packages() -> list[Package]:
         >>> list_packages()[0].name
         'python'
     """
-    newer = {phrase.partition(" ")[0] for phrase in versions.newer_than_tested()}
     packages = []
     for name, tested in versions.TESTED.items():
-        packages.append(_compared(name, tested, is_newer=name in newer))
+        packages.append(_compared(name, tested, is_newer=versions.is_newer_than_tested(name)))
     for name in _REQUIRED:
         packages.append(_present_or_not(name, MISSING, f"missing: pip install {name}"))
     for name, use in _OPTIONAL.items():
