@@ -12,8 +12,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 
-from equipoise.errors import ConfigurationRuntimeError
-
 __all__ = ["csv_writer", "log_hyperparams", "set_csv_rewriting", "start_csv"]
 
 # Writers of the loggers that have begun here.
@@ -27,8 +25,7 @@ def log_hyperparams(trainer: Any) -> None:
         trainer: The trainer.
 
     Raises:
-        ConfigurationError: If both have a hyperparameter of one name with different values; also a RuntimeError, as in
-            Lightning.
+        RuntimeError: If both have a hyperparameter of one name with different values, as in Lightning.
     """
     if not trainer.loggers:
         return
@@ -41,7 +38,7 @@ def log_hyperparams(trainer: Any) -> None:
         merged = merged or {}
         differing = [name for name in merged.keys() & own.keys() if _differ(merged[name], own[name])]
         if differing:
-            raise ConfigurationRuntimeError(
+            raise RuntimeError(
                 f"Module and data module both have the hyperparameters {sorted(differing)}, with different values. Give"
                 " them equal values or other names, or save those of one with `save_hyperparameters(logger=False)`."
             )
