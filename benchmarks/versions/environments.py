@@ -58,11 +58,11 @@ def build(row: Row, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
     # 2. Build it.
-    _uv(["venv", "--seed", "--python", row.python, str(folder)])
+    _uv(["venv", "--seed", "--python", row.python, str(folder)], row.python)
     constraints = folder / "constraints.txt"
     constraints.write_text(wanted)
     target = ["--python", str(python_of(folder)), "--constraint", str(constraints)]
-    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev,docs]"])
+    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev,docs]"], row.python)
     done.write_text(key)
 
 
@@ -80,14 +80,18 @@ def _counts(line: str, row: Row) -> bool:
     return bool(package) and package not in row.packages and not package.startswith(("#", *OF_TORCH))
 
 
-def _uv(arguments: Sequence[str]) -> None:
+def _uv(arguments: Sequence[str], python: str) -> None:
     """Run uv, without a machine's own constraints: a row names the versions.
+
+    Args:
+        arguments: Its arguments.
+        python: Version of Python, which pyenv's commands answer for.
 
     Raises:
         NotAvailable: If nothing answers.
         NotBuildable: If it fails otherwise.
     """
-    variables = {**os.environ, "UV_HTTP_TIMEOUT": "120", "UV_NO_CONFIG": "1"}
+    variables = {**os.environ, "UV_HTTP_TIMEOUT": "120", "UV_NO_CONFIG": "1", "PYENV_VERSION": python}
     command = [find_uv_bin(), "--quiet", *arguments]
     try:
         ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -97,7 +97,7 @@ def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_an_environment_that_cannot_be_had_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(arguments: list[str]) -> None:
+    def refuse(arguments: list[str], python: str) -> None:
         raise environments.NotAvailable("nothing answers")
 
     monkeypatch.setattr(environments, "_uv", refuse)

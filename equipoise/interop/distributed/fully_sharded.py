@@ -94,9 +94,9 @@ def unsharded_parameters(unit: nn.Module) -> Iterator[Tensor]:
     """
     for group in _groups_of(unit):
         for parameter in group.fsdp_params:
-            whole = getattr(parameter, "unsharded_param", None)
-            if whole is not None:
-                yield whole
+            gathered = getattr(parameter, "unsharded_param", None)
+            if gathered is not None:
+                yield gathered
 
 
 def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], root: nn.Module) -> None:

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from equipoise.interop.lightning.self_log import LogOptions
-from equipoise.interop.versions import TESTED, installed_version
 from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.surface.state_fields import StateField
@@ -48,27 +47,6 @@ def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..
     return plugin
 
 
-class _Offering:
-    """Base of what offers names to Lightning's objects: an error about a name that it lacks says who looks for such."""
-
-    # Type checkers would take any name for one that is there.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                # A property of this name that failed raises its own error once more.
-                return object.__getattribute__(self, name)
-            except AttributeError as error:
-                if name.startswith("_") and not name.startswith("__"):
-                    oldest, newest = TESTED["lightning"]
-                    error.add_note(
-                        "Callbacks and modules of Lightning read such names. Equipoise was tested with lightning"
-                        f" {oldest} to {newest}, and {installed_version('lightning')} is installed. Leave the callback"
-                        f" out, or pip install 'lightning>={oldest},<={newest}'."
-                    )
-                raise
-
-
 class _Results:
     """`trainer._results`: receives values from the `log` of Lightning's module, where a module overrides `log`."""
 
@@ -83,7 +61,7 @@ class _Results:
     def reset(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class _LoggerConnector(_Offering):
+class _LoggerConnector:
     """`trainer._logger_connector`."""
 
     def __init__(self, parts: "TrainerParts") -> None:
@@ -115,7 +93,7 @@ class _LoggerConnector(_Offering):
         self._parts.logger_output.log_metrics(metrics, step=step)
 
 
-class _DataConnector(_Offering):
+class _DataConnector:
     """`trainer._data_connector`, which finds the owner of a transfer hook; it is its own selector."""
 
     def __init__(self, parts: "TrainerParts") -> None:
@@ -133,7 +111,7 @@ class _DataConnector(_Offering):
         return self._parts.module
 
 
-class _AcceleratorConnector(_Offering):
+class _AcceleratorConnector:
     """`trainer._accelerator_connector`."""
 
     def __init__(self, parts: "TrainerParts") -> None:
@@ -145,7 +123,7 @@ class _AcceleratorConnector(_Offering):
         return self._parts.strategy.processes.world_size > 1
 
 
-class _EvaluationView(_Offering):
+class _EvaluationView:
     """`trainer.validate_loop`, `trainer.test_loop`, and the validation inside a fit."""
 
     def __init__(self, loop: Any, parts: "TrainerParts") -> None:
@@ -170,7 +148,7 @@ class _EvaluationView(_Offering):
         return self._parts.source_of(self._loop.stage)
 
 
-class _EpochLoopView(_Offering):
+class _EpochLoopView:
     """`trainer.fit_loop.epoch_loop`."""
 
     def __init__(self, parts: "TrainerParts") -> None:
@@ -207,7 +185,7 @@ class _EpochLoopView(_Offering):
         return context is not None and context.validates_in_epoch
 
 
-class FitLoopView(_Offering):
+class FitLoopView:
     """`trainer.fit_loop`, which some callbacks also write to."""
 
     def __init__(self, parts: "TrainerParts") -> None:
@@ -265,7 +243,7 @@ class FitLoopView(_Offering):
         return self._parts.state.progress.state_dict()
 
 
-class LightningNames(_Offering):
+class LightningNames:
     """The names under which Lightning's objects look for all this; the Trainer inherits them.
 
     Args:

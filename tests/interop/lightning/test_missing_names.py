@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
-from equipoise import ConfigurationError, Trainer
+from equipoise import ConfigurationError
 from equipoise.interop import metrics as metric_names
 from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, looks_after_training_epochs
@@ -280,29 +280,6 @@ def test_metrics_of_a_resumed_run_whose_count_is_unknown(tmp_path: Path, monkeyp
         nn.ModuleDict({"metric": metric}), {"metric": {"state": {"sum_value": torch.ones(())}, "count": 2}}
     )
     assert metric.compute() == 1
-
-
-def test_a_name_that_no_trainer_offers() -> None:
-    class Curious(L.Callback):
-        def on_train_start(self, run: Any, module: Any) -> None:
-            run.fit_loop._restarting_from_the_moon  # noqa: B018
-
-    with pytest.raises(AttributeError, match="_restarting_from_the_moon") as error:
-        trainer(callbacks=[Curious()]).fit(Small(), loader())
-    assert f"and {L.__version__} is installed" in error.value.__notes__[0]
-    with pytest.raises(AttributeError) as error:
-        _ = Trainer(logger=False, enable_checkpointing=False).nothing  # type: ignore[attr-defined]
-    assert not hasattr(error.value, "__notes__")
-
-
-def test_the_error_of_a_property_stays() -> None:
-    class Own(Trainer):
-        @property
-        def broken(self) -> Any:
-            raise AttributeError("within")
-
-    with pytest.raises(AttributeError, match=r"^within$"):
-        _ = Own(logger=False, enable_checkpointing=False).broken
 
 
 def test_hyperparameters_that_contradict_each_other(tmp_path: Path) -> None:

@@ -64,14 +64,21 @@ def summed() -> float:
 # Who can reach it
 
 
+def connections_of_this_process() -> list[Any]:
+    """Return the TCP connections; psutil 5 has another name for them."""
+    process = psutil.Process()
+    read = getattr(process, "net_connections", None) or process.connections
+    return list(read("tcp"))
+
+
 def addresses() -> set[str]:
     """Those at which this process can be reached, or has been."""
-    return {each.laddr.ip for each in psutil.Process().net_connections("tcp")}
+    return {each.laddr.ip for each in connections_of_this_process()}
 
 
 def ports() -> dict[int, str]:
     """Those on which this process listens, with the addresses."""
-    connections = psutil.Process().net_connections("tcp")
+    connections = connections_of_this_process()
     return {each.laddr.port: each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
