@@ -499,8 +499,8 @@ def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], int
             return items
         return reduction(items)
     if reduction is None and len(states) > 1:
-        # torchmetrics leaves such states stacked as well; the metric itself reduces them. In older versions a state of one
-        # number has a dimension or none, by the number of updates.
+        # torchmetrics leaves such states stacked as well; the metric itself reduces them. In older versions a state of
+        # one number has a dimension or none, by the number of updates.
         if len({state.numel() for state in states}) == 1:
             states = [state.reshape(states[0].shape) for state in states]
         return torch.stack(states)
