@@ -101,8 +101,8 @@ def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     for here, there in zip(around, [parts, classes, values], strict=True):
         expected, actual = here.run(module).values, there.results[0].values
         assert expected.keys() == actual.keys()
-        # Metrics count in float32. A correlation near 0 is a difference of numbers near 1. Before version 1.8 torchmetrics
-        # rounds it once more: by 1.8e-7.
+        # Metrics count in float32. A correlation near 0 is a difference of numbers near 1, which older versions of
+        # torchmetrics round once more: by 1.8e-7.
         for name, value in expected.items():
             torch.testing.assert_close(torch.as_tensor(actual[name]), torch.as_tensor(value), rtol=1e-6, atol=3e-7)
     assert_same(one.outputs, parts.outputs)
