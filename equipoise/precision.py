@@ -11,6 +11,7 @@ In a step the input is converted first, forward runs inside `forward_context`, b
 `scaler.scale(loss)`, backward, `scaler.unscale_(optimizer)`, clipping, `scaler.step(optimizer)`, `scaler.update()`.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -269,6 +270,10 @@ def _cast_input(data: Any, dtype: torch.dtype) -> Any:
     return pinned.copy_(data)
 
 
+# One thread may enter a region while another leaves one. Between them, neither may see half of the other's change.
+_default_dtype_lock = threading.Lock()
+
+
 class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
     """Sets torch's default dtype; one object serves any number of regions, also nested ones.
 
@@ -284,13 +289,15 @@ class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
         return self
 
     def __enter__(self) -> "_DefaultDtype":
-        # A stack, because regions may be nested.
-        self._previous.append(torch.get_default_dtype())
-        torch.set_default_dtype(self._dtype)
+        with _default_dtype_lock:
+            # A stack, because regions may be nested.
+            self._previous.append(torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        torch.set_default_dtype(self._previous.pop())
+        with _default_dtype_lock:
+            torch.set_default_dtype(self._previous.pop())
 
 
 class _Autocast:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 import threading
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -438,6 +439,30 @@ def test_the_default_dtype_after_threads_that_overlap() -> None:
     left.set()
     thread.join()
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_default_dtype_while_threads_enter_and_leave() -> None:
+    context = make_precision("64-true", "cpu").forward_context
+    found = set()
+
+    def work() -> None:
+        for _ in range(2000):
+            with context():
+                found.add(torch.get_default_dtype())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {torch.float64}
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        sys.setswitchinterval(interval)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", NAMES)
