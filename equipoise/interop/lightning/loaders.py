@@ -9,13 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities import CombinedLoader
 
+from equipoise.interop.adapters import find
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.refusal import refusal
 
 __all__ = ["combine", "seed_workers", "seeds_workers"]
+
+# Without it workers keep the seeds that torch gives them.
+_SEED_WORKER: Callable[..., None] | None = find("lightning.fabric.utilities.seed.pl_worker_init_function")
 
 
 def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> tuple[CombinedLoader, str]:
@@ -45,11 +48,11 @@ def combine(loaders: Any, mode: Literal["max_size_cycle", "sequential"]) -> tupl
 def seed_workers(loader: Any, rank: int) -> None:
     """Seed a loader's workers after `seed_everything(workers=True)`; Lightning's function for this is private."""
     seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))
-    if not seeds_workers:
+    if not seeds_workers or _SEED_WORKER is None:
         return
     # A loader without this attribute has no workers to seed.
     if getattr(loader, "worker_init_fn", False) is None:
-        init: Callable[[int], None] = partial(pl_worker_init_function, rank=rank)
+        init: Callable[[int], None] = partial(_SEED_WORKER, rank=rank)
         loader.worker_init_fn = init
 
 
@@ -59,4 +62,4 @@ def seeds_workers(init: Any) -> bool:
     Args:
         init: A loader's `worker_init_fn`.
     """
-    return isinstance(init, partial) and init.func is pl_worker_init_function
+    return isinstance(init, partial) and init.func is _SEED_WORKER

@@ -359,6 +359,13 @@ def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     lightning_loaders.seed_workers(own, 0)
     assert own.worker_init_fn is print
     lightning_loaders.seed_workers([1, 2], 0)  # no loader of torch
+    seeded = loader()
+    lightning_loaders.seed_workers(seeded, 0)
+    assert lightning_loaders.seeds_workers(seeded.worker_init_fn)
+    monkeypatch.setattr(lightning_loaders, "_SEED_WORKER", None)
+    unseeded = loader()
+    lightning_loaders.seed_workers(unseeded, 0)
+    assert unseeded.worker_init_fn is None
 
 
 def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
