@@ -258,6 +258,7 @@ class FitLoop:
         if self.resumption is None:
             # An epoch that was left early may have left it open.
             self.fit.window.reset()
+            self.fit.end_early(early=False)
             progress.epoch.current.make_ready()
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()

@@ -35,6 +35,8 @@ class FitState(SentState):
         left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was
             complete.
         has_ended: True if `on_train_end` was called after the last batch.
+        has_ended_early: True if the batches of the epoch ended before their promised number, which was noticed after
+            the last one.
     """
 
     progress: FitProgress = field(metadata=RESULT)
@@ -52,11 +54,12 @@ class FitState(SentState):
     waits_for_minimum: bool = field(default=False, metadata=RESULT)
     left: dict[str, Any] | None = field(default=None, metadata=RESULT)
     has_ended: bool = field(default=False, metadata=RESULT)
+    has_ended_early: bool = field(default=False, metadata=RESULT)
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
         batch = self.progress.batch
-        return batch.is_last_batch or batch.current.ready == self.data.max_batches
+        return batch.is_last_batch or batch.current.ready == self.data.end
 
     def begin(self) -> None:
         """Begin a training that does not end before its first batch."""
@@ -73,6 +76,14 @@ class FitState(SentState):
             left: State with which a later run continues it; None if it is not cut short.
         """
         self.left = left
+
+    def end_early(self, *, early: bool) -> None:
+        """Note whether the batches of the epoch ended before their promised number.
+
+        Args:
+            early: Whether they did.
+        """
+        self.has_ended_early = early
 
     def note_before_validation(self, state: dict[str, Any]) -> None:
         """Note the state that a validation will change.
@@ -109,6 +120,7 @@ class FitState(SentState):
         """
         self.window.load_state_dict(position["window"])
         self.has_ended = position.get("has_ended", False)
+        self.has_ended_early = position.get("has_ended_early", False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""

@@ -112,7 +112,8 @@ class AutomaticOptimization:
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
-        window.share_reference(None if processes.world_size == 1 else processes.broadcast)
+        self._is_alone = processes.world_size == 1
+        window.share_reference(None if self._is_alone else processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.
         recovers = is_armed(context) and not skip_backward
@@ -210,6 +211,20 @@ class AutomaticOptimization:
                 self._recovery.end_window()
         return result
 
+    def end_window(self, batch_idx: int) -> None:
+        """Step the optimiser with the gradients of a window that ends before its last batch.
+
+        Args:
+            batch_idx: The number of the batch that is missing.
+        """
+        usual = self._forward_backward
+        if self._is_alone:
+            self._forward_backward = _compute_nothing
+        try:
+            self((), batch_idx, True)
+        finally:
+            self._forward_backward = usual
+
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
         """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
         results: list[StepResult] = []
@@ -298,6 +313,11 @@ class AutomaticOptimization:
         if is_gathered and "loss_weight" in outputs:
             outputs["loss_weight"] = result.weight
         return outputs
+
+
+def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+    """Stand for a step of one process without a batch."""
+    return StepResult(None, 0, None)
 
 
 def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:

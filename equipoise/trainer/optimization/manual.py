@@ -50,6 +50,9 @@ class ManualOptimization:
         self.step.begin_batch(batch_idx)
         return self._forward_backward(self.step, parts, last)
 
+    def end_window(self, batch_idx: int) -> None:
+        """Do nothing: the user steps the optimisers."""
+
     def close(self) -> None:
         """Do nothing: there is nothing to remove at the end of an epoch."""
 
