@@ -13,6 +13,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.checkpointing.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused import with_present_choice
@@ -39,6 +40,8 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     """
     hooks = context.hooks
     hooks.call_module("on_load_checkpoint", checkpoint)
+    # The callbacks' hooks below may read the weights, too.
+    checkpoint["state_dict"] = with_present_names(checkpoint["state_dict"], context.module.state_dict())
 
     # 1. The module.
     if not context.strategy.portable.is_sharded:
@@ -55,7 +58,7 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     # 3. The callbacks.
     states = checkpoint.get("callbacks")
     if states is not None:
-        _restore_callbacks(context, checkpoint, states)
+        _restore_callbacks(context, checkpoint, {**states, **_monitors_here(context, checkpoint)})
 
 
 def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
@@ -66,6 +69,16 @@ def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
     with loading("state_dict"):
         context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
     context.strategy.portable.load_further_entries(checkpoint)
+
+
+def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of callbacks whose monitored values differed between as many processes as there are now."""
+    positions = checkpoint.get(OUR_KEY, {}).get("positions", [])
+    processes = context.strategy.processes
+    if len(positions) != processes.world_size:
+        return {}
+    states: dict[str, Any] = positions[processes.rank].get("monitors", {})
+    return states
 
 
 def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -124,8 +137,11 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
     if not texts:
         return
     way_out = "Build the model as it was."
-    # Loose loading skips keys, but no shapes.
-    if not shapes and not kinds:
+    untrained = parts_without_weights(missing, expected)
+    # Loose loading skips keys, but no shapes; a part without any weight would begin anew unnoticed.
+    if untrained:
+        way_out = f"Build the model as it was. The file holds no weight of {', '.join(untrained[:_MOST_KEYS])}."
+    elif not shapes and not kinds:
         way_out = "Build the model as it was, or set `strict_loading = False` in it."
     kind = type(module).__name__
     differences = "; ".join(texts)

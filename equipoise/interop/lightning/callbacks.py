@@ -75,7 +75,11 @@ _SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_unt
 
 
 def saving_states(
-    callbacks: Iterable[Callback], writer: ModelCheckpoint | None, path: str | None, step: int
+    callbacks: Iterable[Callback],
+    writer: ModelCheckpoint | None,
+    path: str | None,
+    step: int,
+    hook: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return what checkpoint callbacks note about their last files; their `state_dict` leaves it out.
 
@@ -84,6 +88,7 @@ def saving_states(
         writer: The callback that writes a file now. It notes the file only afterwards.
         path: Path of that file.
         step: The present step.
+        hook: The hook in which it writes. Default: None, in none.
     """
     states = {}
     for callback in callbacks:
@@ -98,6 +103,9 @@ def saving_states(
         if callback is writer:
             state["last_global_step_saved"] = step
             state["last_checkpoint_saved"] = path
+            # What waited for the validation is done behind the write.
+            if hook == "on_validation_end":
+                state["defer_save_until_validation"] = False
         states[callback.state_key] = state
     return states
 

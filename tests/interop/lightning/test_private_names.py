@@ -214,6 +214,13 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
     assert set(seen[0]) == {"dirpath", "last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
 
+    # A save that had waited for the validation waits no more once the file is read.
+    saver._defer_save_until_validation = True
+    for hook, waits in (("on_validation_end", False), ("on_train_batch_end", True)):
+        states = saving_states([saver], saver, saver.best_model_path, 2, hook)
+        assert states[saver.state_key]["defer_save_until_validation"] == waits
+    saver._defer_save_until_validation = False
+
     def taken_back(folder: Path) -> dict[str, Any]:
         other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
         load_saving_states([Look(), other], after)
