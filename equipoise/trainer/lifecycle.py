@@ -162,7 +162,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 4. The rest of the checkpoint, whose memory the run does not need.
     if checkpoint is not None:
-        restore_training_state(parts, context, checkpoint)
+        restore_training_state(parts, context, checkpoint, path)
         restored = "Restored all states" if request.fitting else "Loaded model weights"
         rank_zero_info(f"{restored} from the checkpoint at {path}")
     checkpoint = None

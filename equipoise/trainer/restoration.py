@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.interop.lightning.callbacks import load_saving_states
+from equipoise.interop.lightning.callbacks import files_written_after, kept_files, load_saving_states
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
-from equipoise.trainer.checkpointing.names import parts_without_weights, with_present_names
+from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused import with_present_choice
@@ -151,13 +151,14 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
 # After the optimisers were created
 
 
-def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any]) -> None:
+def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> None:
     """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`.
 
     Args:
         parts: The objects of the trainer.
         context: The run.
         checkpoint: The content of the file.
+        path: The path of the file.
 
     Raises:
         CheckpointError: If the checkpoint holds weights only.
@@ -188,7 +189,11 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
     context.strategy.load_state_dict(entry.get("strategy", {}))
     with loading(OUR_KEY):
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
-        load_saving_states(state.callbacks, entry.get("checkpoint_callbacks", {}))
+        saved = entry.get("checkpoint_callbacks", {})
+        load_saving_states(state.callbacks, saved)
+        parts.fit_loop.fit.note_files(kept_files(state.callbacks))
+        later_files = files_written_after(path, state.callbacks, saved)
+    parts.fit_loop.later_files = context.strategy.processes.broadcast(later_files)
 
     # 4. The optimisers.
     _restore_optimizers(context, checkpoint["optimizer_states"], checkpoint.get("state_dict", {}))

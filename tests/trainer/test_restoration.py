@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
-from equipoise.trainer.checkpointing.names import with_present_names
+from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
 from tests.support.trainer_runs import Small, loader, saved, trainer
 

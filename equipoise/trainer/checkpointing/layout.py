@@ -228,6 +228,8 @@ _POSITION = fields(
         "logs": fields({"callback_metrics": mapping, "entries": list_of(named_entries)}),
         "metrics": named_entries,
         "metrics_of_validation": texts,
+        "validated": texts,
+        "monitors": mapping,
         "before_validation": optional(fields({"random_state": _RANDOM_STATE, "metrics": named_entries})),
     }
 )

@@ -25,6 +25,7 @@ from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
+from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
@@ -53,6 +54,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
+        later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
     """
 
@@ -69,6 +71,7 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        self.later_files: set[str] = set()
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -81,6 +84,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "later_files": set(),
             "_close_epoch_hooks": None,
         }
 
@@ -93,6 +97,7 @@ class FitLoop:
             context: The run.
         """
         self.context = context
+        self.later_files = set()
         self.fit.data.forget()
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
@@ -340,6 +345,22 @@ class FitLoop:
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.state.end_validation()
+
+    def is_validated(self, name: str) -> bool:
+        """Return True if the validation alone logs a value; the training may log one of the same name.
+
+        Args:
+            name: The name under which callbacks find the value.
+        """
+        if name in self.fit.collection.names():
+            return False
+        return name in self.val_loop.collection.names() or name in self.fit.validated
+
+    def validates_next(self) -> bool:
+        """Return True if validation follows the present batch; called in all processes together."""
+        schedule = ValidationSchedule(self.context, self.fit, self.stopping)
+        index = self.fit.progress.batch.current.ready - 1
+        return self.context.validates_in_epoch and schedule.is_due(index)
 
     # Resumption.
 

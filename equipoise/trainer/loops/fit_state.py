@@ -30,6 +30,8 @@ class FitState(SentState):
             None: validate by the clock.
         last_validation: Time of the last validation, or of the first batch, in seconds of a monotonic clock.
         before_validation: State that the present or last validation changes, as it was before.
+        validated: Names of the values that the validation of an earlier process has logged.
+        kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
         waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
         left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was
@@ -47,6 +49,8 @@ class FitState(SentState):
     val_check_batch: float | None = None
     last_validation: float = field(default=0.0, metadata=RESULT)
     before_validation: dict[str, Any] = field(default_factory=dict)
+    validated: frozenset[str] = frozenset()
+    kept_files: dict[str, set[str]] = field(default_factory=dict)
 
     # The end.
     waits_for_minimum: bool = field(default=False, metadata=RESULT)
@@ -82,6 +86,14 @@ class FitState(SentState):
         """
         self.before_validation = state
 
+    def note_files(self, kept: dict[str, set[str]]) -> None:
+        """Note the files that checkpoint callbacks keep.
+
+        Args:
+            kept: The files, by the keys of the callbacks.
+        """
+        self.kept_files = kept
+
     def note_wait(self) -> bool:
         """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""
         is_first = not self.waits_for_minimum
@@ -109,6 +121,7 @@ class FitState(SentState):
         """
         self.window.load_state_dict(position["window"])
         self.has_ended = position.get("has_ended", False)
+        self.validated = frozenset(position.get("validated", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""

@@ -209,10 +209,11 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
     run.fit(Small(), loader())
     after = saving_states([saver, Look()], None, None, 99)
-    assert seen == [after[saver.state_key]]
+    assert seen == [{**after[saver.state_key], "is_last": False, "replaced": []}]
     assert seen[0]["last_global_step_saved"] == 2
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
-    assert set(seen[0]) == {"dirpath", "last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+    noted = {"last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+    assert set(seen[0]) == {"dirpath", "is_last", "replaced"} | noted
 
     # A save that had waited for the validation waits no more once the file is read.
     saver._defer_save_until_validation = True
@@ -226,7 +227,7 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
         load_saving_states([Look(), other], after)
         return saving_states([other], None, None, 0)[other.state_key]
 
-    assert taken_back(tmp_path) == seen[0]
+    assert taken_back(tmp_path) == after[saver.state_key]
     assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
 
 
