@@ -181,6 +181,7 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
         "position": position,
         "steps": fit.data.steps.state_dict(),
         "strategy": context.strategy.state_dict(),
+        "switches": fit.switches.turned_in(context.module),
     }
     if fit.left is not None:
         entry["left"] = fit.left

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.interop.lightning.callbacks import files_written_after, kept_files, load_saving_states
+from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
@@ -26,6 +27,9 @@ __all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_stat
 # Number of keys of each kind that an error lists.
 _MOST_KEYS = 6
 
+# Where Lightning's WeightAveraging keeps the weights that training goes on with; those in "state_dict" are averaged.
+_TRAINED = "current_model_state"
+
 # Entries without which a training cannot go on.
 _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
 
@@ -39,9 +43,12 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     The weights come later, by `restore_weights`, if the strategy places them first.
     """
     hooks = context.hooks
-    hooks.call_module("on_load_checkpoint", checkpoint)
+    _let_module_mend(context, checkpoint)
     # The callbacks' hooks below may read the weights, too.
-    checkpoint["state_dict"] = with_present_names(checkpoint["state_dict"], context.module.state_dict())
+    present = context.module.state_dict()
+    for key in ("state_dict", _TRAINED):
+        if isinstance(checkpoint.get(key), dict):
+            checkpoint[key] = with_present_names(checkpoint[key], present)
 
     # 1. The module.
     if not context.strategy.portable.is_sharded:
@@ -69,6 +76,24 @@ def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
     with loading("state_dict"):
         context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
     context.strategy.portable.load_further_entries(checkpoint)
+
+
+def _let_module_mend(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Call the module's `on_load_checkpoint`; if it changes averaged weights, a second time for the trained ones."""
+    trained = dict(checkpoint, state_dict=checkpoint.get(_TRAINED))
+    before = _marks_of(checkpoint["state_dict"])
+    context.hooks.call_module("on_load_checkpoint", checkpoint)
+    if not context.state.fitting or not isinstance(trained["state_dict"], dict):
+        return
+    if _marks_of(checkpoint["state_dict"]) != before:
+        context.hooks.call_module("on_load_checkpoint", trained)
+        checkpoint[_TRAINED] = trained["state_dict"]
+
+
+def _marks_of(state: dict[str, Any]) -> Any:
+    """Return what differs once a name or a value of a state has changed, also in place."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return [(name, id(value)) for name, value in state.items()], versions(tensors)
 
 
 def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str, Any]:

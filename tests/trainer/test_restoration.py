@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
 from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
+from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, saved, trainer
+
+pytestmark = ignoring("The checkpoint holds states of callbacks")
 
 
 def layers() -> nn.Sequential:
@@ -112,3 +116,58 @@ def test_names_that_differ_otherwise_are_kept() -> None:
     state = {"a._orig_mod.w": 1, "b": 2, "a.w": 3}
     assert with_present_names(state, ["a.w", "c"]) is state
     assert with_present_names({"a._orig_mod.w": 1, "b": 2}, ["a.w"]) == {"a.w": 1, "b": 2}
+
+
+# Averaged weights
+
+
+class MendedInPlace(Small):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for value in checkpoint["state_dict"].values():
+            value.neg_()
+
+
+class Mended(Small):
+    """Negates the weights of a checkpoint, as one that reads an older format would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_start: list[Tensor] = []
+        self.mended = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mended += 1
+        checkpoint["state_dict"] = {name: -value for name, value in checkpoint["state_dict"].items()}
+
+    def on_train_start(self) -> None:
+        self.at_start = [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def averaging() -> Any:
+    return EMAWeightAveraging(decay=0.5, device="cpu")
+
+
+def test_what_the_hook_mends_is_what_training_goes_on_with_beside_averaged_weights(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, "a")
+    trainer(callbacks=[averaging(), keeper], enable_checkpointing=True).fit(Small(), loader())
+    path = tmp_path / "a.ckpt"
+    content = torch.load(path, weights_only=True)
+    trained = list(content["current_model_state"].values())
+    averaged = list(content["state_dict"].values())
+    assert not any(map(torch.equal, trained, averaged))
+
+    resumed = Mended()
+    trainer(max_epochs=2, callbacks=[averaging()]).fit(resumed, loader(), ckpt_path=path)
+    assert resumed.mended == 2
+    assert [torch.equal(now, -then) for now, then in zip(resumed.at_start, trained, strict=True)] == [True, True]
+
+    in_place = MendedInPlace()
+    trainer(max_epochs=2, callbacks=[averaging()]).fit(in_place, loader(), ckpt_path=path)
+    assert all(map(torch.equal, in_place.parameters(), resumed.parameters()))
+
+    # Without a training, the averaged weights are the only ones.
+    tested = Mended()
+    with pytest.warns(UserWarning, match="outside the 'fit' stage"):
+        trainer(callbacks=[averaging()]).test(tested, loader(), ckpt_path=path, verbose=False)
+    assert tested.mended == 1
+    assert all(map(torch.equal, tested.parameters(), [-value for value in averaged]))

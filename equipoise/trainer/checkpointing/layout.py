@@ -249,6 +249,7 @@ _EQUIPOISE = fields(
         "left": optional(_LEFT),
         "steps": optional(_STEPS),
         "strategy": named_entries,
+        "switches": fields({"requires_grad": named_entries, "training": named_entries}),
     }
 )
 _CHECKPOINT = fields(

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
+from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -98,6 +99,7 @@ class FitLoop:
         """
         self.context = context
         self.later_files = set()
+        self.fit.switches = Switches()
         self.fit.data.forget()
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
@@ -115,6 +117,7 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
+        self.fit.switches.resume(ours.get("switches", {}))
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
     def run(self, context: "RunContext") -> None:
@@ -150,6 +153,8 @@ class FitLoop:
         if not is_finished:
             self._prepare_to_train()
         hooks.call("on_train_start")
+        # Hooks of the start may turn them back.
+        self.fit.switches.begin(context.module)
         if not is_finished:
             self._train()
             # Scripts under torchrun continue with the module in every process.
@@ -337,6 +342,7 @@ class FitLoop:
         context = self.context
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()
+        self.fit.switches.enter_validation(context.module)
         # The memory of the gradients is free during the validation.
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
@@ -344,6 +350,7 @@ class FitLoop:
         self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
+        self.fit.switches.leave_validation()
         self.state.end_validation()
 
     def is_validated(self, name: str) -> bool:

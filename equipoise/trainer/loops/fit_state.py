@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.state.progress import FitProgress
@@ -32,6 +33,7 @@ class FitState(SentState):
         before_validation: State that the present or last validation changes, as it was before.
         validated: Names of the values that the validation of an earlier process has logged.
         kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
+        switches: What the training has turned in the module beside its weights.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
         waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
         left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was
@@ -43,6 +45,7 @@ class FitState(SentState):
     data: TrainingData = field(default_factory=TrainingData)
     collection: Collection = field(default_factory=_training_values, metadata=RESULT)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    switches: Switches = field(default_factory=Switches, metadata=RESULT)
     skip_backward: bool = False
 
     # Validation.
