@@ -18,6 +18,7 @@ from equipoise.interop.lightning.callbacks import kept_files, saving_states
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.shards.placeholders import place_without_values
 from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
@@ -223,8 +224,23 @@ def _dump_hyperparameters(context: RunContext, checkpoint: dict[str, Any]) -> No
             continue
         checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hyperparameters_name(owner)
         if isinstance(owner.hparams, dict):
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _plain_hyperparameters(context, owner, checkpoint)
         else:
             # A container of OmegaConf.
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+
+
+def _plain_hyperparameters(context: RunContext, owner: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters as they were before the module was placed; a folder of shards leaves out networks."""
+    hyperparameters = dict(owner.hparams)
+    if owner is not context.module or context.unplaced is None or not context.unplaced.networks:
+        return hyperparameters
+    if context.strategy.portable.folders is None:
+        return {**hyperparameters, **context.unplaced.filled(checkpoint["state_dict"])}
+    networks = context.unplaced.networks
+    rank_zero_warn(
+        f"The hyperparameters {sorted(networks)} are networks, which a sharded checkpoint leaves out: their weights are"
+        " in its shards. Pass them to `load_from_checkpoint`, or choose FSDPStrategy(checkpoints='full')."
+    )
+    return {name: value for name, value in hyperparameters.items() if name not in networks}
