@@ -27,8 +27,10 @@ from equipoise.memory.devices import empty_cache
 from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.parallel.snapshot import random_state
+from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.choice import select_checkpoint
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
@@ -162,7 +164,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 4. The rest of the checkpoint, whose memory the run does not need.
     if checkpoint is not None:
-        restore_training_state(parts, context, checkpoint)
+        restore_training_state(parts, context, checkpoint, path)
         restored = "Restored all states" if request.fitting else "Loaded model weights"
         rank_zero_info(f"{restored} from the checkpoint at {path}")
     checkpoint = None
@@ -204,6 +206,9 @@ def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[s
 def _place(context: RunContext) -> None:
     """Move the module to its devices."""
     state = context.state
+    changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
+    if changes_layers and state.fitting and isinstance(context.module.hparams, dict):
+        context.unplaced = UnplacedHyperparameters(context.module, context.module.hparams)
     if state.activation_checkpointing and state.fitting:
         checkpoint_activations(context.module, state.activation_checkpointing)
     with placing(context.module):

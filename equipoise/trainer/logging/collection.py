@@ -59,6 +59,11 @@ class Collection:
         present.arguments = entry.arguments
         return present
 
+    def names(self) -> set[str]:
+        """Return the names of all values that were ever logged here, of steps and of epochs."""
+        names = {entry.step_name for entry in self.entries.values()}
+        return names.union(entry.epoch_name for entry in self.entries.values())
+
     def reset(self) -> None:
         """Forget all values, and reset the metrics among them."""
         for entry in self.entries.values():

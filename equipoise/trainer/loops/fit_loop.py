@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
+from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -25,6 +26,7 @@ from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
+from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
@@ -53,6 +55,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
+        later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
     """
 
@@ -69,6 +72,7 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        self.later_files: set[str] = set()
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -81,6 +85,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "later_files": set(),
             "_close_epoch_hooks": None,
         }
 
@@ -93,6 +98,8 @@ class FitLoop:
             context: The run.
         """
         self.context = context
+        self.later_files = set()
+        self.fit.switches = Switches()
         self.fit.data.forget()
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
@@ -110,6 +117,7 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
+        self.fit.switches.resume(ours.get("switches", {}))
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
     def run(self, context: "RunContext") -> None:
@@ -145,6 +153,8 @@ class FitLoop:
         if not is_finished:
             self._prepare_to_train()
         hooks.call("on_train_start")
+        # Hooks of the start may turn them back.
+        self.fit.switches.begin(context.module)
         if not is_finished:
             self._train()
             # Scripts under torchrun continue with the module in every process.
@@ -333,6 +343,7 @@ class FitLoop:
         context = self.context
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()
+        self.fit.switches.enter_validation(context.module)
         # The memory of the gradients is free during the validation.
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
@@ -340,7 +351,24 @@ class FitLoop:
         self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
+        self.fit.switches.leave_validation()
         self.state.end_validation()
+
+    def is_validated(self, name: str) -> bool:
+        """Return True if the validation alone logs a value; the training may log one of the same name.
+
+        Args:
+            name: The name under which callbacks find the value.
+        """
+        if name in self.fit.collection.names():
+            return False
+        return name in self.val_loop.collection.names() or name in self.fit.validated
+
+    def validates_next(self) -> bool:
+        """Return True if validation follows the present batch; called in all processes together."""
+        schedule = ValidationSchedule(self.context, self.fit, self.stopping)
+        index = self.fit.progress.batch.current.ready - 1
+        return self.context.validates_in_epoch and schedule.is_due(index)
 
     # Resumption.
 

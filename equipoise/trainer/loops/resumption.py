@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
 from equipoise.trainer.data.batch_stream import NOTHING
@@ -73,7 +74,7 @@ def resume(
     # 3. Each process continues from its own position; another number of processes divide all positions among them.
     if position is not None:
         position = _position_here(context, positions or [position])
-    return Resumption(context, fit, val_loop, position, loop_state, written_in)
+    return Resumption(context, fit, val_loop, position, loop_state, written_in, ours.get("checkpoint_callbacks"))
 
 
 def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,6 +111,7 @@ class Resumption:
         position: The position that `position_of` returned; None for a checkpoint of Lightning.
         loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
         written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
+        saving_states: What the checkpoint callbacks had noted of their files, by their keys. Default: nothing.
 
     Attributes:
         at_epoch_end: Whether a hook of the epoch's end wrote the checkpoint.
@@ -127,12 +129,14 @@ class Resumption:
         position: dict[str, Any] | None,
         loop_state: dict[str, Any],
         written_in: list[str] | None = None,
+        saving_states: dict[str, Any] | None = None,
     ) -> None:
         self.context = context
         self.fit = fit
         self.val_loop = val_loop
         self.position = position
         self.written_in = written_in
+        self.saving_states = saving_states or {}
         self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
         # 1. Where the checkpoint was written, by Lightning's counters.
         epoch = fit.progress.epoch.current
@@ -295,7 +299,7 @@ class Resumption:
                 metric.reset()
 
     def finish_hook(self, name: str, *args: Any) -> None:
-        """Call a hook of the checkpoint callbacks behind the one that wrote the file in it.
+        """Finish the hook in which a checkpoint callback wrote the file, and call that of those behind it.
 
         Args:
             name: The hook. Nothing is called if the file was written in another.
@@ -303,6 +307,11 @@ class Resumption:
         """
         if self.written_in is None or self.written_in[0] != name:
             return
-        call = self.context.hooks.bind_checkpoints_after(name, self.written_in[1])
+        hooks = self.context.hooks
+        key = self.written_in[1]
+        for callback in hooks.callbacks:
+            if state_key_of(callback) == key and hooks.validation is not None:
+                finish_save(callback, hooks.trainer, hooks.validation, self.saving_states.get(key, {}))
+        call = hooks.bind_checkpoints_after(name, key)
         if call is not None:
             call(*args)

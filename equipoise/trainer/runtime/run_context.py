@@ -14,6 +14,7 @@ from equipoise.interop.lightning.classes import is_overridden
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
@@ -43,6 +44,8 @@ class RunContext:
         trainer_validates: Returns the trainer's `enable_validation`.
         prefetch: Copies batches beside the computation, where that is possible.
         sources: The origin of the loaders of each stage.
+        unplaced: Hyperparameters that hold networks, as they were before the strategy changed layers; None if it does
+            not.
         fitting: The sizes that fit into memory, as far as training and evaluations have measured them.
     """
 
@@ -59,6 +62,7 @@ class RunContext:
     trainer_validates: Callable[[], bool]
     prefetch: Prefetch
     sources: dict[str, Source] = field(default_factory=dict)
+    unplaced: UnplacedHyperparameters | None = None
     fitting: dict[str, Any] = field(default_factory=dict)
 
     @property
