@@ -20,6 +20,7 @@ from equipoise.memory.devices import peak_of_process
 from equipoise.notices import rank_zero_warn
 from equipoise.report.curve_history import CurveHistory
 from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, shorten, size_function
+from equipoise.report.whole_table import print_table
 
 __all__ = ["RunSummary"]
 
@@ -263,7 +264,7 @@ class RunSummary(Callback):
         if fit is None or not self.table or not trainer.is_global_zero:
             return
         console = rich.get_console()
-        console.print(self._make_table(trainer, fit, outcome))
+        print_table(self._make_table(trainer, fit, outcome), console)
         # Paths stand outside of the table, so that it does not break them.
         for line in _checkpoint_lines(trainer):
             console.print(line, soft_wrap=True)

@@ -15,6 +15,7 @@ from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number
 from equipoise.report.facts import shorten
 from equipoise.report.live_table import LiveTable
+from equipoise.report.whole_table import print_table
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 
@@ -142,7 +143,7 @@ def print_closing_table(results: SweepResults, console: Console | None = None) -
     """
     results.write()
     console = console or rich.get_console()
-    console.print(closing_table(results))
+    print_table(closing_table(results), console)
     # Errors and paths stand outside of the table, so that it does not break them.
     for job in results.jobs:
         if job.error is not None:
@@ -160,7 +161,7 @@ def _empty_table(title: str, results: SweepResults, further: Sequence[str]) -> T
     for name in ("state", "device"):
         table.add_column(name, no_wrap=True)
     for name in ("time", *further, *_shown_metrics(results)):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     return table
 
 

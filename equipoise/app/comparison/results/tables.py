@@ -14,6 +14,7 @@ from equipoise.app.comparison.results.comparison import Comparison, Row, RowStat
 from equipoise.formats import format_bytes, format_count, format_duration
 from equipoise.report.facts import shorten
 from equipoise.report.live_table import LiveTable
+from equipoise.report.whole_table import print_table
 
 __all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
 
@@ -205,7 +206,7 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
     """
     console = Console()
     # 1. The table.
-    console.print(comparison_table(comparison))
+    print_table(comparison_table(comparison), console)
     # Sentences stand outside of the table, so that it does not break them.
     # 2. Reasons, and what the columns mean.
     lines = [f"{row.label} did not run: {row.reason}" for row in comparison.rows if row.reason is not None]
