@@ -50,6 +50,8 @@ another folder; without either they run the digits example. Each run writes to a
 # Commands that are no run stages.
 _OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "doctor", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
+# 128 and the number of SIGPIPE.
+_READER_ENDED = 141
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
     *("--multirun", "--package", "--resolve", "--run", "--version"),
@@ -74,8 +76,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if jobs of a sweep failed; 2 after an error in the user's input, with one message; 130 after
-        an interrupt.
+        an interrupt; 141, as after SIGPIPE, if the reader of the output has ended.
     """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            # The output of a pipe waits in a buffer. It is written here, where its errors are caught.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return _leave_silently()
+
+
+def _leave_silently() -> int:
+    """Return the exit code for an output whose reader, such as `head`, has ended. Other commands print nothing, too."""
+    # Python flushes the output once more when it ends.
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+    return _READER_ENDED
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    """Run one command; return its exit code."""
     # 1. Take out the flag that is none of Hydra's.
     if arguments is None:
         arguments = sys.argv[1:]
@@ -263,7 +286,7 @@ def _announce_example() -> None:
     """Report that there is nothing to run here but the example."""
     print("equipoise: there is no folder conf here, so this is the digits example.", file=sys.stderr)
     if importlib.util.find_spec("sklearn") is None:
-        raise ConfigurationError("The digits example needs scikit-learn: pip install 'equipoise[examples]'.")
+        raise ConfigurationError("The digits example needs scikit-learn: pip install scikit-learn.")
 
 
 def _app() -> ModuleType:
@@ -312,9 +335,27 @@ def _take_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     if conf.is_dir() and conf not in resolved:
         resolved.append(conf)
     if not resolved:
+        _refuse_subfolder(conf.parent)
         example = _starter() / "conf"
         resolved.append(example.resolve())
     return rest, resolved
+
+
+def _refuse_subfolder(folder: Path) -> None:
+    """Refuse to run the example in a subfolder of a project.
+
+    Raises:
+        ConfigurationError: If a folder above this one has a `conf` with a configuration of Equipoise.
+    """
+    for parent in folder.parents:
+        primary = parent / "conf" / "config.yaml"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if "equipoise" in primary.read_text(encoding="utf-8"):
+                raise ConfigurationError(
+                    f"There is no folder conf here, but there is {str(parent / 'conf')!r}: this is a subfolder of a"
+                    f" project. Run the command there, after `cd {os.path.relpath(parent, folder)}`, or name the folder"
+                    f" by --config-dir {os.path.relpath(parent / 'conf', folder)}."
+                )
 
 
 def _quoted(argument: str) -> str:
@@ -409,6 +450,8 @@ def _init(arguments: Sequence[str]) -> None:
     except OSError as error:
         raise ConfigurationError(f"equipoise init cannot write into {name!r}: {error}. Name another.") from error
     print(f"A project is in {folder}. Train it:\n\n  cd {folder} && equipoise fit")
+    if importlib.util.find_spec("sklearn") is None:
+        print("\nIts data come from scikit-learn, which is not installed: pip install scikit-learn")
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -40,6 +40,7 @@ from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
 from equipoise.app.sweeps.collection import collected_results
+from equipoise.app.sweeps.noted import noted_job, results_of_other_launchers
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.app.sweeps.ray_launcher import RayLauncher
@@ -120,11 +121,14 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """
     arguments = translate(arguments, folders)
     failures: list[Exception] = []
+    # Jobs of a sweep leave their results there, whatever process they run in.
+    notes = ""
 
     def task(config: DictConfig) -> float | list[float] | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # Hydra names the trial that failed, after all trials have ended.
-            return _run_trial(config, stage)
+            with noted_job(config, notes):
+                return _run_trial(config, stage)
         try:
             _run_once(config, stage)
         except Exception as error:
@@ -137,7 +141,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
             if rank is not None:
                 refuse_sweep(rank)
             _check_first_trial(arguments, folders)
-        with collected_results():
+        with collected_results() as results, results_of_other_launchers(results) as notes:
             _hydra(task, arguments, folders)
         for failure in failures:
             raise failure

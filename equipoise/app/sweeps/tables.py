@@ -86,6 +86,11 @@ def _shown_metrics(results: SweepResults) -> list[str]:
     return results.metric_names[:_MOST_METRICS]
 
 
+def _has_devices(results: SweepResults) -> bool:
+    """Return whether the launcher gives each job a device. Hydra's own launchers do not."""
+    return any(job.device for job in results.jobs)
+
+
 def live_table(results: SweepResults) -> Table:
     """Return the table of jobs as they are now.
 
@@ -158,8 +163,9 @@ def _empty_table(title: str, results: SweepResults, further: Sequence[str]) -> T
     table.add_column("job", justify="right")
     for key in results.keys:
         table.add_column(key, overflow="fold")
-    for name in ("state", "device"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    if _has_devices(results):
+        table.add_column("device", no_wrap=True)
     for name in ("time", *further, *_shown_metrics(results)):
         table.add_column(name, justify="right")
     return table
@@ -171,7 +177,8 @@ def _add_row(table: Table, job: JobResult, results: SweepResults, further: Seque
     # As texts, since rich would read brackets as markup.
     cells += [Text(values.get(key, "")) for key in results.keys]
     cells.append(Text(job.state.value, _STYLES[job.state]))
-    cells.append(job.device or "-")
+    if _has_devices(results):
+        cells.append(job.device or "-")
     elapsed = job.elapsed
     cells.append("-" if elapsed is None else format_duration(elapsed))
     cells += further
