@@ -18,6 +18,7 @@ import equipoise
 from equipoise.app.config.checks import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
+from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
 
 __all__ = ["main"]
 
@@ -108,6 +109,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     command_line = [argument for argument in arguments if argument != "--debug"]
 
+    if debug:
+        os.environ[FULL] = "1"
+
     # 2. Run the command. An error in the user's input becomes one message.
     try:
         with _plain_warnings():
@@ -125,6 +129,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         lines += getattr(error, "__notes__", [])
         print("\n".join(lines), file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        raise shortened(error)  # noqa: B904 - it is the same error
     return 0
 
 

@@ -39,8 +39,7 @@ from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
-from equipoise.app.sweeps.collection import collected_results
-from equipoise.app.sweeps.noted import noted_job, results_of_other_launchers
+from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.app.sweeps.ray_launcher import RayLauncher

@@ -20,7 +20,7 @@ from equipoise.memory.devices import peak_of_process
 from equipoise.notices import rank_zero_warn
 from equipoise.report.curve_history import CurveHistory
 from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, shorten, size_function
-from equipoise.report.whole_table import print_table
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["RunSummary"]
 

@@ -21,7 +21,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from equipoise.report.whole_table import print_table
+    from equipoise.report.tables.whole_table import print_table
 
     # 1. The table.
     table = Table(box=SIMPLE)

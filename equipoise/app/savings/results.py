@@ -83,7 +83,7 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from equipoise.report.whole_table import print_table
+    from equipoise.report.tables.whole_table import print_table
 
     # 1. The table.
     measure = "by the ledger of tensors"

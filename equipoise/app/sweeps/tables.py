@@ -14,8 +14,8 @@ from rich.text import Text
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number
 from equipoise.report.facts import shorten
-from equipoise.report.live_table import LiveTable
-from equipoise.report.whole_table import print_table
+from equipoise.report.tables.live_table import LiveTable
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 

@@ -13,8 +13,8 @@ from rich.text import Text
 from equipoise.app.comparison.results.comparison import Comparison, Row, RowState
 from equipoise.formats import format_bytes, format_count, format_duration
 from equipoise.report.facts import shorten
-from equipoise.report.live_table import LiveTable
-from equipoise.report.whole_table import print_table
+from equipoise.report.tables.live_table import LiveTable
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
 

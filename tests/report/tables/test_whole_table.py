@@ -7,7 +7,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from equipoise.report.whole_table import print_table
+from equipoise.report.tables.whole_table import print_table
 
 HEADS = ("strategy", "device", "samples", "peak", "usable", "largest batch", "at the peak")
 ROWS = [

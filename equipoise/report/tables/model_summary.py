@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch.callbacks import RichModelSummary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
-from equipoise.report.whole_table import print_table
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["WholeModelSummary"]
 
