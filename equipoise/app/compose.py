@@ -34,6 +34,7 @@ from equipoise.app.config.import_paths import import_paths
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean
+from equipoise.app.config.unused_keys import warn_of_unused_keys
 from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
@@ -168,6 +169,7 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
+    warn_of_unused_keys(config, HydraConfig.get().overrides.task)
     if stage != "fit" and config.get("ckpt_path") is None and is_first():
         _announce_fresh_weights(stage)
     return run(config, stage)
@@ -243,6 +245,7 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
     try:
         with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
             config = hydra.compose("config", overrides=arguments)
+            warn_of_unused_keys(config, arguments)
             values = plain_values(config)
             values["stage"] = "fit"
             check_values(values)

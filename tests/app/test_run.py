@@ -191,9 +191,18 @@ def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     torch.testing.assert_close(resumed["state_dict"], whole["state_dict"], rtol=0, atol=0)
 
 
-def test_last_begins_anew_where_there_is_none(project, equipoise):
-    with pytest.warns(UserWarning, match="last"):
-        assert equipoise("fit", "ckpt_path=last")[0] == 0
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equipoise, monkeypatch, choice):
+    code, _, err = equipoise("fit", f"ckpt_path={choice}")
+    assert code == 2
+    assert f"ckpt_path={choice}, but no earlier run of this module left a checkpoint" in err
+    assert "Leave ckpt_path out to begin a new run" in err
+    assert not (project / "outputs").exists()
+    if choice == "last":
+        # Slurm starts a job that it has stopped by the same command as the first time.
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        with pytest.warns(UserWarning, match="last"):
+            assert equipoise("fit", "ckpt_path=last")[0] == 0
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
