@@ -356,14 +356,16 @@ def _refuse_subfolder(folder: Path) -> None:
         ConfigurationError: If a folder above this one has a `conf` with a configuration of Equipoise.
     """
     for parent in folder.parents:
-        primary = parent / "conf" / "config.yaml"
+        conf = parent / "conf"
+        is_project = False
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if "equipoise" in primary.read_text(encoding="utf-8"):
-                raise ConfigurationError(
-                    f"There is no folder conf here, but there is {str(parent / 'conf')!r}: this is a subfolder of a"
-                    f" project. Run the command there, after `cd {os.path.relpath(parent, folder)}`, or name the folder"
-                    f" by --config-dir {os.path.relpath(parent / 'conf', folder)}."
-                )
+            is_project = "equipoise" in (conf / "config.yaml").read_text(encoding="utf-8")
+        if is_project:
+            raise ConfigurationError(
+                f"There is no folder conf here, but there is {str(conf)!r}: this is a subfolder of a project. Run the"
+                f" command there, after `cd {os.path.relpath(parent, folder)}`, or add"
+                f" `--config-dir {os.path.relpath(conf, folder)}`."
+            )
 
 
 def _quoted(argument: str) -> str:

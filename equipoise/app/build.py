@@ -60,8 +60,18 @@ def check_values(values: Mapping[str, Any]) -> None:
         _check_no_groups(trainer)
     for key, part in _parts(values):
         if not isinstance(part, dict) or "_target_" not in part:
-            raise ConfigurationError(f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.")
+            raise ConfigurationError(
+                f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{_way_out(key, part)}"
+            )
         check_targets(part, key)
+
+
+def _way_out(key: str, part: Any) -> str:
+    """Return what to do about options of a callback or logger that is not chosen; empty for other parts."""
+    group, _, name = key.partition(".")
+    if not name or not isinstance(part, dict):
+        return ""
+    return f" If it is an option of the group, choose it: {group}=[...] replaces the whole list, so name {name} in it."
 
 
 def _check_no_groups(trainer: Mapping[str, Any]) -> None:

@@ -76,6 +76,11 @@ MISTAKES = [
     ("fit ~module.lr", "Line needs lr", "module.lr=VALUE"),
     ("fit ~module", "There is no module", "module=NAME"),
     ("fit ~data", "There are no data", "train_dataloader"),
+    (
+        "fit callbacks=[] +callbacks.model_checkpoint.monitor=val_loss",
+        "callbacks.model_checkpoint must say what to build",
+        "name model_checkpoint in it",
+    ),
     ("fit ~module._target_", "module must say what to build", "_target_"),
     # runs
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),

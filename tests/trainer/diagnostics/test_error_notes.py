@@ -72,16 +72,15 @@ def test_a_batch_of_strings() -> None:
     assert "collate_fn" in notes
 
 
-@pytest.mark.parametrize("loader", [[1, 2, 3], "abc", range(3)])
+@pytest.mark.parametrize("loader", [[1, 2, 3], range(3)])
 def test_a_list_of_samples_in_place_of_a_loader(loader: Any) -> None:
     class Unpacks(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            features, labels = batch.pairs if isinstance(batch, str) else batch
+            features, _ = batch
             return self(features).sum()
 
-    kind = AttributeError if isinstance(loader, str) else TypeError
-    notes = notes_of(kind, Unpacks(), loader)
-    assert f"The batch is of type {type(loader[0]).__name__}: each item that a loader gives is a batch." in notes
+    notes = notes_of(TypeError, Unpacks(), loader)
+    assert "The batch is of type int: each item that a loader gives is a batch." in notes
     assert "DataLoader(samples, batch_size=...)" in notes
 
 
