@@ -169,7 +169,8 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
-    warn_of_unused_keys(config, HydraConfig.get().overrides.task)
+    if is_first():
+        warn_of_unused_keys(config, HydraConfig.get().overrides.task)
     if stage != "fit" and config.get("ckpt_path") is None and is_first():
         _announce_fresh_weights(stage)
     return run(config, stage)

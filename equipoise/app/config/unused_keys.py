@@ -1,6 +1,7 @@
 """Warn of keys that a command line adds to a configuration, and that nothing reads."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -9,7 +10,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.checks import KEYS
-from equipoise.notices import rank_zero_warn
 
 __all__ = ["warn_of_unused_keys"]
 
@@ -38,10 +38,15 @@ def warn_of_unused_keys(config: DictConfig, overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0].lstrip("+").partition("@")[0]
         first = key.partition(".")[0]
-        is_ours = first in KEYS and first not in _WITHOUT_KEY
-        if not override.startswith("+") or is_ours or first in referred:
+        is_ours = first in KEYS and (first == key or first not in _WITHOUT_KEY)
+        # An option of a group of the user's may leave no key of that name.
+        is_there = first in values
+        if not override.startswith("+") or is_ours or not is_there or first in referred:
             continue
-        rank_zero_warn(f"Nothing reads the key {key!r}, which the command line adds{_hint(key, values)}")
+        print(
+            f"equipoise: nothing reads the key {key!r}, which the command line adds{_hint(key, values)}",
+            file=sys.stderr,
+        )
 
 
 def _names_referred_to(values: Any) -> Iterator[str]:
