@@ -9,6 +9,9 @@ from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["WholeModelSummary"]
 
+# Columns of numbers.
+_JUSTIFY: dict[str, Any] = {"Params": "right", "Params per Device": "right", "FLOPs": "right"}
+
 
 class WholeModelSummary(RichModelSummary):
     """Print the layers of a module with their parameters when a fit starts.
@@ -37,8 +40,7 @@ class WholeModelSummary(RichModelSummary):
         table = Table(header_style=summarize_kwargs.get("header_style", "bold"))
         shown = [(head, cells) for head, cells in summary_data if total_flops or head != "FLOPs"]
         for head, _ in shown:
-            is_number = head in ("Params", "Params per Device", "FLOPs")
-            table.add_column(head.strip(), justify="right" if is_number else "left")
+            table.add_column(head.strip(), justify=_JUSTIFY.get(head, "left"))
         for row in zip(*(cells for _, cells in shown), strict=True):
             table.add_row(*map(Text, row))
         print_table(table, console, repeated=2)

@@ -50,7 +50,7 @@ class WholeTable:
         first = list(range(self._repeated))
         block = list(first)
         for index in range(self._repeated, len(widths)):
-            width = sum(widths[each] + _BETWEEN for each in [*block, index]) + 1
+            width = sum(widths[column] + _BETWEEN for column in [*block, index]) + 1
             if width > limit and len(block) > len(first):
                 yield self._part(block, widths, is_last=False)
                 block = list(first)
@@ -61,20 +61,28 @@ class WholeTable:
         """Return a table of some of the columns. The title stands above the first, the caption below the last."""
         table = self._table
         is_first = len(indices) <= self._repeated or indices[self._repeated] == self._repeated
+        title = None
+        if is_first:
+            title = table.title
+        caption = None
+        if is_last:
+            caption = table.caption
         part = Table(
+            title=title,
+            caption=caption,
             box=table.box,
             header_style=table.header_style,
             pad_edge=table.pad_edge,
             collapse_padding=table.collapse_padding,
-            title=table.title if is_first else None,
             title_justify=table.title_justify,
-            caption=table.caption if is_last else None,
             caption_justify=table.caption_justify,
         )
         for index in indices:
             column = table.columns[index]
             # A column of words takes the room that others leave.
-            width = None if column.overflow == "fold" else widths[index]
+            width = None
+            if column.overflow != "fold":
+                width = widths[index]
             part.add_column(
                 column.header,
                 justify=column.justify,
@@ -92,10 +100,14 @@ class WholeTable:
 def _narrowest(console: Console, unlimited: ConsoleOptions, column: Column) -> int:
     """Return the characters that a column needs. Heads are broken between words."""
     head = Measurement.get(console, unlimited, column.header)
-    widths = [head.maximum if column.no_wrap else head.minimum]
+    widths = [head.minimum]
+    if column.no_wrap:
+        widths = [head.maximum]
     widths += [Measurement.get(console, unlimited, cell).maximum for cell in column.cells]
     widest = max(widths)
-    return min(widest, _WORDS) if column.overflow == "fold" else widest
+    if column.overflow == "fold":
+        return min(widest, _WORDS)
+    return widest
 
 
 def print_table(table: Table, console: Console | None = None, *, repeated: int = 1) -> None:

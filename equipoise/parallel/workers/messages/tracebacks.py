@@ -47,12 +47,12 @@ def shortened(error: BaseException) -> BaseException:
     packages = [_package(link) for link in links]
     # The traceback of another process shows where its error was raised.
     if isinstance(error, _EXPLAINED) or isinstance(error.__cause__, RemoteTraceback):
-        kept = [link for link, package in zip(links, packages, strict=True) if package not in _OURS + _BETWEEN]
+        remaining = [link for link, package in zip(links, packages, strict=True) if package not in _OURS + _BETWEEN]
     else:
         last = max((index for index, package in enumerate(packages) if _is_users(package)), default=0)
-        kept = [link for index, link in enumerate(links) if index >= last or packages[index] not in _OURS]
+        remaining = [link for index, link in enumerate(links) if index >= last or packages[index] not in _OURS]
     shorter: TracebackType | None = None
-    for link in reversed(kept):
+    for link in reversed(remaining):
         shorter = TracebackType(shorter, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return error.with_traceback(shorter)
 
@@ -65,9 +65,9 @@ def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 def _package(link: TracebackType) -> str:
     """Return the name of the outermost package whose code a frame runs."""
-    variables = link.tb_frame.f_globals
+    module_names = link.tb_frame.f_globals
     # A module that is run by `python -m` has a package, and another name.
-    name = variables.get("__package__") or variables.get("__name__") or ""
+    name = module_names.get("__package__") or module_names.get("__name__") or ""
     return str(name).partition(".")[0]
 
 
