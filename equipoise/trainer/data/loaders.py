@@ -56,10 +56,18 @@ class Source:
 
         Args:
             call: Calls a method of the owner by name, as a hook.
+
+        Raises:
+            ConfigurationError: If torch refuses an argument of a loader, such as `batch_size=0`.
         """
         if self.loaders is not None:
             return self.loaders
-        return call(self.method)
+        try:
+            return call(self.method)
+        except ValueError as error:
+            if not _is_about_arguments_of_torch(error):
+                raise
+            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.") from error
 
     def describe(self) -> str:
         """Return the text by which an error names this source."""
@@ -263,6 +271,18 @@ class Loaders:
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
         seed_workers(loader, rank)
         return loader
+
+
+def _is_about_arguments_of_torch(error: ValueError) -> bool:
+    """Return True if a constructor of `torch.utils.data` has raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    frame = traceback.tb_frame
+    module = str(frame.f_globals.get("__name__"))
+    return module.startswith("torch.utils.data.") and frame.f_code.co_name == "__init__"
 
 
 def _check_iterable(loader: Any, source: Source) -> None:

@@ -41,6 +41,9 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
     if is_out_of_range:
         notes.append(_integers(batch))
 
+    if isinstance(error, TypeError | AttributeError) and isinstance(batch, str | bytes | int | float):
+        notes.append(_no_batch(batch))
+
     # 2. Add the notes. A step may run within another one, which adds the same notes.
     existing_notes = getattr(error, "__notes__", ())
     for note in notes:
@@ -141,6 +144,14 @@ def _no_tensors(batch: Any) -> str | None:
     listed = "; ".join(first_kinds)
     return (
         f"The batch does not hold tensors alone: {listed}. Convert them in the dataset or in the loader's `collate_fn`."
+    )
+
+
+def _no_batch(batch: Any) -> str:
+    """Return a text about a batch that is a single number or text, as of a list that was passed as a loader."""
+    return (
+        f"The batch is {_described(batch)}: each item that a loader gives is a batch. To make batches of samples, pass"
+        " a `DataLoader(samples, batch_size=...)`."
     )
 
 

@@ -148,6 +148,7 @@ class FitLoop:
             is_finished = self._is_resumed_finished(self.resumption)
             lacks_end = self.resumption.lacks_end
         if is_finished and not lacks_end:
+            self.stopping.say_why()
             return
         # 3. Train.
         if not is_finished:
@@ -162,6 +163,8 @@ class FitLoop:
         # Before the hooks: a resumed run must not call them again.
         self.fit.end()
         hooks.call("on_train_end")
+        # Below the line that a progress bar leaves of the last epoch.
+        self.stopping.say_why()
 
     def _prepare_to_train(self) -> None:
         """Draw the first order and request the validation loaders, as Lightning does before `on_train_start`."""

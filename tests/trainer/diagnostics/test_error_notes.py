@@ -72,6 +72,18 @@ def test_a_batch_of_strings() -> None:
     assert "collate_fn" in notes
 
 
+@pytest.mark.parametrize("loader", [[1, 2, 3], range(3)])
+def test_a_list_of_samples_in_place_of_a_loader(loader: Any) -> None:
+    class Unpacks(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            features, _ = batch
+            return self(features).sum()
+
+    notes = notes_of(TypeError, Unpacks(), loader)
+    assert "The batch is of type int: each item that a loader gives is a batch." in notes
+    assert "DataLoader(samples, batch_size=...)" in notes
+
+
 def test_a_label_out_of_range() -> None:
     features, _ = good()
     notes = notes_of(IndexError, Net(), batches((features, torch.tensor([0, 1, 2, 3, 1, 0]))))
