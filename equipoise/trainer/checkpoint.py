@@ -20,7 +20,7 @@ from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.shards.placeholders import place_without_values
-from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
@@ -55,6 +55,8 @@ def save_checkpoint(
         storage_options: For the user's CheckpointIO, if there is one.
     """
     state = context.state
+    if state.checkpoint_io is None:
+        check_name(path)
     processes = context.strategy.processes
     folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):

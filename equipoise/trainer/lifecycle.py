@@ -32,7 +32,7 @@ from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
+from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
@@ -118,6 +118,8 @@ def _carry_out(parts: TrainerParts, request: Request, shared: list[Any]) -> Proc
             return ProcessResults(result)
         except BaseException as error:
             add_note_on_loading(error)
+            add_note_on_mesh(error)
+            add_note_on_limits(error)
             with uninterrupted():
                 _release_after(parts, request, error)
             raise
