@@ -225,6 +225,7 @@ def _place(context: RunContext) -> None:
 def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
     state = context.state
     context.strategy.processes.barrier("run-stage")
+    _separate_random_numbers(context)
     context.module.zero_grad()
     torch.set_grad_enabled(True)
     if state.fitting:
@@ -241,6 +242,20 @@ def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
     loop = parts.evaluations[state.status.fn.value]
     context.logs.enter(loop.collection)
     return loop.run(context)
+
+
+def _separate_random_numbers(context: RunContext) -> None:
+    """Let each process, and each device of this process, draw other random numbers for its samples.
+
+    Rank 0 and its first device go on as one process does.
+    """
+    rank = context.strategy.processes.rank
+    if rank:
+        random_state.fork(rank)
+    devices = {device: None for device in context.strategy.devices if device.type == "cuda"}
+    for number, device in enumerate(devices):
+        if number:
+            random_state.fork_device(device, number)
 
 
 def _check_sanity(parts: TrainerParts, context: RunContext) -> None:

@@ -23,7 +23,7 @@ from equipoise.strategies.distributed.extent import Certainty, Extent, certainty
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream
-from equipoise.trainer.data.loader_state import PersistentWorkers
+from equipoise.trainer.data.loader_state import PersistentWorkers, separate_workers
 
 __all__ = [
     "Loaders",
@@ -270,6 +270,7 @@ class Loaders:
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
         seed_workers(loader, rank)
+        separate_workers(loader, rank)
         return loader
 
 

@@ -22,6 +22,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
+from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
@@ -72,9 +73,15 @@ def resume(
         # That hook is called again, at the end of the epoch.
         written_in = None
     # 3. Each process continues from its own position; another number of processes divide all positions among them.
+    number = 0
     if position is not None:
-        position = _position_here(context, positions or [position])
-    return Resumption(context, fit, val_loop, position, loop_state, written_in, ours.get("checkpoint_callbacks"))
+        positions = positions or [position]
+        position = _position_here(context, positions)
+        rank = context.strategy.processes.rank
+        if rank >= len(positions):
+            number = rank
+    saving_states = ours.get("checkpoint_callbacks")
+    return Resumption(context, fit, val_loop, position, loop_state, written_in, saving_states, number)
 
 
 def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,7 +97,8 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
         return positions[processes.rank]
     if written_by < processes.world_size:
         rank_zero_info(
-            f"Ranks from {written_by} on begin with the random generators of rank 0: the checkpoint holds none of them."
+            f"Ranks from {written_by} on draw new random numbers, which follow from those of rank 0: the checkpoint has"
+            " no generators of theirs."
         )
     return merged_position(positions, context.module, processes.rank, processes.world_size)
 
@@ -112,6 +120,8 @@ class Resumption:
         loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
         written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
         saving_states: What the checkpoint callbacks had noted of their files, by their keys. Default: nothing.
+        number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
+            this process. Default: 0.
 
     Attributes:
         at_epoch_end: Whether a hook of the epoch's end wrote the checkpoint.
@@ -130,6 +140,7 @@ class Resumption:
         loop_state: dict[str, Any],
         written_in: list[str] | None = None,
         saving_states: dict[str, Any] | None = None,
+        number: int = 0,
     ) -> None:
         self.context = context
         self.fit = fit
@@ -137,6 +148,7 @@ class Resumption:
         self.position = position
         self.written_in = written_in
         self.saving_states = saving_states or {}
+        self.number = number
         self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
         # 1. Where the checkpoint was written, by Lightning's counters.
         epoch = fit.progress.epoch.current
@@ -260,6 +272,8 @@ class Resumption:
         """Restore every generator to its state when the checkpoint was written."""
         if self.position is not None:
             load_random_state(self.fit.data.flat, self.position["random_state"])
+            if self.number:
+                random_state.fork(self.number)
 
     def load_logs(self) -> None:
         """Restore the values that the epoch had logged, and the states of the metrics."""

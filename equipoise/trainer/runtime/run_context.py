@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from equipoise.interop.lightning.classes import is_overridden
+from equipoise.parallel.snapshot import random_state
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -108,7 +109,8 @@ class RunContext:
         call_hook = self.hooks.call_datamodule
         if source.owner is self.module:
             call_hook = self.hooks.call_module
-        iterables = source.request(call_hook)
+        with self._same_random_numbers():
+            iterables = source.request(call_hook)
         self.strategy.processes.barrier(f"{stage}_dataloader()")
 
         # 2. The share of this process, and the limit.
@@ -121,6 +123,22 @@ class RunContext:
             share=self.state.use_distributed_sampler,
             steps=steps,
         )
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Let all processes draw the numbers of rank 0: a hook may split a data set at random."""
+        processes = self.strategy.processes
+        if processes.world_size == 1:
+            yield
+            return
+        # Those of the host, which split data.
+        state = processes.broadcast({**random_state.capture().state_dict(), "cuda": [], "mps": None})
+        if processes.is_main:
+            yield
+            return
+        with random_state.isolated():
+            random_state.RandomState.from_state_dict(state).restore()
+            yield
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:
         """Return the function that copies a batch to a device, with the user's transfer hooks.
