@@ -69,6 +69,9 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        # Names of the values that validations have logged; None before the first.
+        self._names_of_validation: set[str] | None = None
+        self._has_validated = False
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -82,6 +85,8 @@ class FitLoop:
             "loss_watch": None,
             "step_class": None,
             "_close_epoch_hooks": None,
+            "_names_of_validation": None,
+            "_has_validated": False,
         }
 
     # One run.
@@ -121,7 +126,7 @@ class FitLoop:
         hooks = context.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.context = context
-        self.schedulers = Schedulers(context, self.fit.progress.scheduler)
+        self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
         is_compiled = self.state.compiles_steps or self.state.captures_steps
@@ -210,6 +215,7 @@ class FitLoop:
         if is_repeated and data.loaders is not None:
             data.loaders.draw_seeds()
         data.warn_of_rare_logs(state)
+        data.report_long_window(state)
 
     def estimated_steps(self, context: "RunContext | None") -> int | float:
         """Return the number of optimiser steps of the whole training, as far as it can be known.
@@ -249,6 +255,7 @@ class FitLoop:
         progress = self.fit.progress
         data = self.fit.data
         self.fit.leave_epoch(None)
+        self._has_validated = False
         # 1. The loaders, which learn the number of the epoch.
         self.load_data()
         assert data.loaders is not None
@@ -337,10 +344,24 @@ class FitLoop:
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
-        self.val_loop.run(context)
+        outputs = self.val_loop.run(context)
+        self._names_of_validation = (self._names_of_validation or set()).union(*outputs)
+        self._has_validated = True
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.state.end_validation()
+
+    def _awaits_validation(self, name: str) -> bool:
+        """Return True if a value is still to come: validations log it, and the present epoch had none.
+
+        Args:
+            name: Its name.
+        """
+        if self._has_validated or not self.context.can_validate:
+            return False
+        if self._names_of_validation is None:
+            return name not in self.context.logs.callback_metrics
+        return name in self._names_of_validation
 
     # Resumption.
 

@@ -87,6 +87,7 @@ class AutomaticOptimization:
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
+        has_skipped: Whether the scaler has skipped the last step; False where no schedule depends on it.
     """
 
     def __init__(
@@ -107,6 +108,10 @@ class AutomaticOptimization:
         self._window = window
         self._scaler = context.precision.scaler
         self._counts = state.progress.optimizer_step.current
+        # Whether the scaler has skipped the last step, as gradients were not finite.
+        self.has_skipped = False
+        # The scale is read only for what depends on it: that waits for the device.
+        self._reads_scale = bool(state.lr_scheduler_configs)
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
         if self._scaler is not None:
@@ -173,6 +178,9 @@ class AutomaticOptimization:
                 self._gradients.clip(optimizer)
 
         return StepInBackward(self._optimizer, self._gradients.zero, clip)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Do nothing: the gradients are unscaled before the user sees them."""
 
     def close(self) -> None:
         """Remove the hooks on the parameters, at the end of the epoch or after a failure."""
@@ -273,8 +281,10 @@ class AutomaticOptimization:
             return strategy_optimizer.step(**kwargs)
         if skipped:
             return None
+        scale = self._scaler.get_scale() if self._reads_scale else 0.0
         result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
         self._scaler.update()
+        self.has_skipped = self._reads_scale and self._scaler.get_scale() < scale
         return result
 
     def _visible_loss(self, result: StepResult) -> Tensor | None:
