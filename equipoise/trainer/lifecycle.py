@@ -145,6 +145,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         # The precision comes first, since float64 must not pass through float32.
         context.precision.convert_module(context.module)
         restore_modules_and_callbacks(context, checkpoint)
+        if not request.fitting:
+            context.logger_output.evaluate_checkpoint(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
     context.logs.reset_metrics()
 
     # 3. The module on its devices, and its optimisers.

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.distributed.extent import Extent, joined_extent, length_of
@@ -240,6 +242,15 @@ class TrainingData(SentState):
         if state.max_steps == -1:
             return steps
         return min(steps, state.max_steps)
+
+    def report_long_window(self, state: "RunState") -> None:
+        """Say that an accumulation window is longer than an epoch, at whose end the optimiser steps in any case."""
+        window = state.accumulate_grad_batches
+        if window > self.max_batches and not state.fast_dev_run:
+            rank_zero_info(
+                f"accumulate_grad_batches={window}, but an epoch has {self.max_batches} batches: gradients are not"
+                " accumulated over epochs, so the optimiser steps once, at the end of each epoch."
+            )
 
     def warn_of_rare_logs(self, state: "RunState") -> None:
         """Warn if an epoch is too short for values of steps to reach the loggers."""

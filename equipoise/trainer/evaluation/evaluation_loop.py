@@ -197,6 +197,9 @@ class EvaluationLoop(SentState):
             context.logs.end_batches(show=not sanity_checking)
             # Values of a sanity check are not shown.
             outputs.append({} if sanity_checking else context.logs.metrics())
+            # A metric that the next loader logs, too, has a value of its own for each.
+            if not final:
+                self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
         if is_overridden(f"on_{word}_model_train", module):

@@ -103,6 +103,16 @@ class Collection:
             if value is not None:
                 yield entry.epoch_name, _checked(entry, value), entry
 
+    def reset_metrics(self, dataloader_idx: int) -> None:
+        """Reset the metrics that a loader has logged, once their values are read.
+
+        Args:
+            dataloader_idx: The loader.
+        """
+        for entry in self._live_entries(dataloader_idx):
+            if entry.metric is not None:
+                entry.metric.reset()
+
     def _live_entries(self, dataloader_idx: int | None) -> Iterator[Entry]:
         for entry in self.entries.values():
             if entry.live and entry.dataloader_idx == dataloader_idx:

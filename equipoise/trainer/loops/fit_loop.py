@@ -73,6 +73,8 @@ class FitLoop:
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
         self.later_files: set[str] = set()
+        # Whether the present epoch had a validation.
+        self._has_validated = False
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -87,6 +89,7 @@ class FitLoop:
             "step_class": None,
             "later_files": set(),
             "_close_epoch_hooks": None,
+            "_has_validated": False,
         }
 
     # One run.
@@ -129,7 +132,7 @@ class FitLoop:
         hooks = context.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.context = context
-        self.schedulers = Schedulers(context, self.fit.progress.scheduler)
+        self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
         is_compiled = self.state.compiles_steps or self.state.captures_steps
@@ -223,6 +226,7 @@ class FitLoop:
         if is_repeated and data.loaders is not None:
             data.loaders.draw_seeds()
         data.warn_of_rare_logs(state)
+        data.report_long_window(state)
 
     def estimated_steps(self, context: "RunContext | None") -> int | float:
         """Return the number of optimiser steps of the whole training, as far as it can be known.
@@ -262,6 +266,7 @@ class FitLoop:
         progress = self.fit.progress
         data = self.fit.data
         self.fit.leave_epoch(None)
+        self._has_validated = False
         # 1. The loaders, which learn the number of the epoch.
         self.load_data()
         assert data.loaders is not None
@@ -352,6 +357,7 @@ class FitLoop:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
         self.val_loop.run(context)
+        self._has_validated = True
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.fit.switches.leave_validation()
@@ -372,6 +378,18 @@ class FitLoop:
         schedule = ValidationSchedule(self.context, self.fit, self.stopping)
         index = self.fit.progress.batch.current.ready - 1
         return self.context.validates_in_epoch and schedule.is_due(index)
+
+    def _awaits_validation(self, name: str) -> bool:
+        """Return True if a value is still to come: validations log it, and the present epoch had none.
+
+        Args:
+            name: Its name.
+        """
+        if self._has_validated or not self.context.can_validate:
+            return False
+        if name in self.context.logs.callback_metrics:
+            return self.is_validated(name)
+        return not self.val_loop.has_run
 
     # Resumption.
 

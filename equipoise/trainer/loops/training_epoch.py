@@ -118,7 +118,7 @@ class TrainingEpoch:
                 watch(result, batch, index, last)
             # 3. Step the schedulers.
             if last and scheduled:
-                self.schedulers.after_batch(index, ends=ends)
+                self.schedulers.after_batch(index, ends=ends, skipped=self.optimization.has_skipped)
             # 4. Let hooks see the outputs. The graph goes before they look at what is alive.
             outputs = read_outputs(result) if read_outputs is not None and has_batch else {}
             del result
@@ -154,7 +154,7 @@ class TrainingEpoch:
             # A checkpoint of the step belongs to a batch that is not completed.
             progress.current.completed = index
             self.optimization.end_window(index + 1)
-            self.schedulers.after_batch(index, ends=True)
+            self.schedulers.after_batch(index, ends=True, skipped=self.optimization.has_skipped)
             if self._idle_end is not None:
                 self._idle_end({}, None, index)
             progress.current.completed = index + 1

@@ -87,7 +87,10 @@ class AutomaticOptimization:
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
+        has_skipped: Whether the scaler has skipped the last step; False where no schedule depends on it.
     """
+
+    has_skipped = False
 
     def __init__(
         self,
@@ -102,7 +105,6 @@ class AutomaticOptimization:
         hooks = context.hooks
         state = context.state
         strategy = context.strategy
-        processes = strategy.processes
         self._state = state
         self._window = window
         self._scaler = context.precision.scaler
@@ -112,8 +114,8 @@ class AutomaticOptimization:
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
-        self._is_alone = processes.world_size == 1
-        window.share_reference(None if self._is_alone else processes.broadcast)
+        self._is_alone = strategy.processes.world_size == 1
+        window.share_reference(None if self._is_alone else strategy.processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.
         recovers = is_armed(context) and not skip_backward
@@ -173,6 +175,9 @@ class AutomaticOptimization:
                 self._gradients.clip(optimizer)
 
         return StepInBackward(self._optimizer, self._gradients.zero, clip)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Do nothing: the gradients are unscaled before the user sees them."""
 
     def close(self) -> None:
         """Remove the hooks on the parameters, at the end of the epoch or after a failure."""
@@ -273,8 +278,12 @@ class AutomaticOptimization:
             return strategy_optimizer.step(**kwargs)
         if skipped:
             return None
+        # The scale is read for schedules only: that waits for the device.
+        reads_scale = bool(self._state.lr_scheduler_configs)
+        scale = self._scaler.get_scale() if reads_scale else 0.0
         result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
         self._scaler.update()
+        self.has_skipped = reads_scale and self._scaler.get_scale() < scale
         return result
 
     def _visible_loss(self, result: StepResult) -> Tensor | None:
