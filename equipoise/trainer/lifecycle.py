@@ -211,8 +211,9 @@ def _place(context: RunContext) -> None:
     """Move the module to its devices."""
     state = context.state
     changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
-    if changes_layers and state.fitting and isinstance(context.module.hparams, dict):
-        context.unplaced = UnplacedHyperparameters(context.module, context.module.hparams)
+    # Reading `hparams` of a module without any would add an attribute to it.
+    if changes_layers and state.fitting and context.module.hparams_initial:
+        context.note_hyperparameters(UnplacedHyperparameters(context.module, context.module.hparams))
     if state.activation_checkpointing and state.fitting:
         checkpoint_activations(context.module, state.activation_checkpointing)
     with placing(context.module):

@@ -165,10 +165,10 @@ def kept_files(callbacks: Iterable[Callback]) -> dict[str, set[str]]:
 
 def _kept_by(callback: ModelCheckpoint) -> set[str]:
     """Return the files that a checkpoint callback deletes once it keeps others."""
-    kept = {callback.last_model_path, *callback.best_k_models}
+    paths = {callback.last_model_path, *callback.best_k_models}
     if callback.monitor is None and callback.save_top_k == 1:
-        kept.add(callback.best_model_path)
-    return kept - {""}
+        paths.add(callback.best_model_path)
+    return paths - {""}
 
 
 def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:

@@ -16,6 +16,8 @@ __all__ = [
     "load_generator_states",
     "load_random_state",
     "random_state_of",
+    "separate_workers",
+    "separates_workers",
 ]
 
 

@@ -28,6 +28,7 @@ from equipoise.trainer.data.loader_state import PersistentWorkers, separate_work
 __all__ = [
     "Loaders",
     "Source",
+    "empty_loader",
     "set_epoch",
 ]
 

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
-from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -73,8 +72,6 @@ class FitLoop:
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
         self.later_files: set[str] = set()
-        # Whether the present epoch had a validation.
-        self._has_validated = False
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -89,7 +86,6 @@ class FitLoop:
             "step_class": None,
             "later_files": set(),
             "_close_epoch_hooks": None,
-            "_has_validated": False,
         }
 
     # One run.
@@ -102,8 +98,16 @@ class FitLoop:
         """
         self.context = context
         self.later_files = set()
-        self.fit.switches = Switches()
+        self.fit.forget_switches()
         self.fit.data.forget()
+
+    def note_later_files(self, paths: set[str]) -> None:
+        """Note the checkpoints that an earlier process wrote after the one that this run goes on from.
+
+        Args:
+            paths: Their paths.
+        """
+        self.later_files = paths
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
         """Go on with the steps of a checkpoint's run, which the number of batches depends on.
@@ -266,7 +270,6 @@ class FitLoop:
         progress = self.fit.progress
         data = self.fit.data
         self.fit.leave_epoch(None)
-        self._has_validated = False
         # 1. The loaders, which learn the number of the epoch.
         self.load_data()
         assert data.loaders is not None
@@ -277,6 +280,7 @@ class FitLoop:
             # An epoch that was left early may have left it open.
             self.fit.window.reset()
             self.fit.end_early(early=False)
+            self.fit.note_validation(in_epoch=False)
             progress.epoch.current.make_ready()
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
@@ -349,6 +353,7 @@ class FitLoop:
             window_ended: Whether the gradients are not needed any more.
         """
         context = self.context
+        self.fit.note_validation(in_epoch=True)
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()
         self.fit.switches.enter_validation(context.module)
@@ -357,7 +362,6 @@ class FitLoop:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
         self.val_loop.run(context)
-        self._has_validated = True
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.fit.switches.leave_validation()
@@ -385,7 +389,7 @@ class FitLoop:
         Args:
             name: Its name.
         """
-        if self._has_validated or not self.context.can_validate:
+        if self.fit.has_validated_in_epoch or not self.context.can_validate:
             return False
         if name in self.context.logs.callback_metrics:
             return self.is_validated(name)

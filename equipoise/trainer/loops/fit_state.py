@@ -41,6 +41,7 @@ class FitState(SentState):
         has_ended: True if `on_train_end` was called after the last batch.
         has_ended_early: True if the batches of the epoch ended before their promised number, which was noticed after
             the last one.
+        has_validated_in_epoch: True if a validation has begun in the present epoch.
     """
 
     progress: FitProgress = field(metadata=RESULT)
@@ -62,6 +63,7 @@ class FitState(SentState):
     left: dict[str, Any] | None = field(default=None, metadata=RESULT)
     has_ended: bool = field(default=False, metadata=RESULT)
     has_ended_early: bool = field(default=False, metadata=RESULT)
+    has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
@@ -83,6 +85,18 @@ class FitState(SentState):
             left: State with which a later run continues it; None if it is not cut short.
         """
         self.left = left
+
+    def forget_switches(self) -> None:
+        """Forget what earlier runs have turned in their modules."""
+        self.switches = Switches()
+
+    def note_validation(self, *, in_epoch: bool) -> None:
+        """Note whether a validation has begun in the present epoch.
+
+        Args:
+            in_epoch: Whether it has.
+        """
+        self.has_validated_in_epoch = in_epoch
 
     def end_early(self, *, early: bool) -> None:
         """Note whether the batches of the epoch ended before their promised number.
@@ -136,6 +150,7 @@ class FitState(SentState):
         self.window.load_state_dict(position["window"])
         self.has_ended = position.get("has_ended", False)
         self.has_ended_early = position.get("has_ended_early", False)
+        self.has_validated_in_epoch = position.get("has_validated_in_epoch", False)
         self.validated = frozenset(position.get("validated", ()))
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "stopped_by": _stopped_by(context.state),
         "has_ended": fit.has_ended,
         "has_ended_early": fit.has_ended_early,
+        "has_validated_in_epoch": fit.has_validated_in_epoch,
     }
 
 

@@ -146,18 +146,18 @@ class TrainingEpoch:
             return
         if progress.is_last_batch:
             return
-        progress.is_last_batch = True
+        progress.mark_last(True)
         self.fit.end_early(early=True)
         # 1. The window that was left open.
         is_open = (index + 1) % self.state.accumulate_grad_batches != 0
         if is_open:
             # A checkpoint of the step belongs to a batch that is not completed.
-            progress.current.completed = index
+            progress.current.reopen()
             self.optimization.end_window(index + 1)
             self.schedulers.after_batch(index, ends=True, skipped=self.optimization.has_skipped)
             if self._idle_end is not None:
                 self._idle_end({}, None, index)
-            progress.current.completed = index + 1
+            progress.current.complete()
         else:
             self.schedulers.end_batches()
         # 2. Logs, and validation if it follows the epoch's last batch.

@@ -30,7 +30,7 @@ LARGEST_SIZE = 3
 
 @dataclass
 class Program:
-    """What a program does.
+    """Description of a program.
 
     Attributes:
         sizes: Number of samples of each batch, by epoch and process.

@@ -1,4 +1,4 @@
-"""What callbacks turn in a module beside its weights is resumed: which parameters are trained, modes of submodules."""
+"""Switches of a module that callbacks turn are resumed: which parameters are trained, modes of submodules."""
 
 from pathlib import Path
 from typing import Any

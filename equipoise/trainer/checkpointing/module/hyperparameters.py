@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["UnplacedHyperparameters"]
 
@@ -28,19 +29,26 @@ class UnplacedHyperparameters:
 
     def __init__(self, module: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
         self._names: list[tuple[str, Tensor]] = []
+        self.networks: dict[str, Any] = {}
+        networks = {name: value for name, value in hyperparameters.items() if _holds_part(value, module)}
+        if not networks:
+            return
+        # 1. Empty tensors in place of all weights.
         memo: dict[int, Any] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                empty = tensor.detach().to("meta")
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = empty
-                self._names.append((name, empty))
+        state = module.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            # A tied weight has several names. One without a shape has no values yet.
+            if not isinstance(tensor, Tensor) or id(tensor) in memo or is_lazy(tensor):
+                continue
+            empty = tensor.detach().to("meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = empty
+            self._names.append((name, empty))
         # Buffers outside of the state stay: they are small, and no checkpoint holds them.
         for buffer in module.buffers():
             memo.setdefault(id(buffer), buffer)
-        networks = {name: value for name, value in hyperparameters.items() if _holds_part(value, module)}
-        self.networks: dict[str, Any] = {}
+        # 2. The structure.
         try:
             self.networks = deepcopy(networks, memo)
         except Exception:

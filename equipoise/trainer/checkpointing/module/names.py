@@ -21,8 +21,13 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
         >>> with_present_names({"net._orig_mod.bias": 1}, ["net.bias"])
         {'net.bias': 1}
     """
-    names = {uncompiled_name(name): name for name in present}
-    renamed = {names.get(uncompiled_name(name), name): value for name, value in state.items()}
+    names = {}
+    for name in present:
+        names[uncompiled_name(name)] = name
+    renamed = {}
+    for name, value in state.items():
+        present_name = names.get(uncompiled_name(name), name)
+        renamed[present_name] = value
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():
         return state
@@ -40,7 +45,12 @@ def parts_without_weights(missing: Collection[str], expected: Iterable[str]) -> 
         >>> parts_without_weights(["net.0.weight", "net.0.bias"], ["net.0.weight", "net.0.bias", "net.1.weight"])
         ['net.0']
     """
-    loaded = {part for name in set(expected).difference(missing) for part in _parts_of(name)}
+    # 1. The parts that have a weight.
+    loaded: set[str] = set()
+    for name in set(expected).difference(missing):
+        loaded.update(_parts_of(name))
+
+    # 2. The outermost of all others, each once.
     outermost: dict[str, None] = {}
     for name in missing:
         without_weights = [part for part in _parts_of(name) if part not in loaded]

@@ -22,7 +22,7 @@ _OF_SUBMODULES = ("training", "track_running_stats")
 
 @dataclass(eq=False)
 class Switches:
-    """What a training has turned in its module.
+    """Switches that a training has turned in its module.
 
     Attributes:
         at_start: All switches when the training began; None before.
@@ -59,37 +59,54 @@ class Switches:
         """Return the switches that are not as they were when the training began."""
         if self.at_start is None:
             return self.turned
+        # 1. The present ones. A validation has modes of its own.
         present = _switches_of(module)
         if self.modes is not None:
             present["training"] = self.modes
+
+        # 2. Those that differ. A part that was added since counts as it is.
         turned: _Values = {}
         for kind, values in present.items():
             before = self.at_start.get(kind, {})
-            turned[kind] = {name: value for name, value in values.items() if before.get(name, value) != value}
-        return {kind: values for kind, values in turned.items() if values}
+            for name, value in values.items():
+                if before.get(name, value) != value:
+                    turned.setdefault(kind, {})[name] = value
+        return turned
 
 
 def _switches_of(module: nn.Module) -> _Values:
+    # 1. Parameters. An optimiser that is toggled has frozen others for the time of a step.
     toggled = untoggled_parameters(module)
-    switches: _Values = {"requires_grad": {}, **{kind: {} for kind in _OF_SUBMODULES}}
+    of_parameters = {}
     for name, parameter in module.named_parameters():
-        switches["requires_grad"][uncompiled_name(name)] = toggled.get(parameter, parameter.requires_grad)
-    for name, submodule in module.named_modules():
-        for kind in _OF_SUBMODULES:
+        trained = toggled.get(parameter, parameter.requires_grad)
+        of_parameters[uncompiled_name(name)] = trained
+    switches: _Values = {"requires_grad": of_parameters}
+
+    # 2. Submodules, of which few have the second attribute.
+    for kind in _OF_SUBMODULES:
+        values = {}
+        for name, submodule in module.named_modules():
             value = getattr(submodule, kind, None)
             if isinstance(value, bool):
-                switches[kind][uncompiled_name(name)] = value
+                values[uncompiled_name(name)] = value
+        switches[kind] = values
     return switches
 
 
 def _turn(module: nn.Module, switches: _Values) -> None:
     """Set switches of a module; parts that it has not are passed over."""
+    # 1. Parameters.
     of_parameters = switches.get("requires_grad", {})
     for name, parameter in module.named_parameters():
-        if uncompiled_name(name) in of_parameters:
-            parameter.requires_grad_(of_parameters[uncompiled_name(name)])
-    for name, submodule in module.named_modules():
-        for kind in _OF_SUBMODULES:
-            values = switches.get(kind, {})
-            if uncompiled_name(name) in values:
-                setattr(submodule, kind, values[uncompiled_name(name)])
+        trained = of_parameters.get(uncompiled_name(name))
+        if trained is not None:
+            parameter.requires_grad_(trained)
+
+    # 2. Submodules.
+    for kind in _OF_SUBMODULES:
+        values = switches.get(kind, {})
+        for name, submodule in module.named_modules():
+            value = values.get(uncompiled_name(name))
+            if value is not None:
+                setattr(submodule, kind, value)
