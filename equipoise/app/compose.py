@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
@@ -170,7 +170,9 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
     if is_first():
-        warn_of_unused_keys(config, HydraConfig.get().overrides.task)
+        # An override may refer to a key that is missing, which is reported where the value is read.
+        overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        warn_of_unused_keys(config, overrides)
     if stage != "fit" and config.get("ckpt_path") is None and is_first():
         _announce_fresh_weights(stage)
     return run(config, stage)

@@ -48,32 +48,3 @@ def test_complex_parameters(strategy: str) -> None:
     actual = fit(strategy, 2)
     for mine, theirs in zip(actual.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=1e-12, atol=1e-12)
-
-
-class Masked(L.LightningModule):
-    """Keeps the masks of dropout of all parts of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 1)
-        self.dropout = nn.Dropout(0.5)
-        self.masks: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        mask = self.dropout(torch.ones_like(batch))
-        return {"loss": self.layer(batch * mask).square().mean(), "mask": mask}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.masks.append(outputs["mask"].cpu())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_devices_draw_other_random_numbers() -> None:
-    torch.manual_seed(3)
-    module = Masked()
-    trainer = quiet(accelerator="gpu", strategy="dp", devices=2, precision="32-true")
-    trainer.fit(module, DataLoader(torch.rand(8, 16), batch_size=8))
-    (mask,) = module.masks
-    assert not torch.equal(mask[:4], mask[4:])

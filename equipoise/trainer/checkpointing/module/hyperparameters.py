@@ -6,7 +6,7 @@ copied without their weights; a checkpoint fills it with the whole weights that 
 or written twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -30,7 +30,10 @@ class UnplacedHyperparameters:
     def __init__(self, module: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
         self._names: list[tuple[str, Tensor]] = []
         self.networks: dict[str, Any] = {}
-        networks = {name: value for name, value in hyperparameters.items() if _holds_part(value, module)}
+        networks = {}
+        for name, value in hyperparameters.items():
+            if _holds_part(value, module):
+                networks[name] = value
         if not networks:
             return
         # 1. Empty tensors in place of all weights.
@@ -40,9 +43,11 @@ class UnplacedHyperparameters:
             # A tied weight has several names. One without a shape has no values yet.
             if not isinstance(tensor, Tensor) or id(tensor) in memo or is_lazy(tensor):
                 continue
-            empty = tensor.detach().to("meta")
+            empty = tensor.detach()
+            empty = empty.to("meta")
             if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                empty = nn.Parameter(empty)
+                empty.requires_grad_(tensor.requires_grad)
             memo[id(tensor)] = empty
             self._names.append((name, empty))
         # Buffers outside of the state stay: they are small, and no checkpoint holds them.
@@ -67,18 +72,20 @@ class UnplacedHyperparameters:
                 continue
             tensor = state[name]
             if isinstance(empty, nn.Parameter):
-                tensor = nn.Parameter(tensor, requires_grad=empty.requires_grad)
+                trained = empty.requires_grad
+                tensor = nn.Parameter(tensor, requires_grad=trained)
             memo[id(empty)] = tensor
         return deepcopy(self.networks, memo)
 
 
 def _holds_part(value: Any, module: nn.Module) -> bool:
     """Return True if a value is, or contains, a network that has a tensor or submodule of a module."""
+    if isinstance(value, nn.Module):
+        parts = set(module.modules())
+        return not parts.isdisjoint(value.modules())
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        return any(_holds_part(item, module) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_part(item, module) for item in value)
-    if not isinstance(value, nn.Module):
-        return False
-    parts = set(module.modules())
-    return any(part in parts for part in value.modules())
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    return any(_holds_part(item, module) for item in items)

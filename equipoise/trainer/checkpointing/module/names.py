@@ -23,10 +23,12 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
     """
     names = {}
     for name in present:
-        names[uncompiled_name(name)] = name
+        uncompiled = uncompiled_name(name)
+        names[uncompiled] = name
     renamed = {}
     for name, value in state.items():
-        present_name = names.get(uncompiled_name(name), name)
+        uncompiled = uncompiled_name(name)
+        present_name = names.get(uncompiled, name)
         renamed[present_name] = value
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():
@@ -46,19 +48,25 @@ def parts_without_weights(missing: Collection[str], expected: Iterable[str]) -> 
         ['net.0']
     """
     # 1. The parts that have a weight.
-    loaded: set[str] = set()
+    loaded = set()
     for name in set(expected).difference(missing):
         loaded.update(_parts_of(name))
 
     # 2. The outermost of all others, each once.
     outermost: dict[str, None] = {}
     for name in missing:
-        without_weights = [part for part in _parts_of(name) if part not in loaded]
-        outermost.update(dict.fromkeys(without_weights[:1]))
+        for part in _parts_of(name):
+            if part not in loaded:
+                outermost[part] = None
+                break
     return list(outermost)
 
 
 def _parts_of(name: str) -> list[str]:
     """Return the submodules in which a weight lies, the outermost first."""
-    parents = name.split(".")[:-1]
-    return [".".join(parents[: depth + 1]) for depth in range(len(parents))]
+    parts = []
+    part = ""
+    for parent in name.split(".")[:-1]:
+        part = f"{part}.{parent}" if part else parent
+        parts.append(part)
+    return parts
