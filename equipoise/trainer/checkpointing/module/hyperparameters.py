@@ -41,7 +41,8 @@ class UnplacedHyperparameters:
         state = module.state_dict(keep_vars=True)
         for name, tensor in state.items():
             # A tied weight has several names. One without a shape has no values yet.
-            if not isinstance(tensor, Tensor) or id(tensor) in memo or is_lazy(tensor):
+            is_known = id(tensor) in memo
+            if not isinstance(tensor, Tensor) or is_known or is_lazy(tensor):
                 continue
             empty = tensor.detach()
             empty = empty.to("meta")
