@@ -18,6 +18,7 @@ import equipoise
 from equipoise.app.config.checks import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
+from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
 
 __all__ = ["main"]
 
@@ -50,6 +51,8 @@ another folder; without either they run the digits example. Each run writes to a
 # Commands that are no run stages.
 _OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "doctor", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
+# 128 and the number of SIGPIPE.
+_READER_ENDED = 141
 _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
     *("--multirun", "--package", "--resolve", "--run", "--version"),
@@ -74,8 +77,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if jobs of a sweep failed; 2 after an error in the user's input, with one message; 130 after
-        an interrupt.
+        an interrupt; 141, as after SIGPIPE, if the reader of the output has ended.
     """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            # The output of a pipe waits in a buffer. It is written here, where its errors are caught.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return _leave_silently()
+
+
+def _leave_silently() -> int:
+    """Return the exit code for an output whose reader, such as `head`, has ended. Other commands print nothing, too."""
+    # Python flushes the output once more when it ends.
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+    return _READER_ENDED
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    """Run one command; return its exit code."""
     # 1. Take out the flag that is none of Hydra's.
     if arguments is None:
         arguments = sys.argv[1:]
@@ -84,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="replace")
     debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     command_line = [argument for argument in arguments if argument != "--debug"]
+
+    if debug:
+        os.environ[FULL] = "1"
 
     # 2. Run the command. An error in the user's input becomes one message.
     try:
@@ -102,6 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += getattr(error, "__notes__", [])
         print("\n".join(lines), file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        raise shortened(error)  # noqa: B904 - it is the same error
     return 0
 
 
@@ -263,7 +294,7 @@ def _announce_example() -> None:
     """Report that there is nothing to run here but the example."""
     print("equipoise: there is no folder conf here, so this is the digits example.", file=sys.stderr)
     if importlib.util.find_spec("sklearn") is None:
-        raise ConfigurationError("The digits example needs scikit-learn: pip install 'equipoise[examples]'.")
+        raise ConfigurationError("The digits example needs scikit-learn: pip install scikit-learn.")
 
 
 def _app() -> ModuleType:
@@ -312,9 +343,29 @@ def _take_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     if conf.is_dir() and conf not in resolved:
         resolved.append(conf)
     if not resolved:
+        _refuse_subfolder(conf.parent)
         example = _starter() / "conf"
         resolved.append(example.resolve())
     return rest, resolved
+
+
+def _refuse_subfolder(folder: Path) -> None:
+    """Refuse to run the example in a subfolder of a project.
+
+    Raises:
+        ConfigurationError: If a folder above this one has a `conf` with a configuration of Equipoise.
+    """
+    for parent in folder.parents:
+        conf = parent / "conf"
+        is_project = False
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            is_project = "equipoise" in (conf / "config.yaml").read_text(encoding="utf-8")
+        if is_project:
+            raise ConfigurationError(
+                f"There is no folder conf here, but there is {str(conf)!r}: this is a subfolder of a project. Run the"
+                f" command there, after `cd {os.path.relpath(parent, folder)}`, or add"
+                f" `--config-dir {os.path.relpath(conf, folder)}`."
+            )
 
 
 def _quoted(argument: str) -> str:
@@ -409,6 +460,8 @@ def _init(arguments: Sequence[str]) -> None:
     except OSError as error:
         raise ConfigurationError(f"equipoise init cannot write into {name!r}: {error}. Name another.") from error
     print(f"A project is in {folder}. Train it:\n\n  cd {folder} && equipoise fit")
+    if importlib.util.find_spec("sklearn") is None:
+        print("\nIts data come from scikit-learn, which is not installed: pip install scikit-learn")
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from equipoise.app.config.checks import check_keys, check_targets
 from equipoise.app.output import find_checkpoint
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.communication.rank import find_rank, slurm_job
 from equipoise.trainer.checkpointing.file import check_is_file
 
 __all__ = ["build", "build_trainer", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
@@ -59,8 +60,18 @@ def check_values(values: Mapping[str, Any]) -> None:
         _check_no_groups(trainer)
     for key, part in _parts(values):
         if not isinstance(part, dict) or "_target_" not in part:
-            raise ConfigurationError(f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.")
+            raise ConfigurationError(
+                f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{_way_out(key, part)}"
+            )
         check_targets(part, key)
+
+
+def _way_out(key: str, part: Any) -> str:
+    """Return what to do about options of a callback or logger that is not chosen; empty for other parts."""
+    group, _, name = key.partition(".")
+    if not name or not isinstance(part, dict):
+        return ""
+    return f" If it is an option of the group, choose it: {group}=[...] replaces the whole list, so name {name} in it."
 
 
 def _check_no_groups(trainer: Mapping[str, Any]) -> None:
@@ -164,10 +175,10 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
         values: The whole configuration.
 
     Returns:
-        A path; "last" if `fit` finds no earlier run, which the trainer warns of; None for no checkpoint.
+        A path; None for no checkpoint; "last" if there is no earlier run of a job that a launcher may start again.
 
     Raises:
-        ConfigurationError: If no earlier run left a checkpoint to evaluate.
+        ConfigurationError: If no earlier run left a checkpoint.
         CheckpointError: If the path is not that of a file.
     """
     choice: str | None = values["ckpt_path"]
@@ -175,11 +186,16 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
         path = find_checkpoint(choice, values)
         if path is not None:
             return str(path)
-        if values["stage"] != "fit":
-            raise ConfigurationError(
-                f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. Give a path."
-            )
-        return choice
+        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time.
+        is_first_start = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
+        if values["stage"] == "fit" and choice == "last" and is_first_start:
+            return choice
+        way_out = "Give a path."
+        if values["stage"] == "fit":
+            way_out = "Leave ckpt_path out to begin a new run, or give a path."
+        raise ConfigurationError(
+            f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. {way_out}"
+        )
     if isinstance(choice, str):
         check_is_file(choice)
     return choice

@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
@@ -34,12 +34,13 @@ from equipoise.app.config.import_paths import import_paths
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean
+from equipoise.app.config.unused_keys import warn_of_unused_keys
 from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
-from equipoise.app.sweeps.collection import collected_results
+from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.sweeps.pool import PoolLauncher
 from equipoise.app.sweeps.ray_launcher import RayLauncher
@@ -120,11 +121,14 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """
     arguments = translate(arguments, folders)
     failures: list[Exception] = []
+    # Jobs of a sweep leave their results there, whatever process they run in.
+    notes = ""
 
     def task(config: DictConfig) -> float | list[float] | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # Hydra names the trial that failed, after all trials have ended.
-            return _run_trial(config, stage)
+            with noted_job(config, notes):
+                return _run_trial(config, stage)
         try:
             _run_once(config, stage)
         except Exception as error:
@@ -137,7 +141,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
             if rank is not None:
                 refuse_sweep(rank)
             _check_first_trial(arguments, folders)
-        with collected_results():
+        with collected_results() as results, results_of_other_launchers(results) as notes:
             _hydra(task, arguments, folders)
         for failure in failures:
             raise failure
@@ -165,6 +169,10 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
+    if is_first():
+        # An override may refer to a key that is missing, which is reported where the value is read.
+        overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        warn_of_unused_keys(config, overrides)
     if stage != "fit" and config.get("ckpt_path") is None and is_first():
         _announce_fresh_weights(stage)
     return run(config, stage)
@@ -240,6 +248,7 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
     try:
         with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
             config = hydra.compose("config", overrides=arguments)
+            warn_of_unused_keys(config, arguments)
             values = plain_values(config)
             values["stage"] = "fit"
             check_values(values)

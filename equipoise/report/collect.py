@@ -1,6 +1,5 @@
 """Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,16 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
-from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_count, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
-from equipoise.memory.devices import read_memory
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
-from equipoise.memory.records import MemoryPoint
 from equipoise.pipeline.schedule.timeline import Timeline
 from equipoise.report.curve_names import group_curves
-from equipoise.report.facts import checkpoint_callbacks, devices_of, shorten
+from equipoise.report.facts import checkpoint_callbacks, memory_logger_of, peaks_of, shorten
 from equipoise.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord, StageSpan
 from equipoise.report.throughput import Throughput
 
@@ -60,7 +56,7 @@ def collect_record(
         first_step: The step at its begin.
         folder: Folder of the run's files.
     """
-    memory_logger = _memory_logger(trainer)
+    memory_logger = memory_logger_of(trainer)
     timeline = getattr(memory_logger, "timeline", ())
     # The other processes trained on the rest of the samples.
     factor = 1 / (share or 1.0)
@@ -70,7 +66,7 @@ def collect_record(
         *_throughput_facts(throughput, factor, unit),
         *_progress_facts(trainer, throughput),
         *_setting_facts(trainer),
-        *_peak_facts(trainer, timeline),
+        *_peak_facts(trainer),
         *_checkpoint_facts(trainer),
     ]
     counts_one_process = trainer.world_size > 1 and share is None
@@ -105,15 +101,6 @@ def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:
         results = callback.optimal_lr.results
         points = list(zip(results["lr"], results["loss"], strict=True))
         return LearningRateSearch(points=points, suggested=suggested_rate(callback.optimal_lr))
-    return None
-
-
-def _memory_logger(trainer: Any) -> Any:
-    """Return the first callback with a time line of memory, None without one."""
-    for callback in trainer.callbacks:
-        # Callbacks of others may use the name for something else.
-        if isinstance(getattr(callback, "timeline", None), list):
-            return callback
     return None
 
 
@@ -233,33 +220,13 @@ def _setting_facts(trainer: Any) -> list[Fact]:
     return [("strategy", name), ("precision", str(trainer.precision))]
 
 
-def _peak_facts(trainer: Any, timeline: Sequence[MemoryPoint]) -> list[Fact]:
+def _peak_facts(trainer: Any) -> list[Fact]:
     """Return the peak of each device; with many devices, the highest alone."""
-    peaks = _peaks_of_timeline(timeline) or _peaks_now(trainer)
+    peaks = peaks_of(trainer)
     if len(peaks) > _MOST_PEAKS:
         highest = max(peaks, key=lambda name: peaks[name])
         return [(f"highest peak memory: {highest}", format_bytes(peaks[highest]))]
     return [(f"peak memory, {name}", format_bytes(peak)) for name, peak in peaks.items()]
-
-
-def _peaks_of_timeline(timeline: Sequence[MemoryPoint]) -> dict[str, int]:
-    peaks: dict[str, int] = {}
-    for point in timeline:
-        # Some devices keep no peak.
-        nbytes = point.allocated if point.peak is None else point.peak
-        peaks[point.device] = max(peaks.get(point.device, 0), nbytes)
-    return peaks
-
-
-def _peaks_now(trainer: Any) -> dict[str, int]:
-    peaks = {}
-    for device in devices_of(trainer):
-        # Some kinds of devices have no readings.
-        with contextlib.suppress(ConfigurationError):
-            peak = read_memory(device).peak
-            if peak is not None:
-                peaks[str(device)] = peak
-    return peaks
 
 
 def _checkpoint_facts(trainer: Any) -> list[Fact]:
@@ -283,7 +250,7 @@ def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
         recorded = getattr(callback, "events", None)
         if isinstance(recorded, list):
             events += _out_of_memory_events(recorded, clock)
-    for leak in getattr(_memory_logger(trainer), "leaks", ()):
+    for leak in getattr(memory_logger_of(trainer), "leaks", ()):
         event = RunEvent(
             seconds=leak.seconds,
             step=leak.step,

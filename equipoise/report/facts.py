@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.memory.devices import peak_of_process
 from equipoise.parallel.batches.splitting import Splitter
 
-__all__ = ["checkpoint_callbacks", "device_name", "devices_of", "shorten", "size_function"]
+__all__ = [
+    "checkpoint_callbacks",
+    "device_name",
+    "devices_of",
+    "memory_logger_of",
+    "peaks_of",
+    "shorten",
+    "size_function",
+]
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
@@ -38,6 +48,37 @@ def device_name(device: torch.device) -> str:
 def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
     """Return the callbacks that save checkpoints."""
     return [callback for callback in trainer.callbacks if is_a(callback, ModelCheckpoint)]
+
+
+def memory_logger_of(trainer: Any) -> Any:
+    """Return the first callback with a time line of memory, None without one."""
+    for callback in trainer.callbacks:
+        # Callbacks of others may use the name for something else.
+        if isinstance(getattr(callback, "timeline", None), list):
+            return callback
+    return None
+
+
+def peaks_of(trainer: Any) -> dict[str, int]:
+    """Return the peak of each device in bytes: that of the steps where a MemoryLogger has read it, else of the process.
+
+    Args:
+        trainer: The trainer of the fit.
+    """
+    peaks: dict[str, int] = {}
+    for point in getattr(memory_logger_of(trainer), "timeline", ()):
+        # Some devices keep no peak.
+        nbytes = point.allocated if point.peak is None else point.peak
+        peaks[point.device] = max(peaks.get(point.device, 0), nbytes)
+    if peaks:
+        return peaks
+    for device in devices_of(trainer):
+        # Some kinds of devices have no readings.
+        with contextlib.suppress(ConfigurationError):
+            peak = peak_of_process(device)
+            if peak is not None:
+                peaks[str(device)] = peak
+    return peaks
 
 
 def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:

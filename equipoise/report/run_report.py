@@ -164,7 +164,7 @@ class RunReport(Callback):
             return
         self._shared = _shared_curves(trainer)
         # All processes agree on log_dir, so it is read while all of them run this hook.
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = _local(trainer.log_dir or trainer.default_root_dir)
         self._earlier = self._run
         self._run = _Run(folder=folder)
         # Remove the notes of an earlier failure.
@@ -255,7 +255,11 @@ class RunReport(Callback):
             # Wrong input is refused in one message, which needs no report.
             if isinstance(exception, (ConfigurationError, MisconfigurationException)):
                 return
-            self._run = _Run(folder=_folder_of_failure(trainer))
+            # The error of the run is the one to be seen.
+            with contextlib.suppress(ConfigurationError):
+                self._run = _Run(folder=_folder_of_failure(trainer))
+            if self._run is None or self._run.is_over:
+                return
         # 2. Record the last values.
         self._run.throughput.pause(monotonic())
         curves = self._shared or self._recorded
@@ -329,7 +333,21 @@ def _folder_of_failure(trainer: Any) -> Path:
     # Reading log_dir may need all processes.
     if trainer.world_size == 1:
         folder = trainer.log_dir
-    return Path(folder or trainer.default_root_dir)
+    return _local(folder or trainer.default_root_dir)
+
+
+def _local(folder: str) -> Path:
+    """Return a folder as a path of the file system.
+
+    Raises:
+        ConfigurationError: If it is a URL.
+    """
+    if "://" in str(folder):
+        raise ConfigurationError(
+            f"RunReport writes to a folder of the file system, which {str(folder)!r} is not. Give a logger with a"
+            " local `save_dir`, or leave RunReport out."
+        )
+    return Path(folder)
 
 
 def _has_report(path: Path, since: datetime) -> bool:

@@ -1,6 +1,5 @@
 """RunSummary: the callback that prints a table after a fit."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -14,12 +13,11 @@ from rich.text import Text
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
-from equipoise.errors import ConfigurationError
 from equipoise.formats import format_bytes, format_duration, format_number
-from equipoise.memory.devices import peak_of_process
 from equipoise.notices import rank_zero_warn
 from equipoise.report.curve_history import CurveHistory
-from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, shorten, size_function
+from equipoise.report.facts import checkpoint_callbacks, device_name, devices_of, peaks_of, shorten, size_function
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["RunSummary"]
 
@@ -263,7 +261,7 @@ class RunSummary(Callback):
         if fit is None or not self.table or not trainer.is_global_zero:
             return
         console = rich.get_console()
-        console.print(self._make_table(trainer, fit, outcome))
+        print_table(self._make_table(trainer, fit, outcome), console)
         # Paths stand outside of the table, so that it does not break them.
         for line in _checkpoint_lines(trainer):
             console.print(line, soft_wrap=True)
@@ -339,14 +337,12 @@ def _machine_rows(trainer: Any) -> list[Row]:
     if trainer.world_size > 1:
         rows.append(("processes", str(trainer.world_size)))
     devices = devices_of(trainer)
+    peaks = peaks_of(trainer)
     for device in devices:
         suffix = ""
         if len(devices) > 1:
             suffix = f" {device}"
         rows.append((f"device{suffix}", device_name(device)))
-        # Some kinds of devices have no readings.
-        with contextlib.suppress(ConfigurationError):
-            peak = peak_of_process(device)
-            if peak is not None:
-                rows.append((f"peak memory{suffix}", format_bytes(peak)))
+        if str(device) in peaks:
+            rows.append((f"peak memory{suffix}", format_bytes(peaks[str(device)])))
     return rows

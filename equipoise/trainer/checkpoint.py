@@ -5,19 +5,22 @@ key "equipoise".
 """
 
 import os
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.lightning.callbacks import saving_states
+from equipoise.interop.lightning.callbacks import kept_files, saving_states
+from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.shards.placeholders import place_without_values
-from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
@@ -30,6 +33,9 @@ from equipoise.trainer.surface.parts import TrainerParts
 __all__ = ["OUR_KEY", "dump_checkpoint", "save_checkpoint"]
 
 OUR_KEY = "equipoise"
+
+# Callbacks that compare a logged value with earlier ones.
+_MONITORS = (Checkpoint, EarlyStopping)
 
 
 def save_checkpoint(
@@ -49,6 +55,8 @@ def save_checkpoint(
         storage_options: For the user's CheckpointIO, if there is one.
     """
     state = context.state
+    if state.checkpoint_io is None:
+        check_name(path)
     processes = context.strategy.processes
     folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):
@@ -114,7 +122,7 @@ def dump_checkpoint(
 
     # 2. The state of the training.
     if not weights_only:
-        checkpoint["callbacks"] = _callback_states(state)
+        checkpoint["callbacks"] = _callback_states(state.callbacks)
         checkpoint["optimizer_states"] = [
             strategy.portable.optimizer_state(optimizer) for optimizer in state.optimizers
         ]
@@ -152,11 +160,12 @@ def _loop_states(parts: TrainerParts) -> dict[str, Any]:
     }
 
 
-def _callback_states(state: RunState) -> dict[str, Any]:
+def _callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Return the states of the callbacks that have one."""
-    stateful = [callback for callback in state.callbacks if overrides(callback, "state_dict", Callback)]
     states = {}
-    for callback in stateful:
+    for callback in callbacks:
+        if not overrides(callback, "state_dict", Callback):
+            continue
         key = state_key_of(callback)
         callback_state = callback.state_dict()
         if callback_state:
@@ -175,21 +184,27 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
         "position": position,
         "steps": fit.data.steps.state_dict(),
         "strategy": context.strategy.state_dict(),
+        "switches": fit.switches.turned_in(context.module),
     }
     if fit.left is not None:
         entry["left"] = fit.left
 
     # The callback that writes this file goes on behind the write.
     writer = _writer(state, path)
-    entry["checkpoint_callbacks"] = saving_states(state.callbacks, writer, path, context.global_step)
+    hook = vars(context.module)[CURRENT_HOOK]
+    entry["checkpoint_callbacks"] = saving_states(
+        state.callbacks, writer, path, context.global_step, hook, fit.kept_files
+    )
+    fit.note_files(kept_files(state.callbacks))
     entry["written_in"] = None
     if writer is not None:
-        hook = vars(context.module)[CURRENT_HOOK]
         entry["written_in"] = [hook, writer.state_key]
 
     # Rows of log files, written by the main process, and the position of each process.
     entry["rows"] = rows_written(state.loggers) if processes.is_main else []
     if processes.world_size > 1:
+        # Each compares the values of its own process, unless they were synchronised.
+        position["monitors"] = _callback_states(callback for callback in state.callbacks if is_a(callback, *_MONITORS))
         entry["positions"] = processes.gather_objects(position)
     return entry
 
@@ -211,8 +226,23 @@ def _dump_hyperparameters(context: RunContext, checkpoint: dict[str, Any]) -> No
             continue
         checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hyperparameters_name(owner)
         if isinstance(owner.hparams, dict):
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _plain_hyperparameters(context, owner, checkpoint)
         else:
             # A container of OmegaConf.
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+
+
+def _plain_hyperparameters(context: RunContext, owner: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters as they were before the module was placed; a folder of shards leaves out networks."""
+    hyperparameters = dict(owner.hparams)
+    if owner is not context.module or context.unplaced is None or not context.unplaced.networks:
+        return hyperparameters
+    if context.strategy.portable.folders is None:
+        return {**hyperparameters, **context.unplaced.filled(checkpoint["state_dict"])}
+    networks = context.unplaced.networks
+    rank_zero_warn(
+        f"The hyperparameters {sorted(networks)} are networks, which a sharded checkpoint leaves out: their weights are"
+        " in its shards. Pass them to `load_from_checkpoint`, or choose FSDPStrategy(checkpoints='full')."
+    )
+    return {name: value for name, value in hyperparameters.items() if name not in networks}

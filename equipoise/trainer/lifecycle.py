@@ -27,10 +27,12 @@ from equipoise.memory.devices import empty_cache
 from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.parallel.snapshot import random_state
+from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.choice import select_checkpoint
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
+from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
@@ -116,6 +118,8 @@ def _carry_out(parts: TrainerParts, request: Request, shared: list[Any]) -> Proc
             return ProcessResults(result)
         except BaseException as error:
             add_note_on_loading(error)
+            add_note_on_mesh(error)
+            add_note_on_limits(error)
             with uninterrupted():
                 _release_after(parts, request, error)
             raise
@@ -141,6 +145,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         # The precision comes first, since float64 must not pass through float32.
         context.precision.convert_module(context.module)
         restore_modules_and_callbacks(context, checkpoint)
+        if not request.fitting:
+            context.logger_output.evaluate_checkpoint(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
     context.logs.reset_metrics()
 
     # 3. The module on its devices, and its optimisers.
@@ -162,7 +168,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 4. The rest of the checkpoint, whose memory the run does not need.
     if checkpoint is not None:
-        restore_training_state(parts, context, checkpoint)
+        restore_training_state(parts, context, checkpoint, path)
         restored = "Restored all states" if request.fitting else "Loaded model weights"
         rank_zero_info(f"{restored} from the checkpoint at {path}")
     checkpoint = None
@@ -204,6 +210,10 @@ def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[s
 def _place(context: RunContext) -> None:
     """Move the module to its devices."""
     state = context.state
+    changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
+    # Reading `hparams` of a module without any would add an attribute to it.
+    if changes_layers and state.fitting and context.module.hparams_initial:
+        context.note_hyperparameters(UnplacedHyperparameters(context.module, context.module.hparams))
     if state.activation_checkpointing and state.fitting:
         checkpoint_activations(context.module, state.activation_checkpointing)
     with placing(context.module):
@@ -218,6 +228,7 @@ def _place(context: RunContext) -> None:
 def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
     state = context.state
     context.strategy.processes.barrier("run-stage")
+    _separate_random_numbers(context)
     context.module.zero_grad()
     torch.set_grad_enabled(True)
     if state.fitting:
@@ -234,6 +245,20 @@ def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
     loop = parts.evaluations[state.status.fn.value]
     context.logs.enter(loop.collection)
     return loop.run(context)
+
+
+def _separate_random_numbers(context: RunContext) -> None:
+    """Let each process, and each device of this process, draw other random numbers for its samples.
+
+    Rank 0 and its first device go on as one process does.
+    """
+    rank = context.strategy.processes.rank
+    if rank:
+        random_state.fork(rank)
+    devices = {device: None for device in context.strategy.devices if device.type == "cuda"}
+    for number, device in enumerate(devices):
+        if number:
+            random_state.fork_device(device, number)
 
 
 def _check_sanity(parts: TrainerParts, context: RunContext) -> None:

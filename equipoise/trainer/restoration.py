@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.interop.lightning.callbacks import load_saving_states
+from equipoise.interop.lightning.callbacks import files_written_after, kept_files, load_saving_states
+from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused import with_present_choice
@@ -24,6 +26,9 @@ __all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_stat
 
 # Number of keys of each kind that an error lists.
 _MOST_KEYS = 6
+
+# Where Lightning's WeightAveraging keeps the weights that training goes on with; those in "state_dict" are averaged.
+_TRAINED = "current_model_state"
 
 # Entries without which a training cannot go on.
 _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
@@ -38,7 +43,12 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     The weights come later, by `restore_weights`, if the strategy places them first.
     """
     hooks = context.hooks
-    hooks.call_module("on_load_checkpoint", checkpoint)
+    _let_module_mend(context, checkpoint)
+    # The callbacks' hooks below may read the weights, too.
+    present = context.module.state_dict()
+    for key in ("state_dict", _TRAINED):
+        if isinstance(checkpoint.get(key), dict):
+            checkpoint[key] = with_present_names(checkpoint[key], present)
 
     # 1. The module.
     if not context.strategy.portable.is_sharded:
@@ -55,7 +65,7 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
     # 3. The callbacks.
     states = checkpoint.get("callbacks")
     if states is not None:
-        _restore_callbacks(context, checkpoint, states)
+        _restore_callbacks(context, checkpoint, {**states, **_monitors_here(context, checkpoint)})
 
 
 def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
@@ -66,6 +76,34 @@ def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
     with loading("state_dict"):
         context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
     context.strategy.portable.load_further_entries(checkpoint)
+
+
+def _let_module_mend(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Call the module's `on_load_checkpoint`; if it changes averaged weights, a second time for the trained ones."""
+    trained = dict(checkpoint, state_dict=checkpoint.get(_TRAINED))
+    before = _marks_of(checkpoint["state_dict"])
+    context.hooks.call_module("on_load_checkpoint", checkpoint)
+    if not context.state.fitting or not isinstance(trained["state_dict"], dict):
+        return
+    if _marks_of(checkpoint["state_dict"]) != before:
+        context.hooks.call_module("on_load_checkpoint", trained)
+        checkpoint[_TRAINED] = trained["state_dict"]
+
+
+def _marks_of(state: dict[str, Any]) -> Any:
+    """Return what differs once a name or a value of a state has changed, also in place."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return [(name, id(value)) for name, value in state.items()], versions(tensors)
+
+
+def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of callbacks whose monitored values differed between as many processes as there are now."""
+    positions = checkpoint.get(OUR_KEY, {}).get("positions", [])
+    processes = context.strategy.processes
+    if len(positions) != processes.world_size:
+        return {}
+    states: dict[str, Any] = positions[processes.rank].get("monitors", {})
+    return states
 
 
 def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -124,8 +162,11 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
     if not texts:
         return
     way_out = "Build the model as it was."
-    # Loose loading skips keys, but no shapes.
-    if not shapes and not kinds:
+    untrained = parts_without_weights(missing, expected)
+    # Loose loading skips keys, but no shapes; a part without any weight would begin anew unnoticed.
+    if untrained:
+        way_out = f"Build the model as it was. The file holds no weight of {', '.join(untrained[:_MOST_KEYS])}."
+    elif not shapes and not kinds:
         way_out = "Build the model as it was, or set `strict_loading = False` in it."
     kind = type(module).__name__
     differences = "; ".join(texts)
@@ -135,13 +176,14 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
 # After the optimisers were created
 
 
-def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any]) -> None:
+def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> None:
     """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`.
 
     Args:
         parts: The objects of the trainer.
         context: The run.
         checkpoint: The content of the file.
+        path: The path of the file.
 
     Raises:
         CheckpointError: If the checkpoint holds weights only.
@@ -172,7 +214,11 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
     context.strategy.load_state_dict(entry.get("strategy", {}))
     with loading(OUR_KEY):
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
-        load_saving_states(state.callbacks, entry.get("checkpoint_callbacks", {}))
+        saved = entry.get("checkpoint_callbacks", {})
+        load_saving_states(state.callbacks, saved)
+        parts.fit_loop.fit.note_files(kept_files(state.callbacks))
+        later_files = files_written_after(path, state.callbacks, saved)
+    parts.fit_loop.note_later_files(context.strategy.processes.broadcast(later_files))
 
     # 4. The optimisers.
     _restore_optimizers(context, checkpoint["optimizer_states"], checkpoint.get("state_dict", {}))

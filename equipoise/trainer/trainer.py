@@ -11,6 +11,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
@@ -140,6 +141,7 @@ class Trainer(PublicState):
     # False until the first fit: strategy="auto" is chosen then.
     _has_strategy = False
 
+    @shortens_tracebacks
     @suggests_arguments
     def __init__(
         self,
@@ -268,6 +270,7 @@ class Trainer(PublicState):
 
     # Entry points.
 
+    @shortens_tracebacks
     def fit(
         self,
         model: LightningModule,
@@ -297,6 +300,7 @@ class Trainer(PublicState):
         loaders = {"train": train, "val": val_dataloaders}
         self._run(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only)
 
+    @shortens_tracebacks
     def validate(
         self,
         model: LightningModule | None = None,
@@ -321,6 +325,7 @@ class Trainer(PublicState):
         """
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
+    @shortens_tracebacks
     def test(
         self,
         model: LightningModule | None = None,
@@ -333,6 +338,7 @@ class Trainer(PublicState):
         """Evaluate on the test set; see `validate`."""
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
+    @shortens_tracebacks
     def predict(
         self,
         model: LightningModule | None = None,

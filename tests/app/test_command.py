@@ -1,5 +1,6 @@
 """The commands that train nothing: help, version, init, completion."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,54 @@ def test_the_example_says_what_it_needs(tmp_path, equipoise, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = equipoise("fit")
     assert code == 2
-    assert "pip install 'equipoise[examples]'" in err
+    assert "pip install scikit-learn" in err
+
+
+def test_init_says_what_the_project_needs(tmp_path, equipoise, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "scikit-learn" not in equipoise("init", "first")[1]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, out, _ = equipoise("init", "second")
+    assert code == 0
+    assert "not installed: pip install scikit-learn" in out
+
+
+def test_a_subfolder_of_a_project_is_not_the_place_of_the_example(project, equipoise, monkeypatch):
+    below = project / "data" / "raw"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    for command in ("fit", "plan", "savings", "compare"):
+        code, _, err = equipoise(command)
+        assert code == 2
+        assert str(project / "conf") in err
+        assert "cd ../.." in err
+        assert "digits" not in err
+    assert not list(below.iterdir())
+    code, out, _ = equipoise("fit", "--config-dir", "../../conf", "--cfg", "job", "--package", "module._target_")
+    assert (code, out.strip()) == (0, "tiny.module.Line")
+
+
+def test_a_folder_conf_of_something_else_is_left_aside(tmp_path, equipoise, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("server: {port: 80}\n")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    code, out, _ = equipoise("fit", "--cfg", "job", "--package", "module._target_")
+    assert (code, out.strip()) == (0, "digits.module.ConvNet")
+
+
+@pytest.mark.parametrize("arguments", [("fit", "--help"), ("--help",)])
+def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
+    """`equipoise fit --help | head -1`: the rest of the output has no reader."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "equipoise", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with os.fdopen(write_end, "w") as closed:
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, env=environment, timeout=300, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_init_refuses_what_is_not_empty(project, equipoise):

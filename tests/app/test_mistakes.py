@@ -76,6 +76,11 @@ MISTAKES = [
     ("fit ~module.lr", "Line needs lr", "module.lr=VALUE"),
     ("fit ~module", "There is no module", "module=NAME"),
     ("fit ~data", "There are no data", "train_dataloader"),
+    (
+        "fit callbacks=[] +callbacks.model_checkpoint.monitor=val_loss",
+        "callbacks.model_checkpoint must say what to build",
+        "name model_checkpoint in it",
+    ),
     ("fit ~module._target_", "module must say what to build", "_target_"),
     # runs
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
@@ -236,3 +241,57 @@ def test_what_needs_processes_is_refused_where_none_can_be_started(project, equi
     assert err.startswith(f"equipoise: {feature} needs a fork server, and POSIX signals between processes, but")
     assert err.endswith("WSL 2 on Windows.\n")
     assert not (project / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("+foo.bar=1", "nothing reads the key 'foo.bar', which the command line adds"),
+        ("+lines.lr=0.3", "did you mean 'module.lr'?"),
+        ("+my.count=2", "did you mean 'data.count'?"),
+        ("+precision.kind=16", "nothing reads the key 'precision.kind'"),
+    ],
+)
+def test_a_key_that_nothing_reads(project, equipoise, override, hint):
+    code, _, err = equipoise("fit", override, "trainer.fast_dev_run=true")
+    assert code == 0
+    assert hint in err
+
+
+def test_a_key_that_another_refers_to(project, equipoise):
+    write(project, {"conf/speed/fast.yaml": "# @package _global_\nmodule: {lr: 0.9}\n"})
+    for overrides in (
+        ("+rate=0.3", "module.lr=${rate}"),
+        ("+tag=one", "hydra.run.dir=runs/${tag}"),
+        ("+speed=fast",),
+    ):
+        code, _, err = equipoise("fit", *overrides, "trainer.fast_dev_run=true")
+        assert code == 0
+        assert "nothing reads" not in err
+    assert (project / "runs" / "one").is_dir()
+
+
+LOADER = """
+    from torch.utils.data import DataLoader
+    from tiny.data import Points
+
+    class Sized(Points):
+        def __init__(self, *, count, batch_size=4, num_workers=0):
+            super().__init__(count=count)
+            self.batch_size, self.num_workers = batch_size, num_workers
+
+        def loader(self):
+            return DataLoader(self.points, batch_size=self.batch_size, num_workers=self.num_workers)
+
+        train_dataloader = val_dataloader = loader
+    """
+
+
+@pytest.mark.parametrize("value", ["batch_size=0", "batch_size=-3", "num_workers=-1"])
+def test_a_loader_that_torch_refuses(project, equipoise, value):
+    write(project, {"tiny/sized.py": LOADER})
+    code, _, err = equipoise("fit", "data._target_=tiny.sized.Sized", f"+data.{value}")
+    assert code == 2
+    assert err.startswith("equipoise: torch refuses a loader in `Sized.")
+    assert value.partition("=")[0] in err
+    assert "Traceback" not in err

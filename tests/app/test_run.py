@@ -191,9 +191,18 @@ def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     torch.testing.assert_close(resumed["state_dict"], whole["state_dict"], rtol=0, atol=0)
 
 
-def test_last_begins_anew_where_there_is_none(project, equipoise):
-    with pytest.warns(UserWarning, match="last"):
-        assert equipoise("fit", "ckpt_path=last")[0] == 0
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equipoise, monkeypatch, choice):
+    code, _, err = equipoise("fit", f"ckpt_path={choice}")
+    assert code == 2
+    assert f"ckpt_path={choice}, but no earlier run of this module left a checkpoint" in err
+    assert "Leave ckpt_path out to begin a new run" in err
+    assert not (project / "outputs").exists()
+    if choice == "last":
+        # Slurm starts a job that it has stopped by the same command as the first time.
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        with pytest.warns(UserWarning, match="last"):
+            assert equipoise("fit", "ckpt_path=last")[0] == 0
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
@@ -225,13 +234,34 @@ def test_an_experiment_changes_groups_and_values(project, equipoise):
 
 
 def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
-    code, _, _ = equipoise("fit", "module.lr=0.1,0.2", "--multirun", "seed=0")
+    code, out, _ = equipoise("fit", "module.lr=0.1,0.2", "--multirun", "seed=0")
     assert code == 0
     jobs = sorted(path.parent for path in project.glob("multirun/*/*/*/config.yaml"))
     assert [job.name for job in jobs] == ["0", "1"]
     assert [yaml.safe_load((job / "config.yaml").read_text())["module"]["lr"] for job in jobs] == [0.1, 0.2]
     assert rows(jobs[0])[-1] != rows(jobs[1])[-1]
     assert not (project / "outputs").exists()
+    # Both results end the output, as they do with `launcher=pool`.
+    table = out[out.index("Sweep: 2 done") :]
+    assert "module.lr" in table
+    assert "device" not in table
+    with next(project.glob("multirun/*/*/results.csv")).open() as file:
+        results = list(csv.DictReader(file))
+    assert [(row["module.lr"], row["state"]) for row in results] == [("0.1", "done"), ("0.2", "done")]
+    for row, job in zip(results, jobs, strict=True):
+        assert Path(row["folder"]) == job
+        assert float(row["val_loss"]) == float(rows(job)[-1]["val_loss"])
+        assert f"{float(row['val_loss']):#.4g}" in table
+
+
+def test_a_sweep_shows_what_failed_beside_what_ran(project, equipoise):
+    code, out, err = equipoise("fit", "trainer.limit_train_batches=1,-2", "--multirun", "seed=0")
+    assert code == 2
+    assert "limit_train_batches" in err
+    assert "Sweep: 1 done, 1 failed" in out
+    assert "Job 1: ConfigurationError: " in out
+    with next(project.glob("multirun/*/*/results.csv")).open() as file:
+        assert [row["state"] for row in csv.DictReader(file)] == ["done", "failed"]
 
 
 def test_two_runs_never_share_a_folder(project, equipoise):

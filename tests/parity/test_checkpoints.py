@@ -52,7 +52,8 @@ def test_evaluation_of_the_others_checkpoint(saver: str, tmp_path: Path) -> None
 
         evaluation = dataclasses.replace(case, run=evaluate)
         theirs, ours = (run(evaluation, name, tmp_path / f"{name}-{entry}") for name in TRAINERS)
-        assert_same(theirs, ours, f"{entry} of a checkpoint of {saver}")
+        # Its values stand at the step of the checkpoint in ours.
+        assert_same(theirs, ours, f"{entry} of a checkpoint of {saver}", ["metrics.csv"])
 
 
 class Sized(Classifier):

@@ -134,7 +134,6 @@ CASES = [
         "every-two-steps-monitored",
         saving(every_n_train_steps=2, monitor="train_loss_step", save_top_k=2, filename="{step}"),
     ),
-    case("every-two-steps-monitoring-validation", saving(every_n_train_steps=2, monitor="wave", save_top_k=-1)),
     case("every-step-accumulating", saving(every_n_train_steps=1, save_top_k=-1), accumulate_grad_batches=3),
     case("on-training-epoch-end", saving(monitor="train_wave", save_on_train_epoch_end=True, save_top_k=2)),
     case(

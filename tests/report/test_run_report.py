@@ -520,3 +520,13 @@ class FailsIn(Small):
         if self.trainer.global_rank == self.rank and self.current_epoch == 1:
             raise ValueError("stop here")
         return super().training_step(batch, batch_idx)
+
+
+def test_a_folder_that_is_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = equipoise.Trainer(
+        default_root_dir="memory://x", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[RunReport()]
+    )
+    with pytest.raises(equipoise.ConfigurationError, match=r"RunReport writes.*'memory://x'.*local `save_dir`"):
+        run.fit(Small(), loader(1))
+    assert not list(tmp_path.iterdir())

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import equipoise
+from equipoise import MemoryLogger, RunReport
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.formats import format_bytes
 from equipoise.memory.devices import peak_of_process
-from equipoise.report import run_summary
+from equipoise.report import facts, run_summary
 from equipoise.report.run_summary import RunSummary
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
 from tests.support.terminal import Terminal
@@ -96,11 +97,18 @@ class TestTable:
             peaks.append(peak_of_process(device))
             return peaks[-1]
 
-        monkeypatch.setattr(run_summary, "peak_of_process", noted)
+        monkeypatch.setattr(facts, "peak_of_process", noted)
         trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
         (peak,) = peaks
         assert peak is not None
         assert rows(plain.getvalue())["peak memory"] == format_bytes(peak)
+
+    def test_the_report_states_the_same_peak(self, plain: io.StringIO):
+        callbacks = [MemoryLogger(), RunSummary(), RunReport()]
+        trainer(callbacks=callbacks, max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
+        peak = rows(plain.getvalue())["peak memory"]
+        (page,) = Path().rglob("report.html")
+        assert f"<dt>peak memory, cpu</dt><dd>{peak}</dd>" in page.read_text(encoding="utf-8")
 
     def test_values_are_those_lightning_holds_at_the_end(self, plain: io.StringIO):
         summary = RunSummary(table=False)

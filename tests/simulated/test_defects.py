@@ -202,3 +202,32 @@ def test_readings_of_memory_leave_their_peaks_to_measured_shares() -> None:
     most = calibration.times[0].most
     assert most is not None
     assert most <= extension().total_bytes(1) / MIB
+
+
+class MaskedByDropout(L.LightningModule):
+    """Keeps the masks of dropout of all parts of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1)
+        self.dropout = nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        mask = self.dropout(torch.ones_like(batch))
+        return {"loss": self.layer(batch * mask).square().mean(), "mask": mask}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.masks.append(outputs["mask"].cpu())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_devices_draw_other_random_numbers() -> None:
+    torch.manual_seed(3)
+    module = MaskedByDropout()
+    trainer = quiet(accelerator="gpu", strategy="dp", devices=2, precision="32-true")
+    trainer.fit(module, DataLoader(torch.rand(8, 16), batch_size=8))
+    (mask,) = module.masks
+    assert not torch.equal(mask[:4], mask[4:])

@@ -1,13 +1,21 @@
 """Steps of restoring a checkpoint that need no run: does a state belong to a module?"""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
+from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader, saved, trainer
+
+pytestmark = ignoring("The checkpoint holds states of callbacks")
 
 
 def layers() -> nn.Sequential:
@@ -46,3 +54,120 @@ def test_a_long_list_of_keys_is_cut() -> None:
     message = str(caught.value)
     assert "extra.5 ..." in message
     assert "extra.6" not in message
+
+
+def test_names_of_a_part_that_is_missing_as_a_whole_are_no_matter_of_strictness() -> None:
+    state = {name: value for name, value in layers().state_dict().items() if name.startswith("0.")}
+    refuse(state, "missing: 1.weight, 1.bias. Build the model as it was. The file holds no weight of 1.")
+    with pytest.raises(CheckpointError) as caught:
+        check_fits(layers(), state)
+    assert "strict_loading" not in str(caught.value)
+
+
+def test_looseness_is_advised_where_each_part_has_some_weights() -> None:
+    state = {name: value for name, value in layers().state_dict().items() if name != "1.bias"}
+    refuse(state, "missing: 1.bias. Build the model as it was, or set `strict_loading = False` in it.")
+
+
+# Compiled parts
+
+
+class Parts(Small):
+    """Two layers, each compiled with `torch.compile` or not."""
+
+    def __init__(self, *compiled: str) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        if "layer" in compiled:
+            self.layer = torch.compile(self.layer, backend="eager")
+        if "block" in compiled:
+            self.blocks[1] = torch.compile(self.blocks[1], backend="eager")
+
+    def loss(self, batch: Any) -> Tensor:
+        features = batch[0]
+        for block in self.blocks:
+            features = block(features)
+        return self.layer(features).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+@torch.compiler.set_stance("force_eager")
+@pytest.mark.parametrize(("then", "now"), [(("layer",), ()), ((), ("block", "layer")), (("layer",), ("block",))])
+def test_weights_of_compiled_parts_are_read_by_either_name(
+    tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    path = saved(Parts(*then), tmp_path)
+    weights = torch.load(path, weights_only=True)["state_dict"].values()
+    module = Parts(*now)
+    trainer().test(module, loader(), ckpt_path=path, verbose=False)
+    assert all(map(torch.equal, module.state_dict().values(), weights))
+
+    resumed = Parts(*now)
+    trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=path)
+    same = Parts(*then)
+    trainer(max_epochs=2).fit(same, loader(), ckpt_path=path)
+    assert all(map(torch.equal, resumed.state_dict().values(), same.state_dict().values()))
+
+
+def test_names_that_differ_otherwise_are_kept() -> None:
+    state = {"a._orig_mod.w": 1, "b": 2, "a.w": 3}
+    assert with_present_names(state, ["a.w", "c"]) is state
+    assert with_present_names({"a._orig_mod.w": 1, "b": 2}, ["a.w"]) == {"a.w": 1, "b": 2}
+
+
+# Averaged weights
+
+
+class MendedInPlace(Small):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for value in checkpoint["state_dict"].values():
+            value.neg_()
+
+
+class Mended(Small):
+    """Negates the weights of a checkpoint, as one that reads an older format would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_start: list[Tensor] = []
+        self.mended = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mended += 1
+        checkpoint["state_dict"] = {name: -value for name, value in checkpoint["state_dict"].items()}
+
+    def on_train_start(self) -> None:
+        self.at_start = [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def averaging() -> Any:
+    return EMAWeightAveraging(decay=0.5, device="cpu")
+
+
+def test_what_the_hook_mends_is_what_training_goes_on_with_beside_averaged_weights(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, "a")
+    trainer(callbacks=[averaging(), keeper], enable_checkpointing=True).fit(Small(), loader())
+    path = tmp_path / "a.ckpt"
+    content = torch.load(path, weights_only=True)
+    trained = list(content["current_model_state"].values())
+    averaged = list(content["state_dict"].values())
+    assert not any(map(torch.equal, trained, averaged))
+
+    resumed = Mended()
+    trainer(max_epochs=2, callbacks=[averaging()]).fit(resumed, loader(), ckpt_path=path)
+    assert resumed.mended == 2
+    assert [torch.equal(now, -then) for now, then in zip(resumed.at_start, trained, strict=True)] == [True, True]
+
+    in_place = MendedInPlace()
+    trainer(max_epochs=2, callbacks=[averaging()]).fit(in_place, loader(), ckpt_path=path)
+    assert all(map(torch.equal, in_place.parameters(), resumed.parameters()))
+
+    # Without a training, the averaged weights are the only ones.
+    tested = Mended()
+    with pytest.warns(UserWarning, match="outside the 'fit' stage"):
+        trainer(callbacks=[averaging()]).test(tested, loader(), ckpt_path=path, verbose=False)
+    assert tested.mended == 1
+    assert all(map(torch.equal, tested.parameters(), [-value for value in averaged]))

@@ -89,7 +89,6 @@ class Trials:
                     display.begin(row)
                     row.begin(predicted.get(row.label))
                     self._run_one(attempt, row)
-                display.end(row)
 
     def _predict(self) -> dict[str, dict[str, int]]:
         """Return the predicted peaks of the strategies that run, by label; empty if there is no prediction."""

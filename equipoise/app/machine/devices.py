@@ -32,10 +32,10 @@ def show_devices(arguments: Sequence[str]) -> None:
     if seconds is not None:
         _watch(seconds)
         return
-    from rich.console import Console
+    from equipoise.report.tables.whole_table import print_table
 
-    table = _table(list_devices())
-    Console().print(table)
+    print_table(_table(list_devices()), repeated=2)
+    print(_visibility())
 
 
 def _interval(arguments: Sequence[str]) -> float | None:
@@ -116,19 +116,24 @@ def _table(devices: Sequence[DeviceInfo]) -> Any:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visibility = " is not set: every device is visible"
-    if visible is not None:
-        visibility = f"={visible}: no other devices are visible"
-    table = Table(box=SIMPLE, caption=f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{visibility}.")
+    table = Table(box=SIMPLE)
     for column in ("device", "index", "physical", "name"):
-        table.add_column(column, overflow="fold", no_wrap=column != "name")
+        table.add_column(column, no_wrap=True)
     for column in ("memory", "free", "compute\ncapability", "cores"):
         table.add_column(column, justify="right", no_wrap=True)
     for info in devices:
         cells = _cells(info)
         table.add_row(*cells)
     return table
+
+
+def _visibility() -> str:
+    """Return the line below the table: what an index means, and which devices are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visibility = " is not set: every device is visible"
+    if visible is not None:
+        visibility = f"={visible}: no other devices are visible"
+    return f"index: as in trainer.devices=[0]. CUDA_VISIBLE_DEVICES{visibility}."
 
 
 def _cells(info: DeviceInfo) -> list[str]:

@@ -21,19 +21,21 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from equipoise.report.tables.whole_table import print_table
+
     # 1. The table.
-    table = Table(box=SIMPLE, caption=caption_of(plan), caption_justify="left")
+    table = Table(box=SIMPLE)
     for head in HEADS:
         justify: Any = "left" if head in _WORDS else "right"
-        table.add_column(head, justify=justify, no_wrap=head != HEADS[-1])
+        table.add_column(head, justify=justify, overflow="fold" if head == HEADS[-1] else "ellipsis")
     for row in rows_of(plan):
         table.add_row(*row)
     console = Console()
-    console.print(table)
+    print_table(table, console, repeated=2)
 
     # 2. What the figures rest on, and what to do.
     recommendation = plan["recommendation"]
-    lines = [*lines_of(plan), recommended(recommendation)]
+    lines = [caption_of(plan), *lines_of(plan), recommended(recommendation)]
     if recommendation["overrides"]:
         lines.append(f"  {' '.join(recommendation['overrides'])}")
     for line in [*lines, *alternatives_of(plan)]:

@@ -83,11 +83,13 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from equipoise.report.tables.whole_table import print_table
+
     # 1. The table.
     measure = "by the ledger of tensors"
     if device is not None and device.startswith("cuda"):
         measure = "by the allocator"
-    table = Table(box=SIMPLE, caption=f"One step on {device or 'no device'}; peak {measure}.", caption_justify="left")
+    table = Table(box=SIMPLE)
     table.add_column("saver", no_wrap=True)
     for column in ("peak", "", "step", ""):
         table.add_column(column, justify="right", no_wrap=True)
@@ -108,7 +110,9 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
             result.numbers or "-",
         )
     console = Console()
-    console.print(table)
+    print_table(table, console)
+    caption = f"One step on {device or 'no device'}; peak {measure}."
+    console.print(caption, soft_wrap=True, markup=False, highlight=False)
 
     # 2. Reasons, and overrides in lines that can be copied.
     for result in results:

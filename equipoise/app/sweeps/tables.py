@@ -14,7 +14,8 @@ from rich.text import Text
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number
 from equipoise.report.facts import shorten
-from equipoise.report.live_table import LiveTable
+from equipoise.report.tables.live_table import LiveTable
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 
@@ -85,6 +86,11 @@ def _shown_metrics(results: SweepResults) -> list[str]:
     return results.metric_names[:_MOST_METRICS]
 
 
+def _has_devices(results: SweepResults) -> bool:
+    """Return whether the launcher gives each job a device. Hydra's own launchers do not."""
+    return any(job.device for job in results.jobs)
+
+
 def live_table(results: SweepResults) -> Table:
     """Return the table of jobs as they are now.
 
@@ -142,7 +148,7 @@ def print_closing_table(results: SweepResults, console: Console | None = None) -
     """
     results.write()
     console = console or rich.get_console()
-    console.print(closing_table(results))
+    print_table(closing_table(results), console)
     # Errors and paths stand outside of the table, so that it does not break them.
     for job in results.jobs:
         if job.error is not None:
@@ -157,10 +163,11 @@ def _empty_table(title: str, results: SweepResults, further: Sequence[str]) -> T
     table.add_column("job", justify="right")
     for key in results.keys:
         table.add_column(key, overflow="fold")
-    for name in ("state", "device"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    if _has_devices(results):
+        table.add_column("device", no_wrap=True)
     for name in ("time", *further, *_shown_metrics(results)):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     return table
 
 
@@ -170,7 +177,8 @@ def _add_row(table: Table, job: JobResult, results: SweepResults, further: Seque
     # As texts, since rich would read brackets as markup.
     cells += [Text(values.get(key, "")) for key in results.keys]
     cells.append(Text(job.state.value, _STYLES[job.state]))
-    cells.append(job.device or "-")
+    if _has_devices(results):
+        cells.append(job.device or "-")
     elapsed = job.elapsed
     cells.append("-" if elapsed is None else format_duration(elapsed))
     cells += further

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from equipoise.interop.adapters import find
 from equipoise.interop.refusal import refusal
 
-__all__ = ["begin_as_root", "check_names", "unshard_by_hand", "unsharded_parameters"]
+__all__ = ["begin_as_root", "check_names", "shards_and_wholes", "unshard_by_hand", "unsharded_parameters"]
 
 # Attributes that `fully_shard` sets in every module that it manages begin with one of these.
 _MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
@@ -26,7 +26,7 @@ _OF_GROUP = (
     "_module_to_pre_save_state_dict_hook_handle",
     "_module_to_pre_load_state_dict_hook_handle",
 )
-_OF_PARAMETER = ("_post_load_hook_handle",)
+_OF_PARAMETER = ("_post_load_hook_handle", "sharded_param")
 
 
 def check_names(mesh: DeviceMesh) -> None:
@@ -92,11 +92,21 @@ def unsharded_parameters(unit: nn.Module) -> Iterator[Tensor]:
     Args:
         unit: A module to which `fully_shard` was applied.
     """
+    for _, gathered in shards_and_wholes(unit):
+        yield gathered
+
+
+def shards_and_wholes(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the shard of each parameter of a unit beside the whole parameter; see `unsharded_parameters`.
+
+    Args:
+        unit: A module to which `fully_shard` was applied.
+    """
     for group in _groups_of(unit):
         for parameter in group.fsdp_params:
             gathered = getattr(parameter, "unsharded_param", None)
             if gathered is not None:
-                yield gathered
+                yield parameter.sharded_param, gathered
 
 
 def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], root: nn.Module) -> None:

@@ -4,8 +4,9 @@ Each name stands here with the reason why nothing public does, and is read with 
 """
 
 import copy
-from collections.abc import Iterable
-from pathlib import PurePath
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -15,7 +16,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
 
-__all__ = ["cannot_fire", "last_checkpoints", "load_saving_states", "looks_after_training_epochs", "saving_states"]
+__all__ = [
+    "cannot_fire",
+    "files_written_after",
+    "kept_files",
+    "last_checkpoints",
+    "load_saving_states",
+    "looks_after_training_epochs",
+    "saving_states",
+]
 
 
 def cannot_fire(callback: Callback, hook: str) -> bool:
@@ -69,13 +78,45 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
     return last
 
 
+def files_written_after(path: str | Path, callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> set[str]:
+    """Return the files that checkpoint callbacks have written after a checkpoint, in the folders where they go on.
+
+    Args:
+        path: The checkpoint.
+        callbacks: The callbacks of the run.
+        states: What `saving_states` returned for the checkpoint.
+    """
+    files: set[str] = set()
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint) or not callback.dirpath:
+            continue
+        if states.get(callback.state_key, {}).get("dirpath") != callback.dirpath:
+            continue
+        filesystem = get_filesystem(callback.dirpath)
+        try:
+            written = get_filesystem(path).modified(os.fspath(path))
+            names = [
+                file for file in filesystem.ls(callback.dirpath, detail=False) if file.endswith(callback.FILE_EXTENSION)
+            ]
+            files.update(str(file) for file in names if filesystem.modified(file) > written)
+        except (OSError, NotImplementedError):
+            # A file system without times, or a folder that is gone.
+            continue
+    return files
+
+
 # ModelCheckpoint leaves these out of its state: the step and the path of its last file, and whether it waits for the
 # validation to save. Without them, a resumed run saves a step again within an accumulation window.
 _SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
 def saving_states(
-    callbacks: Iterable[Callback], writer: ModelCheckpoint | None, path: str | None, step: int
+    callbacks: Iterable[Callback],
+    writer: ModelCheckpoint | None,
+    path: str | None,
+    step: int,
+    hook: str | None = None,
+    kept: Mapping[str, set[str]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return what checkpoint callbacks note about their last files; their `state_dict` leaves it out.
 
@@ -84,6 +125,8 @@ def saving_states(
         writer: The callback that writes a file now. It notes the file only afterwards.
         path: Path of that file.
         step: The present step.
+        hook: The hook in which it writes. Default: None, in none.
+        kept: The files that the callbacks kept when the last checkpoint was written. Default: None, unknown.
     """
     states = {}
     for callback in callbacks:
@@ -94,12 +137,38 @@ def saving_states(
             if hasattr(callback, name):
                 key = name.lstrip("_")
                 state[key] = getattr(callback, name)
-        # The file that is being written now counts as the last one.
         if callback is writer:
+            before = (kept or {}).get(callback.state_key, set())
+            state["is_last"] = path == callback.last_model_path
+            state["replaced"] = sorted(before - _kept_by(callback))
+        # The file that is being written now counts as the last one, unless its step waits for the validation.
+        waits = hook == "on_train_batch_end" and state.get("defer_save_until_validation", False)
+        if callback is writer and not (waits and path == callback.last_model_path):
             state["last_global_step_saved"] = step
             state["last_checkpoint_saved"] = path
+            # What waited for the validation is done behind the write.
+            if hook == "on_validation_end":
+                state["defer_save_until_validation"] = False
         states[callback.state_key] = state
     return states
+
+
+def kept_files(callbacks: Iterable[Callback]) -> dict[str, set[str]]:
+    """Return the files that checkpoint callbacks keep now, by the keys of the callbacks.
+
+    Args:
+        callbacks: The callbacks of the run.
+    """
+    keepers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    return {callback.state_key: _kept_by(callback) for callback in keepers}
+
+
+def _kept_by(callback: ModelCheckpoint) -> set[str]:
+    """Return the files that a checkpoint callback deletes once it keeps others."""
+    paths = {callback.last_model_path, *callback.best_k_models}
+    if callback.monitor is None and callback.save_top_k == 1:
+        paths.add(callback.best_model_path)
+    return paths - {""}
 
 
 def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:

@@ -9,11 +9,12 @@ import weakref
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import Profiler
+from torch import nn
 
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
-__all__ = ["attach_profiler", "forget_run", "hyperparameters_name", "pretend_device"]
+__all__ = ["attach_profiler", "forget_run", "hyperparameters_name", "pretend_device", "untoggled_parameters"]
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
@@ -46,6 +47,15 @@ def forget_run(module: LightningModule) -> None:
     for name in (CURRENT_HOOK, "_metric_attributes"):
         if name in state:
             state[name] = None
+
+
+def untoggled_parameters(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Return `requires_grad` of the parameters that `toggle_optimizer` has switched, as it was and will be again.
+
+    Without the name, a checkpoint that is written within `toggle_optimizer` takes the parameters as they are.
+    """
+    toggled: dict[nn.Parameter, bool] = getattr(module, "_param_requires_grad_state", {})
+    return toggled
 
 
 def attach_profiler(profiler: Profiler, module: LightningModule) -> None:

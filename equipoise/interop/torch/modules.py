@@ -29,8 +29,12 @@ __all__ = [
     "parameters_of",
     "set_device_of",
     "shell_of",
+    "uncompiled_name",
     "versions",
 ]
+
+# The child in which `torch.compile` keeps the module that it wraps; it becomes a part of the names of parameters.
+_COMPILED_CHILD = "_orig_mod"
 
 
 def _entry_that_holds(item: Any, attributes: dict[str, Any]) -> str:
@@ -181,6 +185,19 @@ def is_compiled(module: nn.Module) -> bool:
     if "dynamo_ctx" in state:
         return True
     return bool(state.get("_compiled_call_impl") or state.get("_compiler_ctx"))
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name of a parameter or submodule as it is without `torch.compile`.
+
+    Example:
+        >>> uncompiled_name("net._orig_mod.weight")
+        'net.weight'
+    """
+    if _COMPILED_CHILD not in name:
+        return name
+    parts = [part for part in name.split(".") if part != _COMPILED_CHILD]
+    return ".".join(parts)
 
 
 def set_device_of(module: nn.Module, device: torch.device) -> None:

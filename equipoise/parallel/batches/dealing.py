@@ -1,6 +1,6 @@
 """Deal whole batches of a loader to the processes in turn, as evaluations read them: none twice, none padded.
 
-Training deals batches of what is no `DataLoader` in the same way, with `NO_BATCH` at the end of a round.
+Training deals batches of what is no `DataLoader` in the same way.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.parallel.batches.sampling import NO_BATCH, BatchesInTurn, SameOrder
+from equipoise.parallel.batches.sampling import BatchesInTurn, SameOrder
 from equipoise.parallel.batches.shard import count_of_rank
 
 __all__ = ["Turns", "deal_batches", "is_dealt"]
@@ -25,9 +25,9 @@ def deal_batches(loader: Any, rank: int, count: int) -> Any:
         count: The number of processes.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return Turns(loader, rank, count, fill=False)
+        return Turns(loader, rank, count)
     if isinstance(loader.dataset, IterableDataset):
-        return Turns(loader, rank, count, fill=False)
+        return Turns(loader, rank, count)
     # A batch sampler skips the batches of other processes without reading them.
     batches: Any = loader.batch_sampler
     in_order = loader.batch_size is not None and isinstance(loader.sampler, SequentialSampler)
@@ -48,21 +48,16 @@ class Turns:
         loader: The iterable, the same in all processes.
         rank: The rank of this process.
         count: The number of processes.
-        fill: Whether each round has a batch in all processes, `NO_BATCH` if need be.
     """
 
-    def __init__(self, loader: Any, rank: int, count: int, *, fill: bool) -> None:
+    def __init__(self, loader: Any, rank: int, count: int) -> None:
         self.loader = loader
         self.rank = rank
         self.processes = count
-        self.fill = fill
         self.sampler = getattr(loader, "sampler", None)
 
     def __len__(self) -> int:
-        batches = len(self.loader)
-        if self.fill:
-            return -(-batches // self.processes)
-        return count_of_rank(batches, self.rank, self.processes)
+        return count_of_rank(len(self.loader), self.rank, self.processes)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
@@ -70,7 +65,5 @@ class Turns:
             turn = list(islice(batches, self.processes))
             if self.rank < len(turn):
                 yield turn[self.rank]
-            elif turn and self.fill:
-                yield NO_BATCH
             if len(turn) < self.processes:
                 return

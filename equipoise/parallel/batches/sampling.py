@@ -24,7 +24,7 @@ __all__ = [
     "NO_BATCH",
     "BatchesInTurn",
     "Collate",
-    "Filled",
+    "FirstBatches",
     "SameOrder",
     "SharedBatches",
     "UnpaddedDistributedSampler",
@@ -92,6 +92,10 @@ class SameOrder(Sampler[Any]):
         self.sampler = sampler
         self.seed = seed
         self.epoch = 0
+        # The order that `draw` has drawn for the next iteration.
+        self._order: list[Any] | None = None
+        # Length of the order that was drawn last; None before the first.
+        self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch from the next iteration on."""
@@ -101,6 +105,15 @@ class SameOrder(Sampler[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._order is None:
+            self.draw()
+        order = self._order
+        self._order = None
+        assert order is not None
+        return iter(order)
+
+    def draw(self) -> None:
+        """Draw the order of the next iteration; from then on the length is that of the order."""
         seed = self.seed + self.epoch
         # The user's sampler may use any of the global generators. Their states come back afterwards.
         with random_state.isolated():
@@ -110,10 +123,12 @@ class SameOrder(Sampler[Any]):
             if numpy is not None:
                 # Numpy takes seeds of 32 bits.
                 numpy.random.seed(seed % 2**32)
-            order = list(self.sampler)
-        return iter(order)
+            self._order = list(self.sampler)
+        self._length = len(self._order)
 
     def __len__(self) -> int:
+        if self._length is not None:
+            return self._length
         return len(self.sampler)  # type: ignore[arg-type]
 
 
@@ -154,29 +169,21 @@ class SharedBatches(Sampler[list[Any]]):
         return len(self.batch_sampler)
 
 
-class Filled(Sampler[list[Any]]):
-    """A batch sampler that yields a fixed number of batches, empty ones at the end.
+class FirstBatches(Sampler[list[Any]]):
+    """The first batches of a batch sampler.
 
     Args:
-        batches: A batch sampler.
-        count: The number of batches.
+        batches: The batch sampler, which has at least as many.
+        count: Their number.
     """
 
     def __init__(self, batches: Any, count: int) -> None:
         self.batch_sampler = batches
         self.count = count
-        self.sampler = getattr(batches, "sampler", None)
+        self.sampler = batches.sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yielded = 0
-        for batch in self.batch_sampler:
-            if yielded == self.count:
-                return
-            yielded += 1
-            yield batch
-        missing = self.count - yielded
-        for _ in range(missing):
-            yield []
+        return islice(iter(self.batch_sampler), self.count)
 
     def __len__(self) -> int:
         return self.count

@@ -128,10 +128,18 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         batch: A nested batch.
         sizes: The sizes of the parts; their sum is the size of the batch.
         dim: The dimension of the samples. Default: the first.
+
+    Raises:
+        StepError: If it holds a packed sequence, whose tensors are ordered by step and not by sample.
     """
     if isinstance(batch, Tensor) and batch.ndim:
         views = torch.split(batch, list(sizes), dim)
         return list(views)
+    if isinstance(batch, PackedSequence):
+        raise StepError(
+            "A batch must be cut into parts, but it holds a PackedSequence, which is ordered by step and not by sample."
+            " Let the loader return the padded sequences and their lengths, and pack them within the module." + _OR
+        )
 
     items = items_of(batch)
     if items is None:
@@ -152,6 +160,8 @@ _WAY_OUT = (
     " Define `batch_size(self, batch)`, which returns the number of samples, and `split_batch(self, batch, sizes)`,"
     " which returns the parts, in your module."
 )
+
+_OR = _WAY_OUT.replace(" Define", " Or define", 1)
 
 
 class Splitter:

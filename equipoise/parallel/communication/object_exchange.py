@@ -13,9 +13,18 @@ from torch import Tensor
 from equipoise.parallel.communication.process_group import host_group
 from equipoise.parallel.payload.shared_payload import dumps, loads
 
-__all__ = ["broadcast_object", "gather_objects"]
+__all__ = ["broadcast_object", "exchange_number", "gather_objects"]
 
 T = TypeVar("T")
+
+
+def exchange_number(number: int) -> list[int]:
+    """Return the numbers of all processes, in the order of their ranks."""
+    group = host_group()
+    here = torch.tensor([number], dtype=torch.int64)
+    gathered = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, here, group=group)
+    return [int(received) for received in gathered]
 
 
 def gather_objects(

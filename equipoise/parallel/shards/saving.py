@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import UnfinishedFolder
 from equipoise.parallel.shards.index import INDEX, REST, Index, SavedFile, SavedTensor, file_of_rank, write_index
 from equipoise.parallel.shards.pieces import Piece, write_pieces
@@ -72,7 +73,7 @@ def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
     Raises:
         CheckpointError: In all processes, if one of them could not write.
     """
-    steps = _Steps(content.target, exchange)
+    steps = _Steps(content, exchange)
     part = _PartOfProcess(content, rank)
     try:
         part.folder = Path(steps.run(part.begin)[0])
@@ -142,12 +143,13 @@ class _Steps:
     """Steps that all processes carry out together, so that each learns of an error in any of them.
 
     Args:
-        target: The path of the checkpoint, for messages.
+        content: What this process writes, for messages.
         exchange: Returns the values of all processes.
     """
 
-    def __init__(self, target: Path, exchange: Exchange) -> None:
-        self._target = target
+    def __init__(self, content: Content, exchange: Exchange) -> None:
+        self._target = content.target
+        self._needed = sum(piece.tensor.nbytes for piece in content.pieces) + len(content.rest or b"")
         self._exchange = exchange
 
     def run(self, compute: Callable[[], T]) -> list[T]:
@@ -182,6 +184,8 @@ class _Steps:
         # Its message is meant for the user already.
         if isinstance(error, CheckpointError):
             return str(error)
+        if isinstance(error, OSError) and is_limit(error):
+            return str(limit_error(self._target, error, self._needed))
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror

@@ -1,9 +1,10 @@
-"""Capture and restore every random generator that a step can draw from.
+"""Capture, restore and separate every random generator that a step can draw from.
 
 These are torch's generators of the CPU, of every CUDA device and of MPS, Python's `random`, and numpy's global
 generator. A capture never initialises CUDA and never imports numpy: where they are not in use there is no state.
 """
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["HostGenerators", "RandomState", "capture", "isolated"]
+__all__ = ["HostGenerators", "RandomState", "capture", "fork", "fork_device", "isolated"]
 
+# Numpy takes seeds of 32 bits.
+_SEEDS_OF_NUMPY = 2**32
 _GENERATORS_OF_NUMPY = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
@@ -183,6 +186,51 @@ def isolated() -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+def fork(number: int) -> None:
+    """Give all random generators other sequences, which follow from torch's present state on the CPU and a number.
+
+    Processes with equal generators have independent ones after it, if their numbers differ.
+
+    Args:
+        number: The number.
+
+    Example:
+        >>> state = capture()
+        >>> fork(1)
+        >>> first = torch.rand(2)
+        >>> state.restore()
+        >>> fork(2)
+        >>> torch.equal(first, torch.rand(2))
+        False
+    """
+    seed = _forked_seed(number)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed % _SEEDS_OF_NUMPY)
+
+
+def fork_device(device: torch.device, number: int) -> None:
+    """Give the generator of a CUDA device another sequence; see `fork`.
+
+    Args:
+        device: The device.
+        number: The number.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.manual_seed(_forked_seed(number))
+
+
+def _forked_seed(number: int) -> int:
+    """Return a seed of 63 bits that follows from torch's present state on the CPU and a number. Draws nothing."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    digest = hashlib.sha256(f"{drawn}, {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 class HostGenerators:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from equipoise.formats import Unit, format_quantity
-from equipoise.report.page.markup import Markup, join, tag
+from equipoise.report.page.markup import Markup, tag
 
 __all__ = ["Bar", "BarGroup", "bar_chart"]
 
@@ -12,9 +12,10 @@ __all__ = ["Bar", "BarGroup", "bar_chart"]
 _BAR = 16
 _GAP = 3
 _GROUP_GAP = 14
-# Per cent of the width for the names on the left, and for the longest bar; the values stand behind the bars.
-_NAMES = 22.0
-_LONGEST = 62.0
+# Per cent of the width for the longest bar; the values stand behind the bars.
+_LONGEST = 70.0
+# Width of a character of a name in pixels.
+_CHARACTER = 7.0
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def bar_chart(title: str, groups: Sequence[BarGroup], unit: Unit, note: str = ""
     rows = []
     top = 0
     for group in drawn:
-        markup = _group(group, top, largest, unit)
-        rows.append(markup)
+        rows += [_bar(bar, top + index * (_BAR + _GAP), largest, unit) for index, bar in enumerate(group.bars)]
         top += _height(group) + _GROUP_GAP
     # The title tells those who cannot see the picture what it shows.
     labels = ", ".join(group.label for group in drawn)
@@ -76,13 +76,14 @@ def bar_chart(title: str, groups: Sequence[BarGroup], unit: Unit, note: str = ""
         role="img",
         height=max(top, 1),
     )
-    # 2. The names.
+    axes = tag("div", _names(drawn, max(top, 1)), picture, class_="axes")
+    # 2. The title and the names of the bars.
     note_element = None
     if note:
         note_element = tag("span", note, class_="note")
     heading = tag("h3", title, note_element)
     head = tag("figcaption", heading, _legend(drawn))
-    return tag("figure", head, picture, class_="chart")
+    return tag("figure", head, axes, class_="chart")
 
 
 def _height(group: BarGroup) -> int:
@@ -109,22 +110,18 @@ def _legend(groups: Sequence[BarGroup]) -> Markup | None:
     return tag("ul", *entries, class_="legend")
 
 
-def _group(group: BarGroup, top: int, largest: float, unit: Unit) -> Markup:
-    # The name stands beside the middle of its bars.
-    middle = top + _height(group) / 2
-    name = tag(
-        "text",
-        group.label,
-        x=f"{_NAMES - 1.5:.1f}%",
-        y=middle + 3,
-        text_anchor="end",
-    )
-    elements = [name]
-    for index, bar in enumerate(group.bars):
-        top_of_bar = top + index * (_BAR + _GAP)
-        element = _bar(bar, top_of_bar, largest, unit)
-        elements.append(element)
-    return join(*elements)
+def _names(groups: Sequence[BarGroup], height: int) -> Markup:
+    """Draw the names of the groups: a column of its own, as wide as the longest."""
+    longest = max((len(group.label) for group in groups), default=0)
+    width = 10 + round(_CHARACTER * longest)
+    texts = []
+    top = 0
+    for group in groups:
+        # The name stands beside the middle of its bars.
+        middle = top + _height(group) / 2
+        texts.append(tag("text", group.label, x=width - 8, y=middle + 3, text_anchor="end"))
+        top += _height(group) + _GROUP_GAP
+    return tag("svg", *texts, class_="names", width=width, height=height, aria_hidden="true")
 
 
 def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
@@ -136,7 +133,7 @@ def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
     tip = tag("title", f"{bar.label}: {text}")
     rectangle = tag(
         "rect",
-        x=f"{_NAMES}%",
+        x=0,
         y=top,
         width=f"{length:.2f}%",
         height=_BAR,
@@ -145,7 +142,7 @@ def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
     value = tag(
         "text",
         text,
-        x=f"{_NAMES + length + 1:.2f}%",
+        x=f"{length + 1:.2f}%",
         y=top + _BAR - 4,
         class_="value",
     )

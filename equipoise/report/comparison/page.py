@@ -9,7 +9,7 @@ from equipoise.report.page.markup import Markup, hint, join, section, table, tag
 from equipoise.report.page.page import facts_section, html_page
 from equipoise.report.page.sections import configuration_section
 
-__all__ = ["ComparedStrategy", "ComparisonRecord", "render_comparison"]
+__all__ = ["ComparedStrategy", "ComparisonRecord", "reasons_in_words", "render_comparison"]
 
 # Colours of devices.
 _STYLES = ("val", "s0", "s1", "s2", "s3", "s4", "s5")
@@ -171,9 +171,22 @@ def _table(strategies: Sequence[ComparedStrategy]) -> Markup | None:
         if head not in ("strategy", "overrides") and longest <= _LONGEST_NUMBER:
             numbers.append(index)
     # Sentences stand outside of the table, whose columns they would squeeze.
-    reasons = []
-    for strategy in strategies:
-        if strategy.reason is not None:
-            reason = hint(f"{strategy.label} did not run: {strategy.reason}")
-            reasons.append(reason)
+    reasons = [hint(line) for line in reasons_in_words([(each.label, each.reason) for each in strategies])]
     return section("All strategies", table(heads, rows, numbers=numbers), *reasons)
+
+
+def reasons_in_words(reasons: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return a sentence for each reason why strategies did not run, with all strategies that have the same one.
+
+    Args:
+        reasons: The name of each strategy, and its reason; None if it has run.
+
+    Example:
+        >>> reasons_in_words([("single_device", None), ("dp", "one device"), ("ddp", "one device")])
+        ['dp, ddp did not run: one device']
+    """
+    labels: dict[str, list[str]] = {}
+    for label, reason in reasons:
+        if reason is not None:
+            labels.setdefault(reason, []).append(label)
+    return [f"{', '.join(names)} did not run: {reason}" for reason, names in labels.items()]

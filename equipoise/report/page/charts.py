@@ -22,6 +22,8 @@ _WORDS = 18
 _ROW = 15
 # Width of a character in pixels.
 _CHARACTER = 6.3
+# Least width of a picture on a narrow screen in pixels.
+_NARROW = 230
 # Width of the inner picture in units of its own.
 _ACROSS = 1000
 # Significant digits of a value across; those of a step must tell neighbours apart.
@@ -130,7 +132,7 @@ def line_chart(
         "svg",
         tag("title", _description(title, drawable, across)),
         _grid(across, up, height),
-        *(_boundary(boundary, across, height) for boundary in inside),
+        *_boundaries(inside, across, height),
         *(_mark(mark, across, height) for mark in marks),
         *(_draw(line, across, up, height) for line in drawable),
         class_="plot",
@@ -278,19 +280,40 @@ def text_anchor(share: float) -> str:
     return "middle"
 
 
-def _boundary(boundary: Boundary, across: Scale, height: int) -> Markup:
-    """Draw a faint line from top to bottom, and its word below the numbers of the axis."""
-    share = across.place(boundary.x)
-    x = _percent(share)
-    line = tag("line", x1=x, x2=x, y1=_TOP, y2=height)
-    word = tag(
-        "text",
-        boundary.text,
-        x=x,
-        y=height + _WORDS + _ROW,
-        text_anchor=text_anchor(share),
-    )
-    return tag("g", line, word, class_="boundary")
+def _boundaries(boundaries: Sequence[Boundary], across: Scale, height: int) -> list[Markup]:
+    """Draw a faint line from top to bottom for each boundary, and its word below the numbers of the axis."""
+    drawn = []
+    in_narrow = _with_room(boundaries, across)
+    for boundary in boundaries:
+        share = across.place(boundary.x)
+        x = _percent(share)
+        line = tag("line", x1=x, x2=x, y1=_TOP, y2=height)
+        word = tag(
+            "text",
+            boundary.text,
+            x=x,
+            y=height + _WORDS + _ROW,
+            text_anchor=text_anchor(share),
+            # The style sheet hides these on a narrow screen.
+            class_=None if boundary in in_narrow else "crowded",
+        )
+        drawn.append(tag("g", line, word, class_="boundary"))
+    return drawn
+
+
+def _with_room(boundaries: Sequence[Boundary], across: Scale) -> list[Boundary]:
+    """Return the boundaries whose words do not overlap on a narrow screen; the last word is kept first."""
+    kept = []
+    free = math.inf
+    for boundary in sorted(boundaries, key=lambda boundary: boundary.x, reverse=True):
+        share = across.place(boundary.x)
+        length = _CHARACTER * len(boundary.text)
+        before = {"start": 0.0, "middle": 0.5, "end": 1.0}[text_anchor(share)]
+        left = share * _NARROW - before * length
+        if left + length <= free:
+            kept.append(boundary)
+            free = left - _CHARACTER
+    return kept
 
 
 def _mark(mark: Mark, across: Scale, height: int) -> Markup:

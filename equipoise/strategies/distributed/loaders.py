@@ -1,12 +1,10 @@
 """Loaders of strategies with several processes: the part of each process."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -17,7 +15,7 @@ from equipoise.parallel.batches.sampling import (
     NO_BATCH,
     BatchesInTurn,
     Collate,
-    Filled,
+    FirstBatches,
     SameOrder,
     SharedBatches,
     UnpaddedDistributedSampler,
@@ -90,9 +88,9 @@ def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: boo
         if reason:
             raise ConfigurationError(f"shares need a DataLoader with a batch_size to cut, {reason}. Leave them out.")
     if not isinstance(loader, DataLoader):
-        return Turns(loader, rank, count, fill=training)
+        return Turns(loader, rank, count)
     if isinstance(loader.dataset, IterableDataset):
-        return _share_stream(loader, rank, count, training=training)
+        return _share_stream(loader, rank, count)
     if has_distributed_sampler(loader):
         return loader
     if training:
@@ -188,13 +186,12 @@ def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed
     steps: Any = loader.batch_sampler
     if steps is None:
         same_order = with_sampler(loader, SameOrder(loader.sampler, seed))
-        return Turns(same_order, rank, count, fill=True)
+        return Turns(same_order, rank, count)
     if not isinstance(steps, WholeSteps):
         if loader.batch_size is None:
             # The user's own batch sampler decides which samples make a batch.
-            batches = SameOrder(steps, seed)
-            rounds = -(-len(batches) // count)
-            return _with_batches(loader, Filled(BatchesInTurn(batches, rank, count), rounds))
+            batches = BatchesInTurn(SameOrder(steps, seed), rank, count)
+            return with_sampler(loader, batches, batches=True)
         if sizes is None and _order_for_all(loader, seed) is None:
             return _share_evenly(loader, rank, count, seed)
         steps = BatchSampler(order_of_processes(loader, seed), loader.batch_size * count, loader.drop_last)
@@ -235,15 +232,14 @@ def _order_for_all(loader: DataLoader[Any], seed: int) -> SameOrder | None:
 
 def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> DataLoader[Any]:
     """Return a loader whose sampler draws one process's samples alone."""
-    assert loader.batch_size is not None
-    samples = len(loader.dataset)  # type: ignore[arg-type]
-    steps, remaining_samples = divmod(samples, loader.batch_size * count)
-    if remaining_samples and not loader.drop_last:
-        steps += 1
     sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=_shuffles(loader), seed=seed)
     shared = with_sampler(loader, sampler)
-    # A process may have one batch less than others; `Filled` yields as many steps in all of them.
-    return _with_batches(shared, Filled(shared.batch_sampler, steps))
+    if not loader.drop_last:
+        return shared
+    # What remains behind the last whole step may be a whole batch of one process.
+    assert loader.batch_size is not None
+    steps = len(loader.dataset) // (loader.batch_size * count)  # type: ignore[arg-type]
+    return with_sampler(shared, FirstBatches(shared.batch_sampler, steps), batches=True)
 
 
 def _dealt_sizes(size: int, step: int, *, processes: int) -> list[int]:
@@ -259,7 +255,7 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     return copy
 
 
-def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: bool) -> Any:
+def _share_stream(loader: DataLoader[Any], rank: int, count: int) -> Any:
     """Return a loader over one process's part of a stream, which the stream itself selects."""
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
@@ -268,34 +264,4 @@ def _share_stream(loader: DataLoader[Any], rank: int, count: int, *, training: b
             " Give it a method `shard(num_shards, index)` that returns the part of one process, or say"
             " Trainer(use_distributed_sampler=False) if it reads its own part already."
         )
-    dataset = share(num_shards=count, index=rank)
-    shared = with_dataset(loader, dataset)
-    if training:
-        return _UntilAllAreDone(shared)
-    return shared
-
-
-class _UntilAllAreDone:
-    """A loader that ends in all processes at once: `NO_BATCH` while others still have batches.
-
-    Args:
-        loader: The loader of this process.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        device = torch.device("cpu")
-        if dist.get_backend() == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        while True:
-            batch = next(batches, NO_BATCH)
-            remaining = torch.tensor(int(batch is not NO_BATCH), device=device)
-            dist.all_reduce(remaining)
-            if not int(remaining):
-                return
-            yield batch
+    return with_dataset(loader, share(num_shards=count, index=rank))

@@ -10,28 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.process_group import host_group
+from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.strategies.fsdp.units import Unit
 
-__all__ = ["UnitCalls", "exchange_number"]
+__all__ = ["UnitCalls"]
 
 # Kinds of numbers that processes exchange at a call of a unit, and at the end of a forward.
 _END_WITH_GRAPH = -1
 _END_WITHOUT_GRAPH = -2
-
-
-def exchange_number(number: int) -> list[int]:
-    """Return the numbers of all processes, in the order of their ranks."""
-    group = host_group()
-    here = torch.tensor([number], dtype=torch.int64)
-    gathered = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, here, group=group)
-    return [int(received) for received in gathered]
 
 
 class UnitCalls:

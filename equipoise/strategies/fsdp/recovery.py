@@ -2,7 +2,13 @@
 
 from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["ShardedRecovery"]
+__all__ = ["NOT_REPEATED", "ShardedRecovery"]
+
+NOT_REPEATED = (
+    "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
+    " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
+)
+"""Why no step is repeated, and what to do instead."""
 
 
 class ShardedRecovery(RecoverySupport):
@@ -10,7 +16,4 @@ class ShardedRecovery(RecoverySupport):
 
     def why_not(self, *, training: bool, leave_out: bool) -> str:
         """Return the reason; see `RecoverySupport.why_not`."""
-        return (
-            "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
-            " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
-        )
+        return NOT_REPEATED

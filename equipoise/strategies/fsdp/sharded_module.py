@@ -1,7 +1,8 @@
 """A module whose parameters are in shards for the time of a run, and the way back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, unshard_by_hand
+from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, shards_and_wholes, unshard_by_hand
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.strategies.fsdp.state.gathering import whole
@@ -21,6 +22,11 @@ __all__ = ["ShardedModule", "Sharding"]
 
 # The user's steps, in each of which the root's weights are whole.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# Lightning's methods that switch `requires_grad` of the parameters of optimisers, which are shards.
+_SWITCHES = ("toggle_optimizer", "untoggle_optimizer")
+# A method that the module has in a run alone: it returns what its argument returns.
+_OUTPUT = "_equipoise_output"
+_REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", _OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +59,8 @@ class ShardedModule:
         self.module = units[-1].module
         self.units = units
         self._originals = dict(self.module.named_parameters(remove_duplicate=False))
-        # Steps that are attributes of the object and not of its class.
-        self._own_steps = {name: vars(self.module)[name] for name in _STEPS if name in vars(self.module)}
+        # Methods that are attributes of the object and not of its class.
+        self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
         try:
             check_names(sharding.mesh)
@@ -62,6 +68,8 @@ class ShardedModule:
                 self._shard(unit, sharding)
             copy_from_first(self.module.buffers())
             self._wrap_steps()
+            self._wrap_switches()
+            self._wrap_backward()
         except BaseException:
             self._put_back()
             raise
@@ -87,6 +95,45 @@ class ShardedModule:
             if hasattr(self.module, name):
                 register_fsdp_forward_method(self.module, name)
         begin_as_root(self.module)
+
+    def _wrap_backward(self) -> None:
+        """Let each loss of manual optimisation count as an output of the root, in whose backward gradients are summed.
+
+        The root's own forward may have no part in that loss: the user's step may call its submodules alone.
+        """
+        backward = getattr(self.module, "manual_backward", None)
+        if backward is None:
+            return
+        setattr(self.module, _OUTPUT, lambda value: value())
+        register_fsdp_forward_method(self.module, _OUTPUT)
+        as_output = getattr(self.module, _OUTPUT)
+
+        @wraps(backward)
+        def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            # As an argument, the loss itself would mark the end of the backward.
+            loss = as_output(lambda: loss)
+            return backward(loss, *args, **kwargs)
+
+        self.module.manual_backward = manual_backward  # type: ignore[assignment]
+
+    def _wrap_switches(self) -> None:
+        """Let whole weights follow where the user switches `requires_grad` of an optimiser's shards."""
+        for name in _SWITCHES:
+            if hasattr(self.module, name):
+                setattr(self.module, name, self._followed(getattr(self.module, name)))
+
+    def _followed(self, switch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that passes on what it switches."""
+
+        @wraps(switch)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            result = switch(*args, **kwargs)
+            for unit in self._sharded:
+                for shard, gathered in shards_and_wholes(unit):
+                    gathered.requires_grad_(shard.requires_grad)
+            return result
+
+        return followed
 
     def free_gathered(self) -> None:
         """Free the whole weights that units have, so that they are gathered anew."""
@@ -129,9 +176,9 @@ class ShardedModule:
 
     def _put_back(self) -> None:
         """Undo the sharding, as far as it has come."""
-        for name in _STEPS:
+        for name in _REPLACED:
             vars(self.module).pop(name, None)
-        vars(self.module).update(self._own_steps)
+        vars(self.module).update(self._own_methods)
         unshard_by_hand(self._sharded, self._originals, self.module)
         self._sharded = []
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
 from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
 from equipoise.strategies.distributed.window_totals import TotalWeight
-from equipoise.strategies.fsdp.agreement import UnitCalls, exchange_number
+from equipoise.strategies.fsdp.agreement import UnitCalls
 from equipoise.strategies.fsdp.misuse import explained
 from equipoise.strategies.fsdp.sharded_module import ShardedModule
 
@@ -81,7 +82,10 @@ class ShardedSteps:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
         if not self._all_have_stand_in:
-            self._share_stand_in(self._say_what_is_here(parts), parts)
+            codes = self._say_what_is_here(parts)
+            if max(codes) == _NOTHING:
+                return self._end_without_batches(step)
+            self._share_stand_in(codes, parts)
         if not automatic:
             return self._run_by_hand(step, parts[0])
 
@@ -106,6 +110,12 @@ class ShardedSteps:
             if graph is not None:
                 self._backward_of_zeros(graph)
         return result
+
+    def _end_without_batches(self, step: TrainingStep) -> StepResult:
+        """End a window whose gradients come from a checkpoint, as no process has had a batch since."""
+        self._weight.send(step.total_with(_NO_RESULT))
+        step.backward(_NO_RESULT)
+        return _NO_RESULT
 
     def _run_by_hand(self, step: TrainingStep, batch: Any) -> StepResult:
         """Run a step of manual optimisation, in which the user runs backwards and steps optimisers."""

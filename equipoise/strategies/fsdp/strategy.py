@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -29,7 +30,7 @@ from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
-from equipoise.strategies.fsdp.recovery import ShardedRecovery
+from equipoise.strategies.fsdp.recovery import NOT_REPEATED, ShardedRecovery
 from equipoise.strategies.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.strategies.fsdp.state.folders import ShardFolders
 from equipoise.strategies.fsdp.state.portable_state import BeforeSharding, ShardedState
@@ -227,6 +228,11 @@ class FSDPStrategy(ProcessStrategy):
                 raise ConfigurationError(
                     f"{type(callback).__name__} copies whole weights, but under strategy='fsdp' each process has shards"
                     " of them. Leave it out, or take strategy='ddp'."
+                )
+            if isinstance(callback, OOMRecovery) and callback.policy != "raise":
+                raise ConfigurationError(
+                    f"OOMRecovery(policy={callback.policy!r}): {NOT_REPEATED} OOMRecovery(policy='raise') reports"
+                    " memory only."
                 )
             if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
                 raise ConfigurationError(

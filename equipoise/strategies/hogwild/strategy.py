@@ -1,8 +1,6 @@
 """HogwildStrategy: processes that step shared parameters without waiting for each other."""
 
 import platform
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -113,12 +111,9 @@ class HogwildStrategy(ProcessStrategy):
         processes = self.processes
         _check_one_machine(processes)
         self._optimizers = {}
-        # 1. The same values everywhere, then the same memory.
+        # The same values everywhere, then the same memory.
         restore_metrics = same_in_all_processes(module)
         unshare = share_parameters(list(module.parameters()), processes)
-        # 2. Other random numbers in each process, for dropout and augmentation.
-        if not processes.is_main:
-            _seed(torch.initial_seed() + processes.rank)
         return ProcessRun(restores=[restore_metrics, unshare])
 
     def sync_buffers(self) -> None:
@@ -166,12 +161,3 @@ def _check_one_machine(processes: Processes) -> None:
             f"strategy='hogwild' shares the memory of one machine, but the processes are on {', '.join(machines)}. Take"
             " strategy='ddp'."
         )
-
-
-def _seed(seed: int) -> None:
-    """Seed the generators of this process."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % _SEEDS_OF_NUMPY)

@@ -1,23 +1,15 @@
 """Write a file completely or not at all, and remove files that killed processes left; see `unfinished`."""
 
-import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from equipoise.errors import CheckpointError
+from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import check_replaceable, put_in_place
 from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, umask
 
 __all__ = ["write_at_once"]
-
-_WITHOUT_SPACE = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file is larger than this process may write (`ulimit -f`)",
-}
 
 
 def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
@@ -30,6 +22,15 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
     Raises:
         CheckpointError: If the disk is full, or a quota or a limit of the process is reached.
     """
+    try:
+        _write_at_once(target, write)
+    except OSError as error:
+        if not is_limit(error):
+            raise
+        raise limit_error(target, error, _size_of(write)) from error
+
+
+def _write_at_once(target: Path, write: Callable[[Any], None]) -> None:
     # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
     check_replaceable(target)
@@ -54,8 +55,8 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
         Path(name).unlink(missing_ok=True)
         # Torch raises an error of its own when writing fails.
         cause = file.error or error
-        if isinstance(cause, OSError) and cause.errno in _WITHOUT_SPACE:
-            raise _without_space(target, write, cause) from error
+        if cause is not error and is_limit(cause):
+            raise cause from error
         raise
 
 
@@ -102,14 +103,8 @@ class _Counter:
         """Do nothing."""
 
 
-def _without_space(target: Path, write: Callable[[Any], None], cause: OSError) -> CheckpointError:
-    # Write once more, to learn the size.
+def _size_of(write: Callable[[Any], None]) -> int:
+    """Return the number of bytes of a content, which is written once more to learn it."""
     counter = _Counter()
     write(counter)
-    free = shutil.disk_usage(target.parent).free
-    reason = _WITHOUT_SPACE[cause.errno or 0]
-    return CheckpointError(
-        f"The checkpoint {str(target)!r} cannot be written: {reason}. It needs {counter.count:,} bytes, and"
-        f" {free:,} bytes are free on that disk. Files that were there before are unchanged. Free some space, keep"
-        " fewer checkpoints (`ModelCheckpoint(save_top_k=...)`), or choose another `dirpath`."
-    )
+    return counter.count

@@ -73,13 +73,15 @@ def _default_choice(state: "RunState", entry_point: str, *, module_given: bool) 
 
 
 def _best(state: "RunState", entry_point: str) -> str:
-    """Return the best checkpoint of the first checkpoint callback."""
+    """Return the best checkpoint of the first checkpoint callback, of those that monitor a value if there are any."""
     callbacks = [callback for callback in state.callbacks if is_a(callback, Checkpoint)]
     if not callbacks:
         raise ConfigurationError(
             f"`{entry_point}(ckpt_path='best')` needs a ModelCheckpoint among the callbacks, but there is none. Give a"
             f" path, or pass the module, `{entry_point}(module)`, to use the weights that it has."
         )
+    # Without a value to monitor there is no best, but the last file.
+    callbacks = [callback for callback in callbacks if getattr(callback, "monitor", None) is not None] or callbacks
     callback = callbacks[0]
     count = len(callbacks)
     if count > 1:

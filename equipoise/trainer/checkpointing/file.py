@@ -23,13 +23,38 @@ from equipoise.parallel.shards.reading import has_shards
 from equipoise.safe_loading.archive import check_archive, is_archive, read_archive, read_legacy
 from equipoise.trainer.checkpointing.atomic_file import write_at_once
 
-__all__ = ["check_contents", "check_is_file", "is_plain", "pack_checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = [
+    "check_contents",
+    "check_is_file",
+    "check_name",
+    "is_plain",
+    "pack_checkpoint",
+    "read_checkpoint",
+    "write_checkpoint",
+]
 
 # Types of plain values, besides containers and tensors.
 _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 # Writing
+
+
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Check that the name of a checkpoint does not promise a format that it does not have.
+
+    Args:
+        path: Its path.
+
+    Raises:
+        CheckpointError: If it ends with ".safetensors".
+    """
+    if os.fspath(path).endswith(".safetensors"):
+        raise CheckpointError(
+            f"A checkpoint holds more than tensors, in the format of `torch.save`, which {os.fspath(path)!r} would not"
+            " say. Name it '.ckpt'. The weights alone are written by"
+            " `safetensors.torch.save_model(module, path)`."
+        )
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

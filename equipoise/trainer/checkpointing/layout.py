@@ -228,6 +228,8 @@ _POSITION = fields(
         "logs": fields({"callback_metrics": mapping, "entries": list_of(named_entries)}),
         "metrics": named_entries,
         "metrics_of_validation": texts,
+        "validated": texts,
+        "monitors": mapping,
         "before_validation": optional(fields({"random_state": _RANDOM_STATE, "metrics": named_entries})),
     }
 )
@@ -247,6 +249,7 @@ _EQUIPOISE = fields(
         "left": optional(_LEFT),
         "steps": optional(_STEPS),
         "strategy": named_entries,
+        "switches": fields({"requires_grad": named_entries, "training": named_entries}),
     }
 )
 _CHECKPOINT = fields(

@@ -9,10 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.communication.object_exchange import exchange_number
+from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
-__all__ = ["NOTHING", "BatchStream", "length_of"]
+__all__ = ["NOTHING", "BatchStream"]
 
 # Stands for the absence of a batch: None may be a batch.
 NOTHING: Any = object()
@@ -23,32 +26,39 @@ class BatchStream:
 
     Args:
         loader: Any iterable of batches.
-        limit: Number of batches, if it is known or bounded; infinite otherwise.
+        extent: Number of batches, as far as it is known.
         combined: Whether `loader` is a CombinedLoader, which wraps each batch in a tuple.
         before_opening: Called with a function that opens the loader, before the loader is opened for this pass.
+        together: Whether all processes take part in each step, so that the pass ends when the last one has no batch
+            left. A process without one reads `NO_BATCH`. Default: False.
+        on_wrong_length: Called with the number of batches that were promised and the number that came, if they differ.
 
     Attributes:
-        length: Number of batches; None until it is known. A loader without length is read one batch ahead, and the
-            length is set when the last batch is handed out: the batch with index `length - 1` is the last.
+        length: Number of batches; None until it is known. The batch with index `length - 1` is the last. If only the
+            end of the pass tells the number, `length` is what the loader promises, and one batch is read ahead from the
+            last promised one on. A loader without length is read one batch ahead from the beginning.
         ahead: The batch that was read ahead.
     """
 
     def __init__(
         self,
         loader: Any,
-        limit: float,
+        extent: Extent,
         *,
         combined: bool = False,
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
+        together: bool = False,
+        on_wrong_length: Callable[[int, int], None] | None = None,
     ) -> None:
         self.loader = loader
-        self.limit = limit
+        self.extent = extent
         self.combined = combined
         self._before_opening = before_opening
-        # `limit` alone does not tell the length: a loader without length may end before.
+        self._together = together
+        self._on_wrong_length = on_wrong_length
         self.length: int | None = None
-        if not math.isinf(limit) and (combined or length_of(loader) is not None):
-            self.length = int(limit)
+        if not math.isinf(extent.promised):
+            self.length = int(extent.num_batches)
         self.ahead: Any = NOTHING
         self._counts: SampleCounts | None = None
         self._iterator: Iterator[Any] | None = None
@@ -61,20 +71,24 @@ class BatchStream:
 
     def start(self) -> None:
         """Create the iterator; for a loader without length, fetch the first batch and warn if there is none."""
+        self._draw_order()
         self._begin(self._open(), 0)
         if self.is_empty:
             rank_zero_warn(self.describe_empty())
 
     @property
     def is_empty(self) -> bool:
-        """True if a loader without length turned out to have no batch in this pass."""
-        return self.length == 0 < self.limit
+        """True if the loader turned out to have no batch in this pass."""
+        return self.length == 0 < self.extent.limit
 
     def describe_empty(self) -> str:
         """Return a text for messages about a pass without a batch."""
+        kind = type(self.loader).__name__
+        if math.isinf(self.extent.promised):
+            kind += " without length"
         return (
-            f"A {type(self.loader).__name__} without length gave no batch in this pass. It may be empty, or an"
-            " iterator, which can be read once only: pass a DataLoader or a list to read it in every pass."
+            f"A {kind} gave no batch in this pass. It may be empty, or an iterator, which can be"
+            " read once only: pass a DataLoader or a list to read it in every pass."
         )
 
     def resume(self, batches_read: int, *, ahead: Any = NOTHING, stateful: bool = False) -> None:
@@ -88,6 +102,7 @@ class BatchStream:
             ahead: The batch that had been read ahead, if it is known.
             stateful: Whether the loader itself restores its position after them.
         """
+        self._draw_order()
         # 1. Pass over the batches that were read, if possible without loading them.
         if not stateful and not self.combined and _can_skip(self.loader):
             batches = self._skip_unloaded(batches_read)
@@ -130,6 +145,10 @@ class BatchStream:
         self._iterator = None
         return iterator
 
+    def _draw_order(self) -> None:
+        if self.extent.certainty is Certainty.ONCE_DRAWN:
+            draw_order(self.loader)
+
     def _open(self) -> Iterator[Any]:
         if self._before_opening is not None:
             self._before_opening(self._iterate)
@@ -144,35 +163,87 @@ class BatchStream:
         return open_loader(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
-        # A loader of known length needs no look ahead, and no generator in Python between it and the loop.
-        if self.length is not None:
+        certainty = self.extent.certainty
+        if certainty is Certainty.ONCE_DRAWN:
+            self._find_length()
+        if certainty is not Certainty.AT_END:
+            assert self.length is not None
+            # A loader of certain length needs no look ahead, and no generator in Python between it and the loop.
+            if self._together:
+                batches = itertools.chain(batches, itertools.repeat(NO_BATCH))
             self._iterator = itertools.islice(batches, max(0, self.length - read))
             return
-        self._iterator = self._read_ahead(batches, read, ahead)
-        # Run the generator up to the first batch.
-        next(self._iterator)
-
-    def _read_ahead(self, batches: Iterator[Any], read: int, ahead: Any) -> Iterator[Any]:
-        """Read one batch ahead. The first value is None: by then the first batch has been fetched."""
-        if ahead is NOTHING:
-            ahead = self._next(batches, read)
+        if self._together:
+            # Some processes may have a batch ahead, and others none. All agree on each.
+            if ahead is not NOTHING:
+                batches = itertools.chain([ahead], batches)
+                ahead = NOTHING
+            batches = _until_all_are_done(batches)
+        if self.length is not None and read < self.length and ahead is NOTHING:
+            self._iterator = self._read_to_promise(batches, read, self.length)
+            return
         self.ahead = ahead
-        del ahead
-        if self.ahead is NOTHING:
-            self.length = read
-        yield None
-        while self.ahead is not NOTHING:
-            batch = self.ahead
-            read += 1
+        if ahead is NOTHING:
             self.ahead = self._next(batches, read)
-            if self.ahead is NOTHING:
-                self.length = read
+        if self.ahead is NOTHING:
+            self._end(read)
+        self._iterator = self._read_ahead(batches, read)
+
+    def _find_length(self) -> None:
+        """Read the length of the order that was drawn; the longest one if processes have orders of their own."""
+        length = length_of(self.loader)
+        assert length is not None
+        if self._together:
+            length = max(exchange_number(length))
+        self._end(int(min(length, self.extent.limit)))
+
+    def _end(self, length: int) -> None:
+        """Note the number of batches, and report it if another one was promised."""
+        self.length = length
+        promised = self.extent.num_batches
+        if self._on_wrong_length is not None and not math.isinf(self.extent.promised) and length != promised:
+            self._on_wrong_length(int(promised), length)
+
+    def _read_to_promise(self, batches: Iterator[Any], read: int, promised: int) -> Iterator[Any]:
+        """Read until one batch is left of those promised, then one batch ahead."""
+        while read < promised - 1:
+            batch = next(batches, NOTHING)
+            if batch is NOTHING:
+                self._end(read)
+                return
+            read += 1
             yield batch
             # Do not hold the batch while the next one is read.
             del batch
+        self.ahead = self._next(batches, read)
+        if self.ahead is NOTHING:
+            self._end(read)
+        yield from self._read_ahead(batches, read)
+
+    def _read_ahead(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
+        """Yield the batch that was read ahead, once the next one is read."""
+        while self.ahead is not NOTHING:
+            batch = self.ahead
+            read += 1
+            self.length = None
+            self.ahead = self._next(batches, read)
+            if self.ahead is NOTHING:
+                self._end(read)
+            yield batch
+            del batch
 
     def _next(self, batches: Iterator[Any], read: int) -> Any:
-        return next(batches, NOTHING) if read < self.limit else NOTHING
+        return next(batches, NOTHING) if read < self.extent.limit else NOTHING
+
+
+def _until_all_are_done(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""
+    while True:
+        batch = next(batches, NO_BATCH)
+        if not any(exchange_number(int(batch is not NO_BATCH))):
+            return
+        yield batch
+        del batch
 
 
 def _with_first_fetched(batches: Iterator[Any]) -> Iterator[Any]:
@@ -226,11 +297,3 @@ class _RemainingBatches:
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip)
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the length of a loader; None if it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -16,6 +16,8 @@ __all__ = [
     "load_generator_states",
     "load_random_state",
     "random_state_of",
+    "separate_workers",
+    "separates_workers",
 ]
 
 
@@ -78,6 +80,30 @@ def random_state_of(loaders: list[Any]) -> RandomStates:
         "global": of_process.state_dict(),
         "generators": generator_states(loaders),
     }
+
+
+def separate_workers(loader: Any, rank: int) -> None:
+    """Let the workers of a loader draw other random numbers than those of other processes.
+
+    Workers begin with a number that the loader draws. That is the same in all processes if the loader has a generator
+    of its own.
+
+    Args:
+        loader: The loader. Where it has a `worker_init_fn`, that decides.
+        rank: The rank of this process.
+    """
+    draws_alike = getattr(loader, "generator", None) is not None and getattr(loader, "num_workers", 0) > 0
+    if rank and draws_alike and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(_separate_worker, rank=rank)
+
+
+def separates_workers(init: Any) -> bool:
+    """Return True if a loader's `worker_init_fn` is the one that `separate_workers` sets."""
+    return isinstance(init, partial) and init.func is _separate_worker
+
+
+def _separate_worker(worker: int, rank: int) -> None:
+    random_state.fork(rank)
 
 
 def load_random_state(loaders: list[Any], state: RandomStates) -> None:

@@ -6,6 +6,7 @@ limited.
 
 import math
 from collections.abc import Callable, Sized
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -18,14 +19,16 @@ from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.shard import Shard
+from equipoise.strategies.distributed.extent import Certainty, Extent, certainty_of, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.data.batch_stream import BatchStream, length_of
-from equipoise.trainer.data.loader_state import PersistentWorkers
+from equipoise.trainer.data.batch_stream import BatchStream
+from equipoise.trainer.data.loader_state import PersistentWorkers, separate_workers
 
 __all__ = [
     "Loaders",
     "Source",
+    "empty_loader",
     "set_epoch",
 ]
 
@@ -54,10 +57,18 @@ class Source:
 
         Args:
             call: Calls a method of the owner by name, as a hook.
+
+        Raises:
+            ConfigurationError: If torch refuses an argument of a loader, such as `batch_size=0`.
         """
         if self.loaders is not None:
             return self.loaders
-        return call(self.method)
+        try:
+            return call(self.method)
+        except ValueError as error:
+            if not _is_about_arguments_of_torch(error):
+                raise
+            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.") from error
 
     def describe(self) -> str:
         """Return the text by which an error names this source."""
@@ -81,7 +92,7 @@ class Loaders:
 
     Attributes:
         flat: The loaders of this process, in order.
-        num_batches: Number of batches of each of them; infinite if unknown.
+        extents: Number of batches of each of them.
         sequential: Whether they are read one after another.
         single: Whether there is one loader, whose batches are not wrapped.
         workers: Workers that live from one pass to the next.
@@ -131,15 +142,23 @@ class Loaders:
             combined.flattened = self.flat
 
         # 3. Count their batches.
-        self.num_batches: list[float] = []
+        self._source = source
+        self._has_reported = False
+        may_be_empty = training and strategy.processes.world_size > 1
+        self.extents: list[Extent] = []
         for loader, shard in zip(prepared, shards, strict=True):
             num_batches = None
+            most: float | None = None
             # In training a limit is that of each process, in an evaluation that of all together.
             if share and not training:
                 num_batches = shard.num_batches(count_batches(loader, limit, source))
+                most = shard.num_batches(_most_batches(loader, limit))
             if num_batches is None:
-                num_batches = count_batches(shard.loader, limit, source)
-            self.num_batches.append(num_batches)
+                num_batches = count_batches(shard.loader, limit, source, may_be_empty=may_be_empty)
+            if most is None:
+                most = _most_batches(shard.loader, limit)
+            promised = math.inf if length_of(shard.loader) is None else num_batches
+            self.extents.append(Extent(promised, most, certainty_of(shard.loader)))
         self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 
     @property
@@ -147,34 +166,80 @@ class Loaders:
         """The loaders in the structure in which the user passed or returned them."""
         return self._combined.iterables
 
-    def length(self, limits: list[float] | None = None) -> float:
-        """Return the number of batches of one pass over loaders that are read together; infinite if unknown.
+    @property
+    def num_batches(self) -> list[float]:
+        """Number of batches of each loader; infinite if unknown."""
+        return [extent.num_batches for extent in self.extents]
 
-        Args:
-            limits: Number of batches of each loader. Default: `num_batches`.
-        """
-        limits = limits or self.num_batches
-        if self._mode == "min_size":
-            return min(limits)
-        return max(limits)
+    @property
+    def extent(self) -> Extent:
+        """Number of batches of one pass over loaders that are read together."""
+        if self.single:
+            return self.extents[0]
+        longest = min if self._mode == "min_size" else max
+        certainty = max(extent.certainty for extent in self.extents)
+        if certainty is not Certainty.AT_REQUEST:
+            certainty = Certainty.AT_END
+        return Extent(
+            longest(extent.promised for extent in self.extents),
+            longest(extent.limit for extent in self.extents),
+            certainty,
+        )
 
-    def streams(self, limits: list[float] | None = None) -> list["BatchStream"]:
+    def streams(self, most: float = math.inf) -> list["BatchStream"]:
         """Return a stream for each loader that is read by itself, or one for all of them together.
 
         Args:
-            limits: Number of batches of each loader. Default: `num_batches`.
+            most: Largest number of batches of each loader. Default: what the limits of the run allow.
         """
-        limits = limits or self.num_batches
+        extents = [replace(extent, limit=min(extent.limit, most)) for extent in self.extents]
         # 1. One loader after another.
         if self.single or self.sequential:
             streams = []
-            for index, (loader, limit) in enumerate(zip(self.flat, limits, strict=True)):
-                streams.append(BatchStream(loader, limit, before_opening=self.workers.starter(index)))
+            for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True)):
+                starter = self.workers.starter(index)
+                streams.append(
+                    BatchStream(loader, extent, before_opening=starter, on_wrong_length=self.report_wrong_length)
+                )
             return streams
         # 2. All of them together.
-        self._combined.limits = limits
-        starter = self.workers.starter(0)
-        return [BatchStream(self._combined, self.length(limits), combined=True, before_opening=starter)]
+        return [self.stream_of_all(replace(self.extent, limit=min(self.extent.limit, most)))]
+
+    def stream_of_all(self, extent: Extent, *, together: bool = False) -> "BatchStream":
+        """Return a stream over one loader, or over several that are read together.
+
+        Args:
+            extent: Number of batches.
+            together: Whether all processes take part in each step; see `BatchStream`. Default: False.
+        """
+        loader = self.flat[0]
+        if not self.single:
+            loader = self._combined
+            self._combined.limits = [min(each.limit, extent.limit) for each in self.extents]
+        return BatchStream(
+            loader,
+            extent,
+            combined=not self.single,
+            before_opening=self.workers.starter(0),
+            together=together,
+            on_wrong_length=self.report_wrong_length,
+        )
+
+    def report_wrong_length(self, promised: int, came: int) -> None:
+        """Warn once that another number of batches came than was promised.
+
+        Args:
+            promised: Number that was promised.
+            came: Number that came.
+        """
+        if self._has_reported:
+            return
+        self._has_reported = True
+        rank_zero_warn(
+            f"{_capitalised(self._source.describe())} promised {promised} batches by its length, and gave {came}. The"
+            " pass ends where the data ends. What was planned by the length, such as a learning-rate schedule over"
+            " `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of batches."
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch that begins to the samplers, which shuffle by it."""
@@ -206,7 +271,20 @@ class Loaders:
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
         seed_workers(loader, rank)
+        separate_workers(loader, rank)
         return loader
+
+
+def _is_about_arguments_of_torch(error: ValueError) -> bool:
+    """Return True if a constructor of `torch.utils.data` has raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    frame = traceback.tb_frame
+    module = str(frame.f_globals.get("__name__"))
+    return module.startswith("torch.utils.data.") and frame.f_code.co_name == "__init__"
 
 
 def _check_iterable(loader: Any, source: Source) -> None:
@@ -226,23 +304,24 @@ def _may_shuffle(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.sampler, SequentialSampler)
 
 
-def count_batches(loader: Any, limit: float, source: Source) -> float:
+def count_batches(loader: Any, limit: float, source: Source, *, may_be_empty: bool = False) -> float:
     """Return the number of batches of a loader that are used; infinite if unknown.
 
     Args:
         loader: The loader.
         limit: Number of batches (int) or a fraction of them (float).
         source: Origin of the loader, for the messages.
+        may_be_empty: Whether the loader may be empty, because other processes have batches. Default: False.
 
     Raises:
         ConfigurationError: If the loader is empty, or the limit leaves no batch or cannot be applied.
     """
     length = length_of(loader)
     name = f"limit_{source.stage}_batches"
+    if length == 0 and may_be_empty:
+        return 0
     if length == 0:
-        raise ConfigurationError(
-            f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
-        )
+        raise empty_loader(source)
     # 1. A number of batches.
     if isinstance(limit, int):
         if length is None:
@@ -262,6 +341,32 @@ def count_batches(loader: Any, limit: float, source: Source) -> float:
             f" {name}={1 / length:.4g}, or a number."
         )
     return int(length * limit)
+
+
+def _most_batches(loader: Any, limit: float) -> float:
+    """Return the largest number of batches of a loader that a limit allows; infinite if there is none.
+
+    Args:
+        loader: The loader.
+        limit: Number of batches (int) or a fraction of them (float), which `count_batches` has checked.
+    """
+    if isinstance(limit, int):
+        return limit
+    if limit == 1.0:
+        return math.inf
+    return int(len(loader) * limit)
+
+
+def empty_loader(source: Source) -> ConfigurationError:
+    """Return the error about a loader without a batch."""
+    return ConfigurationError(
+        f"A loader must give at least one batch, but {source.describe()} is empty. Set limit_{source.stage}_batches=0"
+        " to do without it."
+    )
+
+
+def _capitalised(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -15,6 +15,7 @@ from equipoise.interop.lightning.loaders import seeds_workers
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking, iterator_of, with_collated_batches
 from equipoise.parallel.batches.sampling import Collate
 from equipoise.strategies.ensemble.data.member_batches import MemberCollate
+from equipoise.trainer.data.loader_state import separates_workers
 from equipoise.trainer.data.memory_rows import Rows, rows_of
 
 __all__ = ["open_loader"]
@@ -56,7 +57,8 @@ def _rows_of_loader(loader: Any) -> Rows | None:
     if collate is not default_collate or not collates_tensors_by_stacking():
         return None
     # A function of the user may change the dataset of a worker.
-    if loader.worker_init_fn is not None and not seeds_workers(loader.worker_init_fn):
+    init = loader.worker_init_fn
+    if init is not None and not seeds_workers(init) and not separates_workers(init):
         return None
     rows = rows_of(loader.dataset)
     if rows is not None and loader.num_workers and rows.sample_size > _LARGEST_SAMPLE_IN_WORKER:

@@ -4,12 +4,15 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.distributed.extent import Extent, joined_extent, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
-from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
-from equipoise.trainer.data.loaders import Loaders
+from equipoise.trainer.data.loaders import Loaders, empty_loader
 from equipoise.trainer.data.sample_counts import SampleCounts
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
@@ -28,6 +31,9 @@ class TrainingData(SentState):
         loaders: The training loaders; None before they were requested.
         loaded_at: The epoch in which they were requested.
         max_batches: Number of batches of an epoch; infinite if unknown.
+        end: Number of batches after which an epoch ends in any case.
+        extent: Number of batches of an epoch, of the process that has most of them.
+        together: Whether several processes take part in each step.
         stream: The batches of the epoch; None before its order was drawn.
         epoch_random_state: State of every generator before that.
         workers_before_epoch: Generators with which persistent workers had started before that.
@@ -38,6 +44,9 @@ class TrainingData(SentState):
     loaders: Loaders | None = field(default=None, metadata=LOCAL)
     loaded_at: float = -math.inf
     max_batches: float = field(default=math.inf, metadata=RESULT)
+    end: float = math.inf
+    extent: Extent = field(default_factory=lambda: Extent(math.inf))
+    together: bool = False
     stream: BatchStream | None = field(default=None, metadata=LOCAL)
     epoch_random_state: dict[str, Any] = field(default_factory=dict)
     workers_before_epoch: list[Any] = field(default_factory=list)
@@ -54,8 +63,8 @@ class TrainingData(SentState):
 
     @property
     def has_length(self) -> bool:
-        """True if all loaders have a length."""
-        return all(length_of(loader) is not None for loader in self.flat)
+        """True if all loaders have a length, in all processes."""
+        return not math.isinf(self.extent.promised) and all(length_of(loader) is not None for loader in self.flat)
 
     @property
     def open_stream(self) -> BatchStream:
@@ -82,7 +91,23 @@ class TrainingData(SentState):
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
         self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
-        self.max_batches = self.loaders.length()
+        processes = context.strategy.processes
+        self.together = processes.world_size > 1
+        self.extent = joined_extent(processes.gather_objects(self.loaders.extent))
+        if not self.extent.num_batches:
+            raise empty_loader(context.sources["train"])
+        self.set_max_batches(self.extent.num_batches)
+
+    def set_max_batches(self, max_batches: float) -> None:
+        """Set the number of batches after which an epoch ends, though the loaders may promise others.
+
+        Args:
+            max_batches: The number.
+        """
+        self.max_batches = max_batches
+        self.end = max_batches
+        if max_batches == self.extent.num_batches:
+            self.end = self.extent.end
 
     def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
         """Restore the epoch of the last request, and let persistent workers start as in an earlier process.
@@ -132,7 +157,7 @@ class TrainingData(SentState):
             counts: Counts the samples of each batch; None if batches need no weight.
         """
         assert self.loaders is not None
-        self.stream = self.loaders.streams()[0]
+        self.stream = self.loaders.stream_of_all(self.extent, together=self.together)
         if counts is not None:
             self.stream.count_samples(counts)
 
@@ -217,6 +242,15 @@ class TrainingData(SentState):
         if state.max_steps == -1:
             return steps
         return min(steps, state.max_steps)
+
+    def report_long_window(self, state: "RunState") -> None:
+        """Say that an accumulation window is longer than an epoch, at whose end the optimiser steps in any case."""
+        window = state.accumulate_grad_batches
+        if window > self.max_batches and not state.fast_dev_run:
+            rank_zero_info(
+                f"accumulate_grad_batches={window}, but an epoch has {self.max_batches} batches: gradients are not"
+                " accumulated over epochs, so the optimiser steps once, at the end of each epoch."
+            )
 
     def warn_of_rare_logs(self, state: "RunState") -> None:
         """Warn if an epoch is too short for values of steps to reach the loggers."""

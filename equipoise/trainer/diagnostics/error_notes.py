@@ -10,17 +10,33 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from equipoise.errors import CheckpointError
 from equipoise.tree import entries_of
 
-__all__ = ["add_note_on_loading", "add_notes"]
+__all__ = ["add_note_on_limits", "add_note_on_loading", "add_note_on_mesh", "add_notes"]
 
 # Number of entries of a batch that a note describes.
 _MOST_ENTRIES = 6
 
 # Part of torch's messages for an index beyond the size, such as a label beyond the number of classes.
 _OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
+
+
+# Messages of the operating system, and what helps.
+_LIMITS = {
+    "Too many open files": (
+        "This process may not open more files. Raise the limit (`ulimit -n`), use fewer loader workers"
+        " (`num_workers`), or call `torch.multiprocessing.set_sharing_strategy('file_system')` first, since workers"
+        " pass each tensor of a batch in a file of its own."
+    ),
+    "File too large": (
+        "A file that was being written reached the most that this process, or the file system, may write in one file"
+        " (`ulimit -f`). Raise that limit, or write to another folder (`default_root_dir`, `dirpath`, `save_dir`)."
+    ),
+}
 
 
 def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
@@ -40,6 +56,9 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
     is_out_of_range = isinstance(error, IndexError) and _OUT_OF_RANGE.search(message)
     if is_out_of_range:
         notes.append(_integers(batch))
+
+    if isinstance(error, TypeError | AttributeError) and isinstance(batch, str | bytes | int | float):
+        notes.append(_no_batch(batch))
 
     # 2. Add the notes. A step may run within another one, which adds the same notes.
     existing_notes = getattr(error, "__notes__", ())
@@ -68,6 +87,37 @@ def add_note_on_loading(error: BaseException) -> None:
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
             " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
         )
+
+
+def add_note_on_limits(error: BaseException) -> None:
+    """Add a note to an error that says that a limit of the process is reached, and not what to do.
+
+    Args:
+        error: Any error of a run.
+    """
+    message = str(error)
+    for sign, note in _LIMITS.items():
+        if sign in message and not isinstance(error, CheckpointError):
+            error.add_note(note)
+
+
+def add_note_on_mesh(error: BaseException) -> None:
+    """Add a note to an error of a module that asks for Lightning's `device_mesh`, which is None here.
+
+    Args:
+        error: Any error of a run.
+    """
+    if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
+        return
+    for frame in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, LightningModule) and "device_mesh" in frame.f_code.co_names:
+            error.add_note(
+                "`self.device_mesh` is None: only Lightning's ModelParallelStrategy makes one, for modules that cut"
+                " their layers themselves. Leave that part of the module out, and take strategy='fsdp', which shards"
+                " the weights, or strategy='pipeline', which cuts the network."
+            )
+            return
 
 
 def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
@@ -141,6 +191,14 @@ def _no_tensors(batch: Any) -> str | None:
     listed = "; ".join(first_kinds)
     return (
         f"The batch does not hold tensors alone: {listed}. Convert them in the dataset or in the loader's `collate_fn`."
+    )
+
+
+def _no_batch(batch: Any) -> str:
+    """Return a text about a batch that is a single number or text, as of a list that was passed as a loader."""
+    return (
+        f"The batch is {_described(batch)}: each item that a loader gives is a batch. To make batches of samples, pass"
+        " a `DataLoader(samples, batch_size=...)`."
     )
 
 

@@ -176,7 +176,7 @@ class EvaluationLoop(SentState):
         self.progress.begin()
         epoch = self.state.progress.epoch.current
         loaders.set_epoch(epoch.processed)
-        streams = loaders.streams(self.max_batches)
+        streams = loaders.streams(self.state.num_sanity_val_steps if sanity_checking else math.inf)
         streams[0].start()
         several = len(streams) > 1
         indexed_hooks = (
@@ -197,6 +197,9 @@ class EvaluationLoop(SentState):
             context.logs.end_batches(show=not sanity_checking)
             # Values of a sanity check are not shown.
             outputs.append({} if sanity_checking else context.logs.metrics())
+            # A metric that the next loader logs, too, has a value of its own for each.
+            if not final:
+                self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
         if is_overridden(f"on_{word}_model_train", module):
@@ -258,6 +261,9 @@ class EvaluationLoop(SentState):
                 self._after_batch(context, dataloader_idx)
             if state.received_sigterm and not progress.is_last_batch:
                 leave_evaluation(context)
+        # A loader may have ended before its promised length.
+        if index >= 0:
+            progress.mark_last(final)
         context.strategy.await_others(step)
 
     def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:

@@ -116,8 +116,8 @@ class PredictionLoop(SentState):
         self.progress.begin()
         loaders.set_epoch(self.state.progress.epoch.current.processed)
         passes = []
-        for loader, limit in zip(loaders.flat, self.max_batches, strict=True):
-            passes.append(RecordedBatches(loader, limit, record=bool(writers)))
+        for loader, extent in zip(loaders.flat, loaders.extents, strict=True):
+            passes.append(RecordedBatches(loader, extent, loaders.report_wrong_length, record=bool(writers)))
         several = len(passes) > 1
         indexed_hooks = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
         check_dataloader_idx(context.module, indexed_hooks, several=several)

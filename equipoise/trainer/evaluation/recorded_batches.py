@@ -1,12 +1,13 @@
 """Indices of the samples in each batch, recorded for callbacks that write predictions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.distributed.extent import Extent
 from equipoise.trainer.data.batch_stream import BatchStream
 
 __all__ = ["RecordedBatches"]
@@ -17,7 +18,8 @@ class RecordedBatches:
 
     Args:
         loader: The loader.
-        limit: Number of batches.
+        extent: Number of batches.
+        on_wrong_length: See `BatchStream`.
         record: Whether a callback reads the indices.
 
     Attributes:
@@ -25,7 +27,9 @@ class RecordedBatches:
         stream: The pass.
     """
 
-    def __init__(self, loader: Any, limit: float, *, record: bool) -> None:
+    def __init__(
+        self, loader: Any, extent: Extent, on_wrong_length: Callable[[int, int], None], *, record: bool
+    ) -> None:
         self.record = record and isinstance(loader, DataLoader) and loader.batch_sampler is not None
         self._indices: list[list[int]] = []
         if self.record:
@@ -33,7 +37,7 @@ class RecordedBatches:
             loader = with_sampler(loader, recorder, batches=True)
         elif record:
             rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`")
-        self.stream = BatchStream(loader, limit)
+        self.stream = BatchStream(loader, extent, on_wrong_length=on_wrong_length)
 
     def indices(self, batch_idx: int) -> list[int]:
         """Return the indices of a batch's samples."""

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from equipoise.callbacks.callback import Callback
 from equipoise.interop.lightning.callbacks import cannot_fire
+from equipoise.interop.lightning.checkpoint_hooks import Validation, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
@@ -88,6 +89,7 @@ class Hooks:
         module: The user's module.
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
+        validation: The fit, which checkpoint callbacks ask for its validation. Default: None, they save at once.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class Hooks:
         module: LightningModule,
         datamodule: LightningDataModule | None,
         strategy_name: str,
+        validation: Validation | None = None,
     ) -> None:
         self.trainer = trainer
         self.state = state
         self.module = module
         self.datamodule = datamodule
+        self.validation = validation
         self.profiler: Profiler = state.profiler
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
@@ -305,7 +309,7 @@ class Hooks:
         for callback in callbacks:
             if not overrides(callback, name, Callback) or cannot_fire(callback, name):
                 continue
-            method = getattr(callback, name)
+            method = with_true_values(callback, name, getattr(callback, name), self.validation)
             hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")
             hooks.append(hook)
         return hooks

@@ -59,6 +59,11 @@ class Collection:
         present.arguments = entry.arguments
         return present
 
+    def names(self) -> set[str]:
+        """Return the names of all values that were ever logged here, of steps and of epochs."""
+        names = {entry.step_name for entry in self.entries.values()}
+        return names.union(entry.epoch_name for entry in self.entries.values())
+
     def reset(self) -> None:
         """Forget all values, and reset the metrics among them."""
         for entry in self.entries.values():
@@ -97,6 +102,16 @@ class Collection:
             value = entry.epoch(reduce)
             if value is not None:
                 yield entry.epoch_name, _checked(entry, value), entry
+
+    def reset_metrics(self, dataloader_idx: int) -> None:
+        """Reset the metrics that a loader has logged, once their values are read.
+
+        Args:
+            dataloader_idx: The loader.
+        """
+        for entry in self._live_entries(dataloader_idx):
+            if entry.metric is not None:
+                entry.metric.reset()
 
     def _live_entries(self, dataloader_idx: int | None) -> Iterator[Entry]:
         for entry in self.entries.values():

@@ -27,6 +27,17 @@ class LoggerOutput:
         self._state = state
         self._logs = logs
         self._trainer = trainer
+        # Epoch and step of the checkpoint that is evaluated.
+        self._evaluated: tuple[int, int] | None = None
+
+    def evaluate_checkpoint(self, epoch: int, step: int) -> None:
+        """Note that the run evaluates the weights of a checkpoint, at whose step its values stand.
+
+        Args:
+            epoch: Number of the epoch in which the checkpoint was written.
+            step: Number of optimiser steps before.
+        """
+        self._evaluated = (epoch, step)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Pass values to the loggers, and to the listeners unless a step is passed.
@@ -63,6 +74,10 @@ class LoggerOutput:
         """Return the position of values on the x-axis, and add the number of the epoch if it counts steps."""
         step = scalars.pop("step", None)
         if step is not None:
+            return step
+        if self._evaluated is not None:
+            epoch, step = self._evaluated
+            scalars.setdefault("epoch", epoch)
             return step
         scalars.setdefault("epoch", self._state.current_epoch)
         return self._state.progress.batches_that_stepped

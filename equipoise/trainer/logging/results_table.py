@@ -39,6 +39,8 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
     from rich import get_console
     from rich.table import Table
 
+    from equipoise.report.tables.whole_table import print_table
+
     # 1. Collect the names of all loaders.
     columns = [_without_loaders(values) for values in outputs]
     names: set[str] = set()
@@ -64,8 +66,7 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
             value = values.get(name, "")
             cells.append(_format(value))
         table.add_row(name, *cells)
-    console = get_console()
-    console.print(table)
+    print_table(table, get_console())
 
 
 def _without_loaders(values: dict[str, Any]) -> dict[str, Any]:

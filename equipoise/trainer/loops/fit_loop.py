@@ -25,6 +25,7 @@ from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
+from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
@@ -53,6 +54,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
+        later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
     """
 
@@ -69,6 +71,7 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        self.later_files: set[str] = set()
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -81,6 +84,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "later_files": set(),
             "_close_epoch_hooks": None,
         }
 
@@ -93,7 +97,17 @@ class FitLoop:
             context: The run.
         """
         self.context = context
+        self.later_files = set()
+        self.fit.forget_switches()
         self.fit.data.forget()
+
+    def note_later_files(self, paths: set[str]) -> None:
+        """Note the checkpoints that an earlier process wrote after the one that this run goes on from.
+
+        Args:
+            paths: Their paths.
+        """
+        self.later_files = paths
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
         """Go on with the steps of a checkpoint's run, which the number of batches depends on.
@@ -110,6 +124,7 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
+        self.fit.switches.resume(ours.get("switches", {}))
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
     def run(self, context: "RunContext") -> None:
@@ -121,7 +136,7 @@ class FitLoop:
         hooks = context.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.context = context
-        self.schedulers = Schedulers(context, self.fit.progress.scheduler)
+        self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
         is_compiled = self.state.compiles_steps or self.state.captures_steps
@@ -140,11 +155,14 @@ class FitLoop:
             is_finished = self._is_resumed_finished(self.resumption)
             lacks_end = self.resumption.lacks_end
         if is_finished and not lacks_end:
+            self.stopping.say_why()
             return
         # 3. Train.
         if not is_finished:
             self._prepare_to_train()
         hooks.call("on_train_start")
+        # Hooks of the start may turn them back.
+        self.fit.switches.begin(context.module)
         if not is_finished:
             self._train()
             # Scripts under torchrun continue with the module in every process.
@@ -152,6 +170,8 @@ class FitLoop:
         # Before the hooks: a resumed run must not call them again.
         self.fit.end()
         hooks.call("on_train_end")
+        # Below the line that a progress bar leaves of the last epoch.
+        self.stopping.say_why()
 
     def _prepare_to_train(self) -> None:
         """Draw the first order and request the validation loaders, as Lightning does before `on_train_start`."""
@@ -210,6 +230,7 @@ class FitLoop:
         if is_repeated and data.loaders is not None:
             data.loaders.draw_seeds()
         data.warn_of_rare_logs(state)
+        data.report_long_window(state)
 
     def estimated_steps(self, context: "RunContext | None") -> int | float:
         """Return the number of optimiser steps of the whole training, as far as it can be known.
@@ -258,6 +279,8 @@ class FitLoop:
         if self.resumption is None:
             # An epoch that was left early may have left it open.
             self.fit.window.reset()
+            self.fit.end_early(early=False)
+            self.fit.note_validation(in_epoch=False)
             progress.epoch.current.make_ready()
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
@@ -330,8 +353,10 @@ class FitLoop:
             window_ended: Whether the gradients are not needed any more.
         """
         context = self.context
+        self.fit.note_validation(in_epoch=True)
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()
+        self.fit.switches.enter_validation(context.module)
         # The memory of the gradients is free during the validation.
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
@@ -339,7 +364,36 @@ class FitLoop:
         self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
+        self.fit.switches.leave_validation()
         self.state.end_validation()
+
+    def is_validated(self, name: str) -> bool:
+        """Return True if the validation alone logs a value; the training may log one of the same name.
+
+        Args:
+            name: The name under which callbacks find the value.
+        """
+        if name in self.fit.collection.names():
+            return False
+        return name in self.val_loop.collection.names() or name in self.fit.validated
+
+    def validates_next(self) -> bool:
+        """Return True if validation follows the present batch; called in all processes together."""
+        schedule = ValidationSchedule(self.context, self.fit, self.stopping)
+        index = self.fit.progress.batch.current.ready - 1
+        return self.context.validates_in_epoch and schedule.is_due(index)
+
+    def _awaits_validation(self, name: str) -> bool:
+        """Return True if a value is still to come: validations log it, and the present epoch had none.
+
+        Args:
+            name: Its name.
+        """
+        if self.fit.has_validated_in_epoch or not self.context.can_validate:
+            return False
+        if name in self.context.logs.callback_metrics:
+            return self.is_validated(name)
+        return not self.val_loop.has_run
 
     # Resumption.
 

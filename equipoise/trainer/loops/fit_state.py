@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.state.progress import FitProgress
@@ -30,33 +31,44 @@ class FitState(SentState):
             None: validate by the clock.
         last_validation: Time of the last validation, or of the first batch, in seconds of a monotonic clock.
         before_validation: State that the present or last validation changes, as it was before.
+        validated: Names of the values that the validation of an earlier process has logged.
+        kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
+        switches: What the training has turned in the module beside its weights.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
         waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
         left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was
             complete.
         has_ended: True if `on_train_end` was called after the last batch.
+        has_ended_early: True if the batches of the epoch ended before their promised number, which was noticed after
+            the last one.
+        has_validated_in_epoch: True if a validation has begun in the present epoch.
     """
 
     progress: FitProgress = field(metadata=RESULT)
     data: TrainingData = field(default_factory=TrainingData)
     collection: Collection = field(default_factory=_training_values, metadata=RESULT)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    switches: Switches = field(default_factory=Switches, metadata=RESULT)
     skip_backward: bool = False
 
     # Validation.
     val_check_batch: float | None = None
     last_validation: float = field(default=0.0, metadata=RESULT)
     before_validation: dict[str, Any] = field(default_factory=dict)
+    validated: frozenset[str] = frozenset()
+    kept_files: dict[str, set[str]] = field(default_factory=dict)
 
     # The end.
     waits_for_minimum: bool = field(default=False, metadata=RESULT)
     left: dict[str, Any] | None = field(default=None, metadata=RESULT)
     has_ended: bool = field(default=False, metadata=RESULT)
+    has_ended_early: bool = field(default=False, metadata=RESULT)
+    has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
         batch = self.progress.batch
-        return batch.is_last_batch or batch.current.ready == self.data.max_batches
+        return batch.is_last_batch or batch.current.ready == self.data.end
 
     def begin(self) -> None:
         """Begin a training that does not end before its first batch."""
@@ -74,6 +86,26 @@ class FitState(SentState):
         """
         self.left = left
 
+    def forget_switches(self) -> None:
+        """Forget what earlier runs have turned in their modules."""
+        self.switches = Switches()
+
+    def note_validation(self, *, in_epoch: bool) -> None:
+        """Note whether a validation has begun in the present epoch.
+
+        Args:
+            in_epoch: Whether it has.
+        """
+        self.has_validated_in_epoch = in_epoch
+
+    def end_early(self, *, early: bool) -> None:
+        """Note whether the batches of the epoch ended before their promised number.
+
+        Args:
+            early: Whether they did.
+        """
+        self.has_ended_early = early
+
     def note_before_validation(self, state: dict[str, Any]) -> None:
         """Note the state that a validation will change.
 
@@ -81,6 +113,14 @@ class FitState(SentState):
             state: The state.
         """
         self.before_validation = state
+
+    def note_files(self, kept: dict[str, set[str]]) -> None:
+        """Note the files that checkpoint callbacks keep.
+
+        Args:
+            kept: The files, by the keys of the callbacks.
+        """
+        self.kept_files = kept
 
     def note_wait(self) -> bool:
         """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""
@@ -109,6 +149,9 @@ class FitState(SentState):
         """
         self.window.load_state_dict(position["window"])
         self.has_ended = position.get("has_ended", False)
+        self.has_ended_early = position.get("has_ended_early", False)
+        self.has_validated_in_epoch = position.get("has_validated_in_epoch", False)
+        self.validated = frozenset(position.get("validated", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""

@@ -98,7 +98,7 @@ class IteratorEpoch(TrainingEpoch):
         counts.process()
         self.pulled.set(self.pulled.ready)
         self.progress.batch.mark_last(iterator.done)
-        ends = iterator.done or index + 1 == self.fit.data.max_batches
+        ends = iterator.done or index + 1 == self.fit.data.end
         if self.watch is not None:
             self.watch(result, iterator.batch, iterator.batch_idx, last)
         if last:

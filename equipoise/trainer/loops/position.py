@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
@@ -51,17 +52,22 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "logs": context.logs.state_dict(fit.collection, names),
         "metrics": metric_states(module),
         "metrics_of_validation": _metrics_of_validation(val_loop, names),
+        "validated": sorted(fit.validated | val_loop.collection.names()),
         "before_validation": fit.before_validation,
         "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
         "val_loaders": val_loop.loaders_state(),
         "stopped_by": _stopped_by(context.state),
         "has_ended": fit.has_ended,
+        "has_ended_early": fit.has_ended_early,
+        "has_validated_in_epoch": fit.has_validated_in_epoch,
     }
 
 
 def _storable_ahead(stream: BatchStream | None) -> list[Any]:
     """Return the batch that was read ahead, if a file can hold it: it cannot be read again as it was."""
-    if stream is None or stream.ahead is NOTHING or not is_plain(stream.ahead):
+    if stream is None or stream.ahead is NOTHING or stream.ahead is NO_BATCH:
+        return []
+    if not is_plain(stream.ahead):
         return []
     return [stream.ahead]
 

@@ -19,8 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
+from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
@@ -71,9 +73,15 @@ def resume(
         # That hook is called again, at the end of the epoch.
         written_in = None
     # 3. Each process continues from its own position; another number of processes divide all positions among them.
+    number = 0
     if position is not None:
-        position = _position_here(context, positions or [position])
-    return Resumption(context, fit, val_loop, position, loop_state, written_in)
+        positions = positions or [position]
+        position = _position_here(context, positions)
+        rank = context.strategy.processes.rank
+        if rank >= len(positions):
+            number = rank
+    saving_states = ours.get("checkpoint_callbacks")
+    return Resumption(context, fit, val_loop, position, loop_state, written_in, saving_states, number)
 
 
 def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +97,8 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
         return positions[processes.rank]
     if written_by < processes.world_size:
         rank_zero_info(
-            f"Ranks from {written_by} on begin with the random generators of rank 0: the checkpoint holds none of them."
+            f"Ranks from {written_by} on draw new random numbers, which follow from those of rank 0: the checkpoint has"
+            " no generators of theirs."
         )
     return merged_position(positions, context.module, processes.rank, processes.world_size)
 
@@ -110,6 +119,9 @@ class Resumption:
         position: The position that `position_of` returned; None for a checkpoint of Lightning.
         loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
         written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
+        saving_states: What the checkpoint callbacks had noted of their files, by their keys. Default: nothing.
+        number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
+            this process. Default: 0.
 
     Attributes:
         at_epoch_end: Whether a hook of the epoch's end wrote the checkpoint.
@@ -127,12 +139,16 @@ class Resumption:
         position: dict[str, Any] | None,
         loop_state: dict[str, Any],
         written_in: list[str] | None = None,
+        saving_states: dict[str, Any] | None = None,
+        number: int = 0,
     ) -> None:
         self.context = context
         self.fit = fit
         self.val_loop = val_loop
         self.position = position
         self.written_in = written_in
+        self.saving_states = saving_states or {}
+        self.number = number
         self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
         # 1. Where the checkpoint was written, by Lightning's counters.
         epoch = fit.progress.epoch.current
@@ -256,6 +272,8 @@ class Resumption:
         """Restore every generator to its state when the checkpoint was written."""
         if self.position is not None:
             load_random_state(self.fit.data.flat, self.position["random_state"])
+            if self.number:
+                random_state.fork(self.number)
 
     def load_logs(self) -> None:
         """Restore the values that the epoch had logged, and the states of the metrics."""
@@ -295,7 +313,7 @@ class Resumption:
                 metric.reset()
 
     def finish_hook(self, name: str, *args: Any) -> None:
-        """Call a hook of the checkpoint callbacks behind the one that wrote the file in it.
+        """Finish the hook in which a checkpoint callback wrote the file, and call that of those behind it.
 
         Args:
             name: The hook. Nothing is called if the file was written in another.
@@ -303,6 +321,11 @@ class Resumption:
         """
         if self.written_in is None or self.written_in[0] != name:
             return
-        call = self.context.hooks.bind_checkpoints_after(name, self.written_in[1])
+        hooks = self.context.hooks
+        key = self.written_in[1]
+        for callback in hooks.callbacks:
+            if state_key_of(callback) == key and hooks.validation is not None:
+                finish_save(callback, hooks.trainer, hooks.validation, self.saving_states.get(key, {}))
+        call = hooks.bind_checkpoints_after(name, key)
         if call is not None:
             call(*args)

@@ -24,6 +24,7 @@ class Stopping:
         self.context = context
         self.state = context.state
         self.fit = fit
+        self._notice = ""
 
     def is_over(self) -> bool:
         """Return True if training ends here, between two epochs."""
@@ -31,14 +32,19 @@ class Stopping:
         epoch = self.fit.progress.epoch.current
         # 1. The limits.
         if 0 <= state.max_steps <= self.context.global_step:
-            rank_zero_info(f"`Trainer.fit` stopped: `max_steps={state.max_steps}` reached.")
+            self._notice = f"`Trainer.fit` stopped: `max_steps={state.max_steps}` reached."
             return True
         if state.max_epochs is not None and 0 <= state.max_epochs <= epoch.processed:
             epoch.complete()
-            rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={state.max_epochs}` reached.")
+            self._notice = f"`Trainer.fit` stopped: `max_epochs={state.max_epochs}` reached."
             return True
         # 2. A request to stop.
         return bool(state.should_stop) and self.can_stop_early()
+
+    def say_why(self) -> None:
+        """Report the limit that has ended training, if one has."""
+        if self._notice:
+            rank_zero_info(self._notice)
 
     def can_stop_early(self) -> bool:
         """Return True if `min_epochs` and `min_steps` are reached."""

@@ -78,15 +78,12 @@ class TrainingEpoch:
         logs = context.logs
         progress = self.progress.batch
         counts = progress.current
-        data = self.fit.data
-        stream = data.open_stream
+        window = self.state.accumulate_grad_batches
         place = context.strategy.batch_to_devices
         transfer = context.make_transfer()
-        window = self.state.accumulate_grad_batches
         batch_start = hooks.bind("on_train_batch_start")
         batch_end = hooks.bind("on_train_batch_end")
         before_transfer = hooks.bind("on_before_batch_to_device")
-        schedulers = self.schedulers
         after_batch = self.after_batch
         watch = self.loss_watch.bind()
         read_outputs = self.optimization.outputs if hooks.uses_outputs() else None
@@ -94,6 +91,8 @@ class TrainingEpoch:
         scheduled = self.state.lr_scheduler_configs
         run_batch = hooks.profiled(self.optimization, "run_training_batch")
         index = counts.ready - 1
+        data = self.fit.data
+        stream = data.open_stream
         for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
             # 1. Count the batch, and copy it to the devices, in parts.
             index += 1
@@ -108,10 +107,10 @@ class TrainingEpoch:
             logs.begin_batch(batch)
             if batch_start is not None and has_batch and batch_start(batch, index) == -1:
                 self.skip_rest(index)
-                break
+                return
             counts.started = index + 1
             # 2. Compute, and step the optimiser at the end of a window.
-            ends = progress.is_last_batch or index + 1 == data.max_batches
+            ends = progress.is_last_batch or index + 1 == data.end
             last = ends or (index + 1) % window == 0
             result = run_batch(parts, index, last)
             counts.processed = index + 1
@@ -119,7 +118,7 @@ class TrainingEpoch:
                 watch(result, batch, index, last)
             # 3. Step the schedulers.
             if last and scheduled:
-                schedulers.after_batch(index, ends=ends)
+                self.schedulers.after_batch(index, ends=ends, skipped=self.optimization.has_skipped)
             # 4. Let hooks see the outputs. The graph goes before they look at what is alive.
             outputs = read_outputs(result) if read_outputs is not None and has_batch else {}
             del result
@@ -132,7 +131,37 @@ class TrainingEpoch:
             logs.end_batch()
             counts.completed = index + 1
             if after_batch(index, last, ends):
-                break
+                return
+        self._end_early(index)
+
+    def _end_early(self, index: int) -> None:
+        """Complete an epoch whose batches ended before their promised number: the last window, schedules, validation.
+
+        Args:
+            index: The index of the last batch; -1 if there was none.
+        """
+        progress = self.progress.batch
+        if index < 0:
+            self.fit.data.check_not_empty(self.state.max_epochs)
+            return
+        if progress.is_last_batch:
+            return
+        progress.mark_last(True)
+        self.fit.end_early(early=True)
+        # 1. The window that was left open.
+        is_open = (index + 1) % self.state.accumulate_grad_batches != 0
+        if is_open:
+            # A checkpoint of the step belongs to a batch that is not completed.
+            progress.current.reopen()
+            self.optimization.end_window(index + 1)
+            self.schedulers.after_batch(index, ends=True, skipped=self.optimization.has_skipped)
+            if self._idle_end is not None:
+                self._idle_end({}, None, index)
+            progress.current.complete()
+        else:
+            self.schedulers.end_batches()
+        # 2. Logs, and validation if it follows the epoch's last batch.
+        self.after_batch(index, is_open, True, write=is_open)
 
     def _end_without_batch(self, index: int) -> None:
         """End a step for which only other processes have a batch.

@@ -39,6 +39,13 @@ class ValidationSchedule:
         # Such a step pulls several batches, so steps are fewer than batches.
         self.pulls_batches = takes_iterator(context.module, "training_step")
 
+    @property
+    def follows_last_batch(self) -> bool:
+        """True if validation follows the last batch of an epoch. The promised number may be wrong."""
+        counts_over_epochs = self.state.check_val_every_n_epoch is None
+        every = self.fit.val_check_batch
+        return every == math.inf or (not counts_over_epochs and every == self.fit.data.max_batches)
+
     def is_due(self, index: int) -> bool:
         """Return True if validation follows a batch.
 
@@ -47,6 +54,9 @@ class ValidationSchedule:
         """
         every = self.fit.val_check_batch
         batch = self.fit.progress.batch
+        if self.fit.has_ended_early and not self.pulls_batches:
+            # Whether an interval was over was examined after the last batch.
+            return self.follows_last_batch
         # 1. The epoch's end.
         if batch.is_last_batch:
             validates_at_end = every is not None and math.isinf(every)
@@ -60,6 +70,8 @@ class ValidationSchedule:
             return self._is_time()
         if math.isinf(every):
             return self._is_at_limit(index)
+        if self.follows_last_batch:
+            return batch.is_last_batch
         number = index + 1
         if self.state.check_val_every_n_epoch is None:
             number = batch.total.ready

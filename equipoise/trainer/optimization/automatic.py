@@ -87,7 +87,10 @@ class AutomaticOptimization:
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
+        has_skipped: Whether the scaler has skipped the last step; False where no schedule depends on it.
     """
+
+    has_skipped = False
 
     def __init__(
         self,
@@ -102,7 +105,6 @@ class AutomaticOptimization:
         hooks = context.hooks
         state = context.state
         strategy = context.strategy
-        processes = strategy.processes
         self._state = state
         self._window = window
         self._scaler = context.precision.scaler
@@ -112,7 +114,8 @@ class AutomaticOptimization:
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
-        window.share_reference(None if processes.world_size == 1 else processes.broadcast)
+        self._is_alone = strategy.processes.world_size == 1
+        window.share_reference(None if self._is_alone else strategy.processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.
         recovers = is_armed(context) and not skip_backward
@@ -173,6 +176,9 @@ class AutomaticOptimization:
 
         return StepInBackward(self._optimizer, self._gradients.zero, clip)
 
+    def unscale(self, optimizer: Any) -> None:
+        """Do nothing: the gradients are unscaled before the user sees them."""
+
     def close(self) -> None:
         """Remove the hooks on the parameters, at the end of the epoch or after a failure."""
         if self._in_backward is not None:
@@ -209,6 +215,20 @@ class AutomaticOptimization:
             if self._recovery is not None:
                 self._recovery.end_window()
         return result
+
+    def end_window(self, batch_idx: int) -> None:
+        """Step the optimiser with the gradients of a window that ends before its last batch.
+
+        Args:
+            batch_idx: The number of the batch that is missing.
+        """
+        usual = self._forward_backward
+        if self._is_alone:
+            self._forward_backward = _compute_nothing
+        try:
+            self((), batch_idx, True)
+        finally:
+            self._forward_backward = usual
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
         """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
@@ -258,8 +278,12 @@ class AutomaticOptimization:
             return strategy_optimizer.step(**kwargs)
         if skipped:
             return None
+        # The scale is read for schedules only: that waits for the device.
+        reads_scale = bool(self._state.lr_scheduler_configs)
+        scale = self._scaler.get_scale() if reads_scale else 0.0
         result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
         self._scaler.update()
+        self.has_skipped = reads_scale and self._scaler.get_scale() < scale
         return result
 
     def _visible_loss(self, result: StepResult) -> Tensor | None:
@@ -298,6 +322,11 @@ class AutomaticOptimization:
         if is_gathered and "loss_weight" in outputs:
             outputs["loss_weight"] = result.weight
         return outputs
+
+
+def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+    """Stand for a step of one process without a batch."""
+    return StepResult(None, 0, None)
 
 
 def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
@@ -33,10 +35,16 @@ class ManualOptimization:
         backward: The backward, for Lightning's `manual_backward`.
     """
 
+    has_skipped = False
+
     def __init__(self, context: "RunContext") -> None:
         strategy = context.strategy
         self._scaler = context.precision.scaler
         self._counts = context.state.progress.manual_step.current
+        # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
+        # the scale was updated.
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
         self._before_step = context.hooks.bind("on_before_optimizer_step")
         self._optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self.step = _ManualStep(context)
@@ -49,6 +57,9 @@ class ManualOptimization:
         """Run the training step on a batch."""
         self.step.begin_batch(batch_idx)
         return self._forward_backward(self.step, parts, last)
+
+    def end_window(self, batch_idx: int) -> None:
+        """Do nothing: the user steps the optimisers."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to remove at the end of an epoch."""
@@ -65,9 +76,7 @@ class ManualOptimization:
         self.step.enter_phase("optimizer step")
         if self._scaler is not None:
             # A scaler takes no closure.
-            compute()
-            result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
-            self._scaler.update()
+            result = self._take_scaled_step(strategy_optimizer, compute, self._scaler, **kwargs)
         elif closure is no_closure and takes_no_closure(optimizer):
             # A closure costs more than a small step, so it is left out if neither the optimiser nor the user can tell.
             compute()
@@ -89,11 +98,44 @@ class ManualOptimization:
         # 2. The gradients. A fused optimiser unscales them in its step.
         self.step.enter_phase("optimizer step")
         optimizer = strategy_optimizer.optimizer
-        if self._scaler is not None and not unscales_by_itself(optimizer):
-            strategy_optimizer.unscale(self._scaler)
+        if not unscales_by_itself(optimizer):
+            self.unscale(optimizer)
         if self._before_step is not None:
             self._before_step(optimizer)
         return loss
+
+    def _take_scaled_step(
+        self, strategy_optimizer: StrategyOptimizer, compute: Callable[[], Any], scaler: GradScaler, **kwargs: Any
+    ) -> Any:
+        """Step an optimiser, and update the scale once no gradients of another are unscaled by the present one."""
+        key = id(strategy_optimizer.optimizer)
+        if key in self._stepped:
+            self._update_scale(scaler)
+        compute()
+        result = strategy_optimizer.scaled_step(scaler, **kwargs)
+        self._unscaled.discard(key)
+        self._stepped.add(key)
+        if not self._unscaled:
+            self._update_scale(scaler)
+        return result
+
+    def _update_scale(self, scaler: GradScaler) -> None:
+        scaler.update()
+        self._unscaled.clear()
+        self._stepped.clear()
+
+    def unscale(self, optimizer: Any) -> None:
+        """Divide the gradients of an optimiser by the scale of the loss, once before its step.
+
+        Args:
+            optimizer: The optimiser, or the LightningOptimizer around it.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._scaler is None or id(optimizer) in self._unscaled:
+            return
+        self._optimizers.of(optimizer).unscale(self._scaler)
+        self._unscaled.add(id(optimizer))
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
         """Return what `on_train_batch_end` receives."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from equipoise.interop.lightning.classes import is_overridden
+from equipoise.parallel.snapshot import random_state
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
@@ -43,6 +45,8 @@ class RunContext:
         trainer_validates: Returns the trainer's `enable_validation`.
         prefetch: Copies batches beside the computation, where that is possible.
         sources: The origin of the loaders of each stage.
+        unplaced: Hyperparameters that hold networks, as they were before the strategy changed layers; None if it does
+            not.
         fitting: The sizes that fit into memory, as far as training and evaluations have measured them.
     """
 
@@ -59,6 +63,7 @@ class RunContext:
     trainer_validates: Callable[[], bool]
     prefetch: Prefetch
     sources: dict[str, Source] = field(default_factory=dict)
+    unplaced: UnplacedHyperparameters | None = None
     fitting: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,6 +93,14 @@ class RunContext:
         every = self.state.check_val_every_n_epoch
         return every is None or (self.state.current_epoch + 1) % every == 0
 
+    def note_hyperparameters(self, unplaced: UnplacedHyperparameters) -> None:
+        """Note the hyperparameters before the strategy changes layers.
+
+        Args:
+            unplaced: The hyperparameters.
+        """
+        self.unplaced = unplaced
+
     def request_loaders(
         self, stage: str, limit: float, *, overfit: bool = False, steps: RunSteps | None = None
     ) -> Loaders:
@@ -104,7 +117,8 @@ class RunContext:
         call_hook = self.hooks.call_datamodule
         if source.owner is self.module:
             call_hook = self.hooks.call_module
-        iterables = source.request(call_hook)
+        with self._same_random_numbers():
+            iterables = source.request(call_hook)
         self.strategy.processes.barrier(f"{stage}_dataloader()")
 
         # 2. The share of this process, and the limit.
@@ -117,6 +131,22 @@ class RunContext:
             share=self.state.use_distributed_sampler,
             steps=steps,
         )
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Let all processes draw the numbers of rank 0: a hook may split a data set at random."""
+        processes = self.strategy.processes
+        if processes.world_size == 1:
+            yield
+            return
+        # Those of the host, which split data.
+        state = processes.broadcast({**random_state.capture().state_dict(), "cuda": [], "mps": None})
+        if processes.is_main:
+            yield
+            return
+        with random_state.isolated():
+            random_state.RandomState.from_state_dict(state).restore()
+            yield
 
     def make_transfer(self, dataloader_idx: int = 0) -> Transfer:
         """Return the function that copies a batch to a device, with the user's transfer hooks.

@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import (
     Checkpoint,
     ModelCheckpoint,
     ModelSummary,
-    RichModelSummary,
     Timer,
 )
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.report.tables.model_summary import WholeModelSummary
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
 from equipoise.trainer.settings.refused_callbacks import refuse_finder, refuse_finder_of_module
@@ -77,7 +77,7 @@ def select_callbacks(
 
     # 4. The summary.
     if enable_model_summary and not _holds(selected, ModelSummary):
-        selected.append(RichModelSummary())
+        selected.append(WholeModelSummary())
 
     _check_state_keys(selected)
     return _order(selected)

@@ -20,6 +20,7 @@ _LIGHTNING_ACCELERATORS = {
     "CUDAAccelerator": "cuda",
     "MPSAccelerator": "mps",
 }
+_NOT_SUPPORTED = {"tpu": "TPUs", "xla": "TPUs", "xpu": "Intel's GPUs", "npu": "NPUs", "hpu": "Gaudi", "ipu": "IPUs"}
 
 Devices = int | str | Sequence[int | str | torch.device]
 
@@ -146,6 +147,13 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
     if isinstance(accelerator, Accelerator):
         class_name = type(accelerator).__name__
         accelerator = _LIGHTNING_ACCELERATORS.get(class_name, accelerator)
+    unsupported = _NOT_SUPPORTED.get(str(accelerator).lower())
+    if unsupported is not None:
+        options = ", ".join(map(repr, _ACCELERATORS))
+        raise ConfigurationError(
+            f"accelerator={accelerator!r}: {unsupported} are not supported. Take one of {options}; 'auto' takes the"
+            " GPUs or the CPU that there are."
+        )
     name = check_choice("accelerator", accelerator, _ACCELERATORS)
     if name == "auto" and named_devices:
         return named_devices[0].type

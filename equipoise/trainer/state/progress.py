@@ -52,6 +52,10 @@ class Counts:
         """Count the processed units as completed."""
         self.completed = self.processed
 
+    def reopen(self) -> None:
+        """Count the last processed unit as not completed."""
+        self.completed = self.processed - 1
+
     def complete_ready(self) -> None:
         """Count the units that are ready as completed; optimiser steps are neither started nor processed."""
         self.completed = self.ready

@@ -205,7 +205,7 @@ class FitLoopView:
 
     @max_batches.setter
     def max_batches(self, value: float) -> None:
-        self._parts.fit_loop.fit.data.max_batches = value
+        self._parts.fit_loop.fit.data.set_max_batches(value)
 
     # StochasticWeightAveraging writes this and `max_batches`, for an epoch that updates batch statistics alone.
     @property

@@ -82,7 +82,7 @@ class PublicState(StateFields, LightningNames):
     def _precision_plugin(self) -> LightningPrecision:
         precision = self.precision_in_use
         strategy = self.connected_strategy
-        return precision_plugin(precision.name, strategy.root_device.type, precision.scaler, partial(_clip, strategy))
+        return precision_plugin(precision.name, strategy.root_device.type, precision.scaler, partial(_clip, self.parts))
 
     def _replace_strategy(self, strategy: Strategy) -> None:
         """Run under another strategy from now on, which is connected to the same devices."""
@@ -332,9 +332,10 @@ def _iterables(owner: TrainingData | EvaluationLoop | PredictionLoop) -> Any:
 
 
 def _clip(
-    strategy: Strategy, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    parts: TrainerParts, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
 ) -> None:
     """Clip gradients for `LightningModule.clip_gradients`."""
     if clip_val > 0:
         algorithm = GradClipAlgorithmType(gradient_clip_algorithm).value
-        strategy.clip_gradients(optimizer, clip_val, algorithm)
+        parts.fit_loop.optimization.unscale(optimizer)
+        parts.strategy.clip_gradients(optimizer, clip_val, algorithm)

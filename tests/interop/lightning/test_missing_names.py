@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,7 @@ from equipoise import ConfigurationError
 from equipoise.interop import metrics as metric_names
 from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, looks_after_training_epochs
+from equipoise.interop.lightning.checkpoint_hooks import finish_save, with_true_values
 from equipoise.interop.lightning.loggers import csv_writer
 from tests.conftest import ignoring
 from tests.support.hidden_names import hide
@@ -195,6 +197,19 @@ def test_a_checkpoint_callback_whose_intervals_are_unknown_is_called(monkeypatch
     assert cannot_fire(callback, "on_train_batch_end")
     hide(monkeypatch, ModelCheckpoint, "_every_n_train_steps")
     assert not cannot_fire(callback, "on_train_batch_end")
+
+
+@pytest.mark.parametrize("name", ["_monitor_candidates", "_save_last_checkpoint", "_should_remove_checkpoint"])
+def test_a_checkpoint_callback_that_works_otherwise_is_called_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    callback = ModelCheckpoint(monitor="value")
+    fit: Any = SimpleNamespace(later_files={"a.ckpt"})
+    hook = callback.on_validation_end
+    assert with_true_values(callback, "on_validation_end", hook, fit) != hook
+    monkeypatch.delattr(ModelCheckpoint, name)
+    assert with_true_values(callback, "on_validation_end", hook, fit) == hook
+    finish_save(callback, None, fit, {"dirpath": None, "replaced": ["b.ckpt"], "is_last": True})
 
 
 def test_early_stopping_without_a_value_to_monitor(monkeypatch: pytest.MonkeyPatch) -> None:

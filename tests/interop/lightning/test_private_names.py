@@ -209,17 +209,25 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
     run.fit(Small(), loader())
     after = saving_states([saver, Look()], None, None, 99)
-    assert seen == [after[saver.state_key]]
+    assert seen == [{**after[saver.state_key], "is_last": False, "replaced": []}]
     assert seen[0]["last_global_step_saved"] == 2
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
-    assert set(seen[0]) == {"dirpath", "last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+    noted = {"last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
+    assert set(seen[0]) == {"dirpath", "is_last", "replaced"} | noted
+
+    # A save that had waited for the validation waits no more once the file is read.
+    saver._defer_save_until_validation = True
+    for hook, waits in (("on_validation_end", False), ("on_train_batch_end", True)):
+        states = saving_states([saver], saver, saver.best_model_path, 2, hook)
+        assert states[saver.state_key]["defer_save_until_validation"] == waits
+    saver._defer_save_until_validation = False
 
     def taken_back(folder: Path) -> dict[str, Any]:
         other = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
         load_saving_states([Look(), other], after)
         return saving_states([other], None, None, 0)[other.state_key]
 
-    assert taken_back(tmp_path) == seen[0]
+    assert taken_back(tmp_path) == after[saver.state_key]
     assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
 
 

@@ -9,7 +9,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from equipoise.interleave import interleave
 from equipoise.parallel.batches.dealing import Turns, deal_batches, is_dealt
-from equipoise.parallel.batches.sampling import NO_BATCH
 
 SAMPLES = list(range(11))
 
@@ -49,8 +48,8 @@ def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
     assert not is_dealt(LOADERS[name]())
 
 
-def test_rounds_are_filled() -> None:
-    for fill, expected in ((True, [[0, 3], [1, 4], [2, NO_BATCH]]), (False, [[0, 3], [1, 4], [2]])):
-        parts = [Turns(range(5), rank, 3, fill=fill) for rank in range(3)]
-        assert list(map(list, parts)) == expected
-        assert list(map(len, parts)) == list(map(len, expected))
+def test_turns() -> None:
+    expected = [[0, 3], [1, 4], [2]]
+    parts = [Turns(range(5), rank, 3) for rank in range(3)]
+    assert list(map(list, parts)) == expected
+    assert list(map(len, parts)) == list(map(len, expected))

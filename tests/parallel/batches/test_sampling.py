@@ -15,7 +15,7 @@ from equipoise.parallel.batches.sampling import (
     NO_BATCH,
     BatchesInTurn,
     Collate,
-    Filled,
+    FirstBatches,
     SameOrder,
     SharedBatches,
     UnpaddedDistributedSampler,
@@ -104,11 +104,15 @@ def test_loaders_in_training(count: int, batch_size: int, processes: int, drop_l
     loader = DataLoader(Numbers(count), batch_size, shuffle=True, drop_last=drop_last)
     shared = [share_loader(loader, rank, processes, 0, training=True) for rank in range(processes)]
     drawn = [list(each) for each in shared]
-    assert {len(each) for each in drawn} == {len(each) for each in shared}
-    assert len({len(each) for each in drawn}) == 1
-    there = flat(batch.tolist() for each in drawn for batch in each if batch is not NO_BATCH)
+    counts = [len(each) for each in drawn]
+    assert counts == [len(each) for each in shared]
+    assert counts[0] == max(counts)
+    assert counts[0] - min(counts) <= 1
+    there = flat(batch.tolist() for each in drawn for batch in each)
     assert len(set(there)) == len(there)
-    if not drop_last:
+    if drop_last:
+        assert len(there) == count // (batch_size * processes) * batch_size * processes
+    else:
         assert sorted(there) == list(range(count))
     assert loader.batch_size == shared[0].batch_size or shared[0].batch_size is None
 
@@ -128,9 +132,9 @@ def test_batch_samplers_of_the_users_own(training: bool) -> None:
     batches = BatchSampler(RandomSampler(range(11)), 3, False)
     loader = DataLoader(Numbers(11), batch_sampler=batches)
     drawn = [list(share_loader(loader, rank, 3, 0, training=training)) for rank in range(3)]
-    there = flat(batch.tolist() for each in drawn for batch in each if batch is not NO_BATCH)
+    there = flat(batch.tolist() for each in drawn for batch in each)
     assert sorted(there) == list(range(11))
-    assert [len(each) for each in drawn] == ([2, 2, 2] if training else [2, 1, 1])
+    assert [len(each) for each in drawn] == [2, 1, 1]
 
 
 def test_a_distributed_sampler_of_the_users_own_is_kept() -> None:
@@ -140,12 +144,10 @@ def test_a_distributed_sampler_of_the_users_own_is_kept() -> None:
 
 def test_what_is_no_loader_gives_batches_in_turn() -> None:
     batches = ["a", "b", "c", "d", "e"]
-    trained = [share_loader(batches, rank, 2, 0, training=True) for rank in range(2)]
-    assert [list(each) for each in trained] == [["a", "c", "e"], ["b", "d", NO_BATCH]]
-    assert [len(each) for each in trained] == [3, 3]
-    evaluated = [share_loader(batches, rank, 2, 0, training=False) for rank in range(2)]
-    assert [list(each) for each in evaluated] == [["a", "c", "e"], ["b", "d"]]
-    assert [len(each) for each in evaluated] == [3, 2]
+    for training in (True, False):
+        parts = [share_loader(batches, rank, 2, 0, training=training) for rank in range(2)]
+        assert [list(each) for each in parts] == [["a", "c", "e"], ["b", "d"]]
+        assert [len(each) for each in parts] == [3, 2]
 
 
 def test_workers_collation_and_generators_stay() -> None:
@@ -154,13 +156,13 @@ def test_workers_collation_and_generators_stay() -> None:
     shared = share_loader(loader, 1, 4, 0, training=True)
     assert (shared.num_workers, shared.generator) == (1, generator)
     assert [type(batch) for batch in shared] == [tuple]
-    assert share_loader(loader, 1, 8, 0, training=True).collate_fn([]) is NO_BATCH
+    assert shared.collate_fn is tuple
 
 
 def test_nothing_is_the_same_in_every_process() -> None:
     assert pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
     assert Collate(list)([1]) == [1]
-    filled = Filled(BatchSampler(SequentialSampler(range(3)), 2, False), 3)
-    assert list(filled) == [[0, 1], [2], []]
-    assert list(Filled([[1], [2]], 1)) == [[1]]
+    first = FirstBatches(BatchSampler(SequentialSampler(range(3)), 2, False), 1)
+    assert list(first) == [[0, 1]]
+    assert len(first) == 1
     assert len(BatchesInTurn([1, 2, 3], 0, 2)) == 2

@@ -394,3 +394,10 @@ def test_whoever_cuts_is_named() -> None:
         "What forward is called with must be cut along dimension 0, but its tensors differ there: argument[0] is of"
         " length 2, argument[1] is of length 3."
     )
+
+
+def test_a_packed_sequence_is_not_cut_by_steps() -> None:
+    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    splitter = Splitter(nn.Module())
+    with pytest.raises(StepError, match=r"holds a PackedSequence.*pack them within the module\. Or define `batch_size"):
+        splitter.parts((packed, torch.zeros(2)), [1, 1])

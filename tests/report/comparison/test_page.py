@@ -24,14 +24,18 @@ def test_bars_are_in_proportion() -> None:
     assert long == pytest.approx(4 * short)
     assert empty == 0
     texts = [text.text for text in figure.all("text")]
-    assert texts == ["a", "4 KiB", "1 KiB", "b", "0 B"]
+    assert texts == ["a", "b", "4 KiB", "1 KiB", "0 B"]
+    # The names have a column of their own, in which the longest has room, however narrow the screen is.
+    names = parse(bar_chart("Peak", [BarGroup("single_device", groups[0].bars)], "bytes")).one("svg", "names")
+    (name,) = names.all("text")
+    assert 7 * len("single_device") <= float(name.attributes["x"]) < float(names.attributes["width"])
     assert [entry.text for entry in figure.all("li")] == ["first", "second"]
     # No bar lies on another.
     tops = [float(rect.attributes["y"]) for rect in figure.all("rect")]
     heights = [float(rect.attributes["height"]) for rect in figure.all("rect")]
     for top, height, next_top in zip(tops, heights, tops[1:], strict=False):
         assert top + height <= next_top
-    assert tops[-1] + heights[-1] <= float(figure.one("svg").attributes["height"])
+    assert tops[-1] + heights[-1] <= float(figure.one("svg", "bars").attributes["height"])
 
 
 def test_a_chart_without_bars() -> None:

@@ -114,3 +114,14 @@ class TestFigure:
     def test_points_without_an_x_are_left_out(self):
         assert "data-x" in figure((math.nan, 1), (1, 2)).one("g", "line").attributes
         assert "No value is a finite number." in figure((math.inf, 1)).text
+
+
+def words_of(chart):
+    words = [boundary.all("text") for boundary in chart.all("g", "boundary")]
+    return [(word.text, word.attributes.get("class", "")) for texts in words for word in texts]
+
+
+def test_words_of_boundaries_do_not_overlap_on_a_narrow_screen():
+    """In a picture of 230 pixels there is no room for 'epoch 15' beside 'epoch 20'."""
+    chart = figure((0, 0), (400, 1), boundaries=[Boundary(x=20 * n, text=f"epoch {n}") for n in (5, 10, 15, 20)])
+    assert words_of(chart) == [("epoch 5", ""), ("epoch 10", ""), ("epoch 15", "crowded"), ("epoch 20", "")]

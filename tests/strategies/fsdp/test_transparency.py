@@ -129,6 +129,32 @@ class Alternating(ByHand):
         return blocks, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)
 
 
+class Toggling(ByHand):
+    """Trains two parts in turn, of which its own forward calls one, and switches `requires_grad` of the other."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.first(features)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.last(self(batch[0])), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        with self.toggled_optimizer(one):
+            self.manual_backward(self.last(self(batch[0])).square().mean())
+            one.step()
+            one.zero_grad()
+        with self.toggled_optimizer(other):
+            real = self.last(batch[0][:, :7]) - batch[1]
+            self.manual_backward((real.square() + self.last(self(batch[0]).detach())).mean())
+            other.step()
+            other.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.AdamW(self.first.parameters(), lr=0.01)
+        return first, torch.optim.AdamW(self.last.parameters(), lr=0.01)
+
+
 class Weighted(Net):
     """The mean over marked samples, whose number is the weight; some batches have none."""
 
@@ -159,10 +185,19 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "activation checkpointing": (Net, {"activation_checkpointing": ["blocks.*"]}),
     "activation checkpointing around units": (Attention, {"activation_checkpointing": ["encoder"]}),
     "manual optimisation of two kinds": (Alternating, {"count": 48}),
+    "toggled optimisers": (Toggling, {"count": 48}),
     "manual optimisation": (ByHand, {"count": 48, "again": True}),
 }
 # Those that run in every change.
-OFTEN = ["plain", "accumulated and clipped", "tied weights", "frozen parts", "attention", "manual optimisation"]
+OFTEN = [
+    "plain",
+    "accumulated and clipped",
+    "tied weights",
+    "frozen parts",
+    "attention",
+    "manual optimisation",
+    "toggled optimisers",
+]
 # Options of the strategy.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "units by name": {"units": ["blocks.*.up", "blocks.1", "first"]},

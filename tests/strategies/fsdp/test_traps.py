@@ -170,7 +170,8 @@ def run_rarely() -> dict[str, Any]:
     results["fused"] = values(Net, fsdp(), 2, fused_optimizer=True)
     results["several passes"] = values(Net, fsdp(), 2, val_check_interval=2)
     results["weight in attention"] = error_of(Attention, strategy_options={"units": ["**.out_proj"]})
-    results["running out of memory"] = error_of(RunsOut, callbacks=[OOMRecovery()])
+    results["running out of memory"] = error_of(RunsOut, callbacks=[OOMRecovery("raise")])
+    results["recovery from running out"] = error_of(Net, callbacks=[OOMRecovery()])
     evaluation = NoGradEvaluation(
         loader(7, 3), every_n_epochs=1, collect=True, forward=lambda module, batch: module(batch[0])
     )
@@ -366,6 +367,7 @@ def test_mistakes_are_named(kind: Any, parts: list[str], often: dict[str, Any]) 
     [
         ("weight in attention", ["StepError", "encoder.layers.0.self_attn.out_proj", "outside of the forward"]),
         ("running out of memory", ["OutOfMemoryError", "cannot do its step again alone"]),
+        ("recovery from running out", ["ConfigurationError", "policy='split'", "cannot do its step again alone"]),
         ("another evaluation", ["ConfigurationError", "NoGradEvaluation deals batches out unevenly", "equally often"]),
         ("weight averaging", ["ConfigurationError", "EMAWeightAveraging copies whole weights", "ddp"]),
     ],

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
-from equipoise import CheckpointError
-from equipoise.trainer.checkpointing.file import read_checkpoint, write_checkpoint
+from equipoise import CheckpointError, Trainer
+from equipoise.trainer.checkpointing.file import check_name, read_checkpoint, write_checkpoint
 from tests.parity.comparison import differences
 from tests.support.programs import Program
 
@@ -179,6 +181,25 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert "the file is larger than this process may write" in message
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkstemp(**options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: .*ulimit -n.*set_sharing_strategy"):
+        write_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
+
+
+def test_a_name_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"torch\.save.*w\.safetensors.*Name it '\.ckpt'"):
+        check_name(tmp_path / "w.safetensors")
+    trainer = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.connect_module(LightningModule())
+    with pytest.raises(CheckpointError, match=r"w\.safetensors"):
+        trainer.save_checkpoint(tmp_path / "w.safetensors")
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["while writing", "at the end", "in fsync"])

@@ -26,8 +26,9 @@ from torch.utils.data import (
 from equipoise import Strategy, Trainer
 from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
+from equipoise.strategies.distributed.extent import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
-from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, length_of
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
@@ -49,10 +50,15 @@ class Unsized:
 # One pass
 
 
+def stream_of(source: Any, limit: float = math.inf) -> BatchStream:
+    length = length_of(source)
+    promised = math.inf if length is None else min(length, limit)
+    return BatchStream(source, Extent(promised, limit, certainty_of(source)))
+
+
 @given(count=st.integers(1, 8), limit=st.one_of(st.integers(1, 10), st.just(math.inf)), sized=st.booleans())
 def test_a_stream_knows_its_last_batch_when_it_hands_it_out(count: int, limit: float, sized: bool) -> None:
-    given_limit = min(limit, count) if sized else limit
-    stream = BatchStream(list(range(count)) if sized else Unsized(count), given_limit)
+    stream = stream_of(list(range(count)) if sized else Unsized(count), limit)
     seen, last = [], []
     for index, batch in enumerate(stream):
         seen.append(batch)
@@ -64,7 +70,7 @@ def test_a_stream_knows_its_last_batch_when_it_hands_it_out(count: int, limit: f
 
 def test_a_loader_without_length_is_read_one_batch_ahead() -> None:
     source = Unsized(4)
-    stream = BatchStream(source, math.inf)
+    stream = stream_of(source)
     assert source.asked == 0
     stream.start()
     assert source.asked == 1
@@ -74,20 +80,20 @@ def test_a_loader_without_length_is_read_one_batch_ahead() -> None:
 
 def test_a_limit_is_not_read_beyond() -> None:
     for source in (Unsized(5), Unsized(3)):
-        assert list(BatchStream(source, 3)) == [0, 1, 2]
+        assert list(stream_of(source, 3)) == [0, 1, 2]
         assert source.asked == 3
 
 
 def test_a_stream_that_was_started_is_not_started_again() -> None:
     source = Unsized(2)
-    stream = BatchStream(source, math.inf)
+    stream = stream_of(source)
     stream.start()
     assert list(stream) == [0, 1]
     assert list(stream) == [0, 1]  # another pass
 
 
 def test_a_closed_stream_lets_go_of_its_batches() -> None:
-    stream = BatchStream(Unsized(2), math.inf)
+    stream = stream_of(Unsized(2))
     stream.start()
     assert stream.ahead == 0
     stream.close()
@@ -128,11 +134,6 @@ def numbers(batches: Any) -> list[Any]:
     return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
 
 
-def stream_of(source: Any) -> BatchStream:
-    length = length_of(source)
-    return BatchStream(source, math.inf if length is None else length)
-
-
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(count=st.integers(2, 9), seed=st.integers(0, 2**31), share=st.floats(0, 1))
@@ -156,7 +157,11 @@ def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, s
 
 def test_a_pass_over_loaders_that_are_read_together() -> None:
     together = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, "max_size_cycle")
-    assert list(BatchStream(together, 3, combined=True)) == [{"a": 1, "b": 4}, {"a": 2, "b": 5}, {"a": 3, "b": 4}]
+    assert list(BatchStream(together, Extent(3), combined=True)) == [
+        {"a": 1, "b": 4},
+        {"a": 2, "b": 5},
+        {"a": 3, "b": 4},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bo
 )
 def test_limits(limit: float, batches: int) -> None:
     """A fraction is rounded down, as in Lightning."""
-    assert loaders_of(loader(10), limit).length() == batches
+    assert loaders_of(loader(10), limit).extent.num_batches == batches
     run = trainer(L.Trainer, limit_train_batches=limit)
     run.fit(Small(), loader(10))
     assert run.num_training_batches == batches
@@ -188,14 +193,14 @@ def test_limits(limit: float, batches: int) -> None:
 
 @pytest.mark.parametrize(("limit", "batches"), [(1.0, math.inf), (3, 3)])
 def test_limits_of_loaders_without_length(limit: float, batches: float) -> None:
-    assert loaders_of(DataLoader(Stream(9)), limit).length() == batches
+    assert loaders_of(DataLoader(Stream(9)), limit).extent.num_batches == batches
 
 
 @pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 5), ("max_size", 5), ("min_size", 3)])
 def test_lengths_of_loaders_that_are_read_together(mode: Any, length: int) -> None:
     given = {"a": loader(5), "b": loader(3)}
     chosen = loaders_of(CombinedLoader(given, mode))
-    assert chosen.length() == length
+    assert chosen.extent.num_batches == length
     assert chosen.iterables == given
     assert not chosen.single
     assert len(chosen.streams()) == 1

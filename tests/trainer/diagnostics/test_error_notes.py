@@ -72,6 +72,18 @@ def test_a_batch_of_strings() -> None:
     assert "collate_fn" in notes
 
 
+@pytest.mark.parametrize("loader", [[1, 2, 3], range(3)])
+def test_a_list_of_samples_in_place_of_a_loader(loader: Any) -> None:
+    class Unpacks(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            features, _ = batch
+            return self(features).sum()
+
+    notes = notes_of(TypeError, Unpacks(), loader)
+    assert "The batch is of type int: each item that a loader gives is a batch." in notes
+    assert "DataLoader(samples, batch_size=...)" in notes
+
+
 def test_a_label_out_of_range() -> None:
     features, _ = good()
     notes = notes_of(IndexError, Net(), batches((features, torch.tensor([0, 1, 2, 3, 1, 0]))))
@@ -246,3 +258,30 @@ def test_a_module_that_cannot_be_printed_does_not_hide_the_error() -> None:
     module = Net()
     module.head = Unprintable(5, 3)
     assert notes_of(RuntimeError, module, batches(good())) == ""
+
+
+class AsksForTheMesh(L.LightningModule):
+    def configure_model(self) -> None:
+        self.device_mesh["data_parallel"]
+
+    def training_step(self, batch: Any) -> Tensor:
+        raise OSError(24, "Too many open files")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OpensTooMuch(AsksForTheMesh):
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "note"),
+    [(AsksForTheMesh, TypeError, "`self.device_mesh` is None"), (OpensTooMuch, OSError, "ulimit -n")],
+)
+def test_what_is_missing_is_named(kind: Any, error: Any, note: str) -> None:
+    run = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(error) as caught:
+        run.fit(kind(), DataLoader([torch.ones(1)]))
+    assert any(note in text for text in caught.value.__notes__)

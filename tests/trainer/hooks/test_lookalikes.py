@@ -88,9 +88,17 @@ def test_what_lacks_methods_is_no_logger(given: Any) -> None:
 
 
 def test_the_best_of_two_checkpoint_callbacks(tmp_path: Path) -> None:
+    keepers = [ModelCheckpoint(tmp_path / mode, monitor="loss", mode=mode) for mode in ("min", "max")]
+    run = trainer(callbacks=keepers, enable_checkpointing=True)
+    run.fit(Small(), loader())
+    with pytest.warns(UserWarning, match=r"2 callbacks save checkpoints.*the first is used, which monitors 'loss'"):
+        run.test(Small(), loader(), ckpt_path="best", verbose=False)
+    assert run.ckpt_path == keepers[0].best_model_path
+
+
+def test_the_best_is_that_of_the_callback_that_monitors(tmp_path: Path) -> None:
     keepers = [ModelCheckpoint(tmp_path / "first"), ModelCheckpoint(tmp_path / "second", monitor="loss")]
     run = trainer(callbacks=keepers, enable_checkpointing=True)
     run.fit(Small(), loader())
-    with pytest.warns(UserWarning, match=r"2 callbacks save checkpoints.*the first is used, which monitors None"):
-        run.test(Small(), loader(), ckpt_path="best", verbose=False)
-    assert run.ckpt_path == keepers[0].best_model_path
+    run.test(Small(), loader(), ckpt_path="best", verbose=False)
+    assert run.ckpt_path == keepers[1].best_model_path

@@ -23,7 +23,7 @@ from equipoise.trainer.state.progress import FitProgress
 )
 def test_batches_done(ready: int, is_last: bool, max_batches: float, done: bool) -> None:
     fit = FitState(FitProgress())
-    fit.data.max_batches = max_batches
+    fit.data.set_max_batches(max_batches)
     fit.progress.batch.current.set(ready)
     fit.progress.batch.mark_last(is_last)
     assert fit.batches_done() is done

@@ -247,7 +247,8 @@ def test_a_loader_that_gives_fewer_batches_than_it_says() -> None:
             return iter(loader(3))
 
     module = Overdraws(1)
-    trainer(max_epochs=2).fit(module, Short())
+    with pytest.warns(UserWarning, match="promised 5 batches by its length, and gave 3"):
+        trainer(max_epochs=2).fit(module, Short())
     assert [index for index, _ in module.pulled] == [0, 1, 2] * 2
 
 

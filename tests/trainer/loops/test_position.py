@@ -193,7 +193,7 @@ def test_an_epoch_that_was_left_continues_if_the_limits_allow_it(max_steps: int,
 
 def test_another_number_of_processes_needs_the_same_steps() -> None:
     parts = Parts()
-    parts.fit.data.max_batches = 4
+    parts.fit.data.set_max_batches(4)
     positions = [parts.position(), parts.position()]
     ours = {"position": positions[0], "positions": positions}
     parts.fit.progress.epoch.current = Counts(1, 1, 0, 0)

@@ -95,7 +95,7 @@ READ = (
 
 def read(run: Any) -> dict[str, Any]:
     """Return the options that can be read from a trainer."""
-    kinds = [type(callback).__name__.removeprefix("Rich") for callback in run.callbacks]
+    kinds = [type(callback).__name__.removeprefix("Rich").removeprefix("Whole") for callback in run.callbacks]
     return {
         **{name: getattr(run, name, None) for name in READ},
         "loggers": [type(logger).__name__ for logger in run.loggers],

@@ -27,7 +27,9 @@ from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trai
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"accelerator": "tpu"}, ["accelerator must be one of", "'cpu'", "not 'tpu'"]),
+        ({"accelerator": "tpu"}, ["accelerator='tpu': TPUs are not supported", "Take one of 'auto', 'cpu'"]),
+        ({"accelerator": "npu"}, ["accelerator='npu': NPUs are not supported"]),
+        ({"accelerator": "xpu"}, ["accelerator='xpu': Intel's GPUs are not supported"]),
         ({"accelerator": "CPU"}, ["not 'CPU'", "Did you mean 'cpu'?"]),
         ({"accelerator": "cudaa"}, ["Did you mean 'cuda'?"]),
         ({"accelerator": None}, ["accelerator must be one of", "not None"]),

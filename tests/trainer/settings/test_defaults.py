@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelSummary,
     OnExceptionCheckpoint,
-    RichModelSummary,
     Timer,
     TQDMProgressBar,
 )
@@ -33,6 +32,7 @@ from equipoise import (
     Trainer,
 )
 from equipoise.precision import make_precision
+from equipoise.report.tables.model_summary import WholeModelSummary
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.callbacks import select_callbacks
 from tests.conftest import ignoring
@@ -129,7 +129,7 @@ def chosen(callbacks: Any = None, **options: Any) -> list[Any]:
 
 def test_default_callbacks() -> None:
     everything = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True)
-    assert kinds(chosen(**everything)) == [ProgressBar, RichModelSummary, ModelCheckpoint]
+    assert kinds(chosen(**everything)) == [ProgressBar, WholeModelSummary, ModelCheckpoint]
     assert chosen() == []
     own = [ModelCheckpoint("x"), TQDMProgressBar(), ModelSummary(max_depth=2)]
     assert chosen(own, **everything) == [own[1], own[2], own[0]]

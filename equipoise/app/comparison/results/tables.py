@@ -12,8 +12,10 @@ from rich.text import Text
 
 from equipoise.app.comparison.results.comparison import Comparison, Row, RowState
 from equipoise.formats import format_bytes, format_count, format_duration
+from equipoise.report.comparison.page import reasons_in_words
 from equipoise.report.facts import shorten
-from equipoise.report.live_table import LiveTable
+from equipoise.report.tables.live_table import LiveTable
+from equipoise.report.tables.whole_table import print_table
 
 __all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
 
@@ -31,7 +33,7 @@ _USUAL_COLUMNS = 5
 
 
 class ComparisonDisplay:
-    """Shows the strategies that run: a table on a terminal, else a line for each one that ends.
+    """Shows the strategies that run: a table on a terminal, else a line for each one that begins.
 
     Everything goes to the error output, so that the output is that of the command.
 
@@ -71,11 +73,6 @@ class ComparisonDisplay:
         """Show that a strategy begins."""
         if not self._live.is_shown:
             self._print(f"equipoise: measuring {row.label} ...")
-
-    def end(self, row: Row) -> None:
-        """Show that a strategy has ended without figures."""
-        if not self._live.is_shown and row.reason is not None:
-            self._print(f"equipoise: {row.label} did not run: {row.reason}")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
@@ -205,10 +202,10 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
     """
     console = Console()
     # 1. The table.
-    console.print(comparison_table(comparison))
+    print_table(comparison_table(comparison), console)
     # Sentences stand outside of the table, so that it does not break them.
     # 2. Reasons, and what the columns mean.
-    lines = [f"{row.label} did not run: {row.reason}" for row in comparison.rows if row.reason is not None]
+    lines = reasons_in_words([(row.label, row.reason) for row in comparison.rows])
     lines.append(meaning_of_columns(comparison))
     lines += comparison.notes
     # 3. The recommendation, with overrides in a line that can be copied.

@@ -12,11 +12,14 @@ import cloudpickle
 
 from equipoise.errors import WorkerError
 from equipoise.parallel.payload.shared_payload import PayloadLayout, pickle_error
+from equipoise.parallel.workers.messages.tracebacks import RemoteTraceback, shortened
 
 __all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
 # Attempts to create a report, which a signal's handler may interrupt.
 _ATTEMPTS = 3
+# The beginning of a frame in the text of a traceback.
+_FRAME = '  File "'
 # Part of the message of an exchange that reached its time limit.
 _WAITED = "Timed out waiting"
 # The file of torch in which a process waits for an exchange.
@@ -95,7 +98,7 @@ def report_of(error: BaseException, rank: int, is_consequence: ConsequenceCheck 
 
 def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceCheck | None) -> Report:
     now = time.monotonic()
-    lines = traceback.format_exception(error)
+    lines = traceback.format_exception(shortened(error))
     text = "".join(lines)
     # Lightning's error for a SIGTERM derives from SystemExit and is not meant here.
     if type(error) is SystemExit:
@@ -174,7 +177,9 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
         raise WorkerError(f"{name} failed:\n\n{cause.text}")
     error = cloudpickle.loads(cause.error)
     error.add_note(f"Raised in {name}.")
-    raise error from RemoteTraceback(cause.text)
+    # An error that explains itself may have no frame of the user's. Then its message would only appear twice.
+    has_frames = _FRAME in cause.text
+    raise error from (RemoteTraceback(cause.text) if has_frames else None)
 
 
 def _hint(number: int, stack: str) -> str:
@@ -201,19 +206,12 @@ def _places(reports: list[Report]) -> str:
     for report in sorted(reports, key=lambda report: report.rank):
         line = f"rank {report.rank}"
         # The text before the first frame is the heading of the traceback.
-        _, *frames = report.text.split('  File "')
+        _, *frames = report.text.split(_FRAME)
         for frame in frames:
             if torch_folder not in frame:
                 line = f'rank {report.rank}:   File "{frame.rstrip()}'
         lines.append(line)
     return "\n".join(lines)
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, shown as the cause of its error."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
 
 
 def raise_unended(count: int, silent: Sequence[Worker], seconds: float) -> NoReturn:

@@ -1,5 +1,6 @@
 """The times at which learning-rate schedulers step, in automatic optimisation."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -22,9 +23,11 @@ class Schedulers:
     Args:
         context: The run, whose state holds the configurations, which callbacks may exchange.
         progress: Counts the steps.
+        awaits: Function that returns whether a validation that is still to come will log a new value of a name.
     """
 
-    def __init__(self, context: "RunContext", progress: "Progress") -> None:
+    def __init__(self, context: "RunContext", progress: "Progress", awaits: Callable[[str], bool]) -> None:
+        self._awaits = awaits
         self._state = context.state
         self._logs = context.logs
         self._processes = context.strategy.processes
@@ -32,15 +35,18 @@ class Schedulers:
         self._is_automatic = context.module.automatic_optimization
         self._user_step = context.hooks.bind_module("lr_scheduler_step")
 
-    def after_batch(self, index: int, *, ends: bool) -> None:
+    def after_batch(self, index: int, *, ends: bool, skipped: bool = False) -> None:
         """Step the schedulers that watch no value, at the end of a window.
 
         Args:
             index: The number of the batch.
             ends: Whether it is the last batch of the epoch.
+            skipped: Whether the optimiser has not stepped, because a scaler found gradients that are not finite.
+                Default: False.
         """
         if self._state.lr_scheduler_configs:
-            self._step("step", index, plateau=False)
+            if not skipped:
+                self._step("step", index, plateau=False)
             if ends:
                 self.end_batches()
 
@@ -94,11 +100,13 @@ class Schedulers:
             self._progress.count()
 
     def _watched(self, config: LRSchedulerConfig) -> Any:
-        """Return the value that a scheduler watches; None, with a warning, if it is missing and may be.
+        """Return the value that a scheduler watches; None if it is still to come, or is missing and may be.
 
         Raises:
             ConfigurationError: If it is missing and may not be.
         """
+        if config.interval == "epoch" and self._awaits(config.monitor or ""):
+            return None
         metrics = self._logs.callback_metrics
         value = metrics.get(config.monitor or "")
         # Each process has a value of its own of a step, but the learning rate must be the same.

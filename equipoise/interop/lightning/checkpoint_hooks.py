@@ -1,0 +1,188 @@
+"""ModelCheckpoint's hooks as they are called here, so that files hold what their names say.
+
+Lightning's callback ranks files by values that it finds when a step ends. A value of the validation then belongs to
+weights of an earlier step. Here the callback waits for the next validation, which it does by itself where there is no
+value yet. What ends a run that is killed, its last file, is written at its step all the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+__all__ = ["Validation", "finish_save", "with_true_values"]
+
+Hook = Callable[..., Any]
+
+# Hooks in which the callback saves.
+_SAVING_HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end")
+
+# What is needed of the callback; without it, its hooks are called as they are.
+_NAMES = (
+    "_defer_save_until_validation",
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+    "_monitor_candidates",
+    "_remove_checkpoint",
+    "_save_last_checkpoint",
+    "_save_on_train_epoch_end",
+    "_should_remove_checkpoint",
+)
+
+
+class Validation(Protocol):
+    """What the hooks ask the fit.
+
+    Attributes:
+        later_files: Files that a former run has written after the checkpoint that this one goes on from.
+    """
+
+    later_files: set[str]
+
+    def is_validated(self, name: str) -> bool:
+        """Return True if the validation alone logs a value; called in all processes together."""
+
+    def validates_next(self) -> bool:
+        """Return True if validation follows the present batch at once."""
+
+
+def with_true_values(callback: Callback, name: str, method: Hook, validation: Validation | None) -> Hook:
+    """Return a hook of a callback as it is to be called; that of a ModelCheckpoint saves weights with their value.
+
+    Args:
+        callback: Any callback.
+        name: The hook's name.
+        method: The hook.
+        validation: The fit; None outside of one.
+    """
+    if validation is None or name not in _SAVING_HOOKS or not isinstance(callback, ModelCheckpoint):
+        return method
+    if not all(hasattr(callback, needed) for needed in _NAMES):
+        return method
+    hooks = _CheckpointHooks(callback, validation)
+    if callback.monitor is not None:
+        if name == "on_train_batch_end":
+            method = hooks.at_batch_end(method)
+        elif name == "on_validation_end":
+            method = hooks.at_validation_end(method)
+    if validation.later_files:
+        method = hooks.replacing_files(method)
+    return method
+
+
+def finish_save(callback: Callback, trainer: Any, validation: Validation, state: dict[str, Any]) -> None:
+    """Do what a checkpoint callback does behind a write, in a run that goes on from the file: the rest of the files.
+
+    Args:
+        callback: The callback.
+        trainer: The trainer.
+        validation: The fit.
+        state: What the file says of its writer; see `saving_states`.
+    """
+    if not isinstance(callback, ModelCheckpoint) or state.get("dirpath") != callback.dirpath:
+        return
+    if "replaced" not in state or not all(hasattr(callback, needed) for needed in _NAMES):
+        return
+    for path in state["replaced"]:
+        if callback._should_remove_checkpoint(trainer, path, ""):
+            callback._remove_checkpoint(trainer, path)
+    if callback.save_last and not state["is_last"]:
+        save_last = _CheckpointHooks(callback, validation).replacing_files(callback._save_last_checkpoint)
+        save_last(trainer, callback._monitor_candidates(trainer))
+
+
+class _CheckpointHooks:
+    def __init__(self, callback: Any, validation: Validation) -> None:
+        self._callback = callback
+        self._validation = validation
+
+    # A value of the validation.
+
+    def at_batch_end(self, method: Hook) -> Hook:
+        """Return a hook that waits for the validation which computes the value of the present weights."""
+        callback = self._callback
+
+        def save_or_wait(trainer: Any, *args: Any) -> None:
+            waited = callback._defer_save_until_validation
+            callback._defer_save_until_validation = False
+            with _replaced(callback, "_monitor_candidates", self._present_values):
+                method(trainer, *args)
+            begins_to_wait = callback._defer_save_until_validation
+            is_saved = callback._last_global_step_saved == trainer.global_step
+            callback._defer_save_until_validation = waited or (begins_to_wait and not is_saved)
+            if begins_to_wait and not is_saved and callback.save_last is True:
+                self._save_last_now(trainer)
+
+        return save_or_wait
+
+    def _present_values(self, trainer: Any) -> dict[str, Any]:
+        """Return the values that belong to the present weights; called when a save is due."""
+        callback = self._callback
+        values: dict[str, Any] = type(callback)._monitor_candidates(callback, trainer)
+        if trainer.strategy.broadcast(self._validation.is_validated(callback.monitor)):
+            values.pop(callback.monitor, None)
+        return values
+
+    def _save_last_now(self, trainer: Any) -> None:
+        """Write the last file without its rank. The step counts as not saved, so that the validation may save it."""
+        if self._validation.validates_next():
+            return
+        callback = self._callback
+        before = (callback._last_global_step_saved, callback._last_checkpoint_saved)
+        callback._save_last_checkpoint(trainer, type(callback)._monitor_candidates(callback, trainer))
+        callback._last_global_step_saved, callback._last_checkpoint_saved = before
+
+    def at_validation_end(self, method: Hook) -> Hook:
+        """Return a hook that saves what has waited, also where epochs are saved at their ends."""
+        callback = self._callback
+
+        def save_what_waits(trainer: Any, *args: Any) -> None:
+            is_there = callback.monitor in trainer.callback_metrics
+            if not callback._defer_save_until_validation or not is_there:
+                method(trainer, *args)
+                return
+            chosen = callback._save_on_train_epoch_end
+            callback._save_on_train_epoch_end = False
+            try:
+                method(trainer, *args)
+            finally:
+                callback._save_on_train_epoch_end = chosen
+
+        return save_what_waits
+
+    # Files of a former run.
+
+    def replacing_files(self, method: Hook) -> Hook:
+        """Return a hook that replaces files which the former run wrote later; Lightning leaves them, and counts on."""
+
+        def save(*args: Any) -> None:
+            with _replaced(self._callback, "file_exists", self._is_kept):
+                method(*args)
+
+        return save
+
+    def _is_kept(self, filepath: Any, trainer: Any) -> bool:
+        """Return True if a file exists that this run must not replace."""
+        if not type(self._callback).file_exists(self._callback, filepath, trainer):
+            return False
+        # Names with values may differ between processes; the main one writes.
+        later_files = self._validation.later_files
+        is_replaced: bool = trainer.strategy.broadcast(str(filepath) in later_files)
+        later_files.discard(str(filepath))
+        return not is_replaced
+
+
+@contextmanager
+def _replaced(callback: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a callback call a function in place of a method of its class."""
+    attributes = vars(callback)
+    before = attributes.get(name)
+    attributes[name] = function
+    try:
+        yield
+    finally:
+        del attributes[name]
+        if before is not None:
+            attributes[name] = before

@@ -1,0 +1,65 @@
+"""Callbacks that monitor a value which differs between processes: a resumed run decides as an undisturbed one."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import Trainer
+from tests.conftest import ignoring
+
+pytestmark = ignoring("Checkpoint directory", "It is recommended to use .*sync_dist=True")
+
+# Values of each rank, by steps. At step 4 rank 0 alone has a better one than before.
+VALUES = ((4.0, 3.0, 2.0, 1.0, 1.5, 1.2), (1.0, 0.5, 0.8, 0.9, 0.4, 0.7))
+
+
+class Differs(L.LightningModule):
+    """Logs a value of each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("value", VALUES[self.global_rank][self.global_step])
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, Any]:
+    """Train, and return what the callbacks decided."""
+    keeper = ModelCheckpoint(folder, monitor="value", every_n_train_steps=1, save_top_k=2, filename="{step}")
+    copies = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="at-{step}")
+    stopper = EarlyStopping("value", patience=4, check_on_train_epoch_end=True)
+    trainer = Trainer(
+        strategy="ddp_spawn",
+        devices=["cpu", "cpu"],
+        max_steps=steps,
+        limit_train_batches=2,
+        max_epochs=-1,
+        callbacks=[keeper, copies, stopper],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Differs(), DataLoader(torch.ones(4, 1)), ckpt_path=ckpt_path)
+    assert keeper.best_model_score is not None
+    best = {Path(path).name: value.item() for path, value in keeper.best_k_models.items()}
+    return {"score": keeper.best_model_score.item(), "best": best, "steps": trainer.global_step}
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_value_that_differs_between_processes(tmp_path: Path, step: int) -> None:
+    expected = fit(tmp_path / "whole", 6)
+    assert expected["score"] > min(VALUES[0]), "the processes agree on every value"
+    fit(tmp_path / "parts", step)
+    assert fit(tmp_path / "parts", 6, tmp_path / "parts" / f"at-step={step}.ckpt") == expected

@@ -1,0 +1,127 @@
+"""Each process draws random numbers of its own in the loop, and the same ones before it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, random_split
+
+from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
+
+pytestmark = ignoring("The dirpath has changed", "Checkpoint directory .* exists and is not empty")
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples whose last number is random."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+class Drawing(L.LightningModule):
+    """Notes what each process draws, in a file of its own.
+
+    Args:
+        folder: Where the files are.
+        workers: Number of workers of the loader.
+        generator: Whether the loader has a generator of its own.
+    """
+
+    def __init__(self, folder: Path, workers: int = 0, *, generator: bool = False) -> None:
+        super().__init__()
+        self.folder = folder
+        self.workers = workers
+        self.has_generator = generator
+        self.layer = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.5)
+
+    def note(self, name: str, *values: Any) -> None:
+        with open(self.folder / f"{name} {self.trainer.global_rank}", "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def setup(self, stage: str) -> None:
+        first, second = random_split(range(20), [10, 10])  # type: ignore[arg-type]
+        self.note("split", sorted(first.indices), sorted(second.indices))
+
+    def train_dataloader(self) -> Any:
+        self.note("loader", torch.rand(3).tolist(), random.random())
+        generator = torch.Generator().manual_seed(5) if self.has_generator else None
+        return DataLoader(Noisy(), 2, num_workers=self.workers, generator=generator)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.note("noise", batch[:, 1:].flatten().tolist())
+        self.note("mask", self.dropout(torch.ones(8)).tolist())
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, strategy: str, devices: int, ckpt_path: Path | None = None, **options: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    L.seed_everything(3)
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run = trainer(
+        strategy=strategy,
+        devices=devices,
+        max_epochs=2,
+        callbacks=[saving],
+        enable_checkpointing=True,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    run.fit(Drawing(folder, **options), ckpt_path=ckpt_path)
+
+
+def drawn(folder: Path, name: str, rank: int) -> list[Any]:
+    return [json.loads(line) for line in (folder / f"{name} {rank}").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 1}, {"workers": 1, "generator": True}], ids=str)
+def test_ranks_draw_other_numbers(options: dict[str, Any], tmp_path: Path) -> None:
+    fit(tmp_path, "ddp", 2, **options)
+    for name in ("split", "loader"):
+        assert drawn(tmp_path, name, 0) == drawn(tmp_path, name, 1)
+    for name in ("noise", "mask"):
+        first, second = drawn(tmp_path, name, 0), drawn(tmp_path, name, 1)
+        assert len(first) == len(second) == 6
+        pairs = zip(first, second, strict=True)
+        assert all(one != other for one, other in pairs)
+    noise = [value for rank in range(2) for (row,) in drawn(tmp_path, "noise", rank) for value in row]
+    assert len(set(noise)) == len(noise)
+
+
+def test_the_first_rank_draws_as_one_process(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fit(one, "single_device", 1)
+    fit(two, "ddp", 2)
+    assert drawn(two, "split", 0) == drawn(one, "split", 0)
+    assert drawn(two, "mask", 0)[0] == drawn(one, "mask", 0)[0]
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_resumed_run_draws_as_an_undisturbed_one(step: int, tmp_path: Path) -> None:
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    fit(whole, "ddp", 2)
+    fit(rest, "ddp", 2, whole / f"step={step}.ckpt")
+    for name in ("noise", "mask"):
+        for rank in range(2):
+            assert drawn(rest, name, rank) == drawn(whole, name, rank)[step:]
+
+
+def test_further_ranks_of_a_resumed_run_draw_other_numbers(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fit(one, "single_device", 1)
+    fit(two, "ddp", 2, one / "step=3.ckpt")
+    first, second = drawn(two, "mask", 0), drawn(two, "mask", 1)
+    assert all(mask != other for mask, other in zip(first, second, strict=True))

@@ -1,0 +1,30 @@
+"""Sources of any length in any process: no program stands still, and each trains as one process does."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.strategies.programs import torchrun
+
+SCRIPT = Path(__file__).with_name("uneven_programs.py")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "first", "number"),
+    [
+        ("ddp", 2, 0, 10),
+        pytest.param("ddp", 2, 100, 100, marks=pytest.mark.slow),
+        pytest.param("ddp", 3, 200, 60, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, 300, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_programs(
+    strategy: str, processes: int, first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchrun writes beside the script.
+    script = Path(shutil.copy(SCRIPT, tmp_path))
+    arguments = [str(tmp_path), strategy, str(first), str(number), str(processes)]
+    assert torchrun(monkeypatch, script, arguments, ["--nproc-per-node", str(processes)]) == []
+    done = {path.name for path in tmp_path.glob("*.done")}
+    assert done == {f"{seed}.done" for seed in range(first, first + number)}

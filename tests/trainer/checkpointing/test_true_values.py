@@ -1,0 +1,225 @@
+"""Files of ModelCheckpoint hold what their names say: weights with their value, and no leftovers of a former run."""
+
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import Trainer
+from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
+
+pytestmark = ignoring("Checkpoint directory", "Using ModelCheckpoint with manual optimization")
+
+BATCHES = 10
+TARGETS = (3.0, -1.0, 2.5, 0.5, -2.0, 4.0)
+
+
+class Moving(L.LightningModule):
+    """One weight that each step moves by a share of the batch; its value in the validation tells which one it is.
+
+    The value falls and rises again, so that the best weights are not the last ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = -(self.weight * batch.mean())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", value_of(self.weight.detach()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def value_of(weight: Tensor) -> Tensor:
+    return (weight - 0.77).abs()
+
+
+def data() -> dict[str, Any]:
+    batches = torch.linspace(0.5, 1.5, BATCHES, dtype=torch.float64)
+    return {"train_dataloaders": DataLoader(batches), "val_dataloaders": DataLoader(torch.ones(1))}
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def weight_in(path: Any) -> Tensor:
+    weight: Tensor = read(path)["state_dict"]["weight"]
+    return weight
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("interval", [1.0, 0.5, 2, 3])
+@pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"time": 0}])
+@pytest.mark.parametrize("top_k", [-1, 2])
+def test_a_file_holds_the_weights_of_its_value(
+    tmp_path: Path, accumulate: int, interval: float, trigger: dict[str, int], top_k: int
+) -> None:
+    options: dict[str, Any] = trigger if "time" not in trigger else {"train_time_interval": timedelta(0)}
+    keeper = ModelCheckpoint(tmp_path, "{step}-{value:.6f}", "value", save_top_k=top_k, save_last=True, **options)
+    run = trainer(
+        max_epochs=2,
+        callbacks=[keeper],
+        enable_checkpointing=True,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=interval,
+    )
+    run.fit(Moving(), **data())
+    scores = {path: score.item() for path, score in keeper.best_k_models.items()}
+    assert len(scores) == 2 if top_k == 2 else len(scores) >= 2
+    for path, score in scores.items():
+        assert value_of(weight_in(path)).item() == score
+    assert keeper.best_model_score is not None
+    assert value_of(weight_in(keeper.best_model_path)) == keeper.best_model_score == min(scores.values())
+
+
+def test_each_step_is_saved_after_its_validation(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_top_k=-1)
+    trainer(callbacks=[keeper], enable_checkpointing=True, val_check_interval=2).fit(Moving(), **data())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10))
+
+
+class Steps(L.Callback):
+    """Notes the step of the last file after each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.last = folder / "last.ckpt"
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.last.exists():
+            self.steps.append(read(self.last)["global_step"])
+
+
+def test_the_last_file_does_not_wait_for_the_validation(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    steps = Steps(tmp_path)
+    run = trainer(max_epochs=2, callbacks=[keeper, steps], enable_checkpointing=True, val_check_interval=5)
+    run.fit(Moving(), **data())
+    # Before the first batch of the second epoch, and before each of the later ones.
+    assert steps.steps[-10:] == [10, 10, 12, 12, 14, 15, 16, 16, 18, 18]
+    assert sorted(keeper.best_k_models) == sorted(str(tmp_path / f"step={step}.ckpt") for step in (5, 10, 15, 20))
+
+
+def test_a_value_of_the_training_is_saved_at_once(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, "{step}", "loss", every_n_train_steps=3, save_top_k=-1)
+    trainer(callbacks=[keeper], enable_checkpointing=True, val_check_interval=3).fit(Moving(), **data())
+    written = read(tmp_path / "step=3.ckpt")["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    assert written["current"]["completed"] == 0, "written after the validation"
+
+
+# A run that ends anywhere and goes on
+
+
+class Copying(Trainer):
+    """Copies the folder of the checkpoints behind each one that it writes, unless it goes on from one."""
+
+    folder: Path
+    copies: list[tuple[Path, Path]]
+    is_resumed: bool
+
+    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(filepath, *args, **kwargs)
+        if self.is_resumed:
+            return
+        copy = self.folder.with_name(f"copy-{len(self.copies)}")
+        # With the times of the files.
+        shutil.copytree(self.folder, copy)
+        self.copies.append((Path(filepath), copy))
+
+
+Keepers = Callable[[Path], list[ModelCheckpoint]]
+
+
+def last_first(folder: Path) -> list[ModelCheckpoint]:
+    return [
+        ModelCheckpoint(folder, "newest-{epoch}-{step}", save_last=True),
+        ModelCheckpoint(folder, "best-{epoch}-{step}", "value"),
+    ]
+
+
+def best_and_last(folder: Path) -> list[ModelCheckpoint]:
+    return [ModelCheckpoint(folder, "{epoch}-{step}", "value", save_top_k=2, save_last=True)]
+
+
+def by_steps(folder: Path) -> list[ModelCheckpoint]:
+    return [
+        ModelCheckpoint(folder, "a-{step}", "value", every_n_train_steps=2, save_top_k=2, save_last=True),
+        ModelCheckpoint(folder, "b-{step}", "loss", every_n_train_steps=2, save_top_k=1, save_last=True),
+        ModelCheckpoint(folder, "c-{step}", every_n_train_steps=3),
+    ]
+
+
+def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Train, and return the trainer, and what the callbacks have written and noted."""
+    callbacks = keepers(folder)
+    run = trainer(Copying, max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options)
+    run.folder = folder
+    run.copies = []
+    run.is_resumed = ckpt_path is not None
+    run.fit(Moving(), ckpt_path=ckpt_path, **data())
+    result = {
+        "best": [{Path(path).name: score.item() for path, score in each.best_k_models.items()} for each in callbacks],
+        "score": [each.best_model_score for each in callbacks],
+        "last": [Path(each.last_model_path).name for each in callbacks],
+        "steps": {path.name: read(path)["global_step"] for path in folder.iterdir()},
+    }
+    return run, result
+
+
+@pytest.mark.parametrize("keepers", [last_first, best_and_last, by_steps])
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("source", ["written", "last"])
+@pytest.mark.quick_cases(4)
+def test_a_run_that_is_killed_behind_any_write_leaves_the_same_files(
+    tmp_path: Path, keepers: Keepers, interval: float, accumulate: int, source: str
+) -> None:
+    options: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": accumulate}
+    folder = tmp_path / "files"
+    run, expected = fit(keepers, folder, **options)
+    assert run.copies
+    for written, copy in run.copies:
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+        shutil.rmtree(copy)
+        if source == "last":
+            written = folder / "last.ckpt"
+        if not written.exists():
+            continue
+        _, result = fit(keepers, folder, written, **options)
+        if written.name not in expected["steps"]:
+            # Lightning keeps the file that a run went on from.
+            written.unlink()
+            del result["steps"][written.name]
+        assert result == expected, f"from {written.name} in {copy.name}"
+
+
+def test_files_of_another_run_stay(tmp_path: Path) -> None:
+    """Those in the folder that are older than the checkpoint belong to a run before."""
+    first = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer(max_epochs=2, callbacks=[first], enable_checkpointing=True).fit(Moving(), **data())
+    before = read(tmp_path / "epoch=1.ckpt")
+    second = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer(max_epochs=1, callbacks=[second], enable_checkpointing=True).fit(Moving(), **data())
+    resumed = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    run = trainer(max_epochs=2, callbacks=[resumed], enable_checkpointing=True)
+    run.fit(Moving(), ckpt_path=tmp_path / "epoch=0-v1.ckpt", **data())
+    assert (tmp_path / "epoch=1-v1.ckpt").exists()
+    assert read(tmp_path / "epoch=1.ckpt")["state_dict"] == before["state_dict"]

@@ -1,0 +1,146 @@
+"""Passes end where the data ends, whatever a loader says of its length."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from equipoise import ConfigurationError
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, Validated, trainer
+
+# Torch warns of a stream that is longer than it says.
+pytestmark = ignoring("Length of IterableDataset", "Checkpoint directory .* exists and is not empty")
+
+PROMISED = "promised {} batches by its length, and gave {}"
+
+
+class Stream(IterableDataset[Tensor]):
+    """Batches of a stream that says another number of them."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count = count
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(self.count):
+            yield torch.rand(2, 2, generator=generator)
+
+
+def stream(count: int, length: int) -> DataLoader[Tensor]:
+    return DataLoader(Stream(count, length), batch_size=None)
+
+
+class Watched(Validated):
+    """Counts what happens in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.events.append(("validated", self.trainer.global_step))
+
+    def on_train_epoch_end(self) -> None:
+        self.events.append(("epoch", self.trainer.global_step, self.trainer.is_last_batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def fit(module: Watched, data: Any, folder: Path | None = None, ckpt_path: Path | None = None, **options: Any) -> Any:
+    callbacks = []
+    if folder is not None:
+        callbacks = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    run = trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options)
+    run.fit(module, data, stream(1, 1), ckpt_path=ckpt_path)
+    return run
+
+
+def weights(module: Watched) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("window", [1, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 4, 6, 11])
+@pytest.mark.parametrize("interval", [1.0, None])
+def test_a_wrong_length_changes_nothing(length: int, window: int, interval: float | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": window}
+    if interval is None:
+        options |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    torch.manual_seed(0)
+    right = Watched()
+    fit(right, stream(5, 5), **options)
+    torch.manual_seed(0)
+    wrong = Watched()
+    with pytest.warns(UserWarning, match=PROMISED.format(length, 5)) as told:
+        run = fit(wrong, stream(5, length), tmp_path, **options)
+    assert len([warning for warning in told if "promised" in str(warning.message)]) == 1
+    assert torch.equal(weights(wrong), weights(right))
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.25
+    if interval is not None:
+        assert wrong.events == right.events
+
+    # The rest behind each checkpoint.
+    steps = run.global_step
+    for step in range(1, steps + 1):
+        torch.manual_seed(1)
+        resumed = Watched()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(resumed, stream(5, length), tmp_path / "again", tmp_path / f"step={step}.ckpt", **options)
+        assert torch.equal(weights(resumed), weights(right)), step
+        assert resumed.events == wrong.events[len(wrong.events) - len(resumed.events) :], step
+
+
+@pytest.mark.parametrize(("limit", "count", "read"), [(3, 5, 3), (6, 5, 5), (6, 8, 6), (0.5, 8, 3), (0.5, 2, 2)])
+def test_limits_hold(limit: float, count: int, read: int) -> None:
+    module = Small()
+    run = trainer(max_epochs=1, limit_train_batches=limit)
+    data = stream(count, 7)
+    if read < min(7, limit if isinstance(limit, int) else 3):
+        with pytest.warns(UserWarning, match="promised"):
+            run.fit(module, data)
+    else:
+        run.fit(module, data)
+    assert run.global_step == read
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_evaluations_read_what_comes(length: int) -> None:
+    module = Watched()
+    seen = []
+    module.validation_step = lambda batch, batch_idx: seen.append(len(batch))  # type: ignore[method-assign]
+    module.predict_step = lambda batch, batch_idx: batch  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match=f"promised {length} batches by its length, and gave 3"):
+        trainer().validate(module, stream(3, length), verbose=False)
+    assert seen == [2, 2, 2]
+    with pytest.warns(UserWarning, match="promised"):
+        assert len(trainer().predict(module, stream(3, length))) == 3
+
+
+def test_a_loader_that_begins_no_second_pass_is_not_read_for_ever() -> None:
+    class Once(Stream):
+        def __iter__(self) -> Iterator[Tensor]:
+            self.count, count = 0, self.count
+            return iter(torch.rand(count, 2, 2))
+
+    run = trainer(max_epochs=-1)
+    with (
+        pytest.warns(UserWarning, match="promised 2 batches by its length, and gave 0"),
+        pytest.raises(ConfigurationError, match=r"gave no batch in this pass.*max_epochs=-1 would"),
+    ):
+        run.fit(Small(), DataLoader(Once(2, 2), batch_size=None))
+    assert run.global_step == 2

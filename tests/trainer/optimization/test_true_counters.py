@@ -1,0 +1,163 @@
+"""Counters, schedules and values mean what their names say, also where a scaler skips steps or validations are rare."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import ConfigurationError
+from tests.support.trainer_runs import Small, Validated, loader, trainer
+
+
+class ByHand(Small):
+    """Two parts, which two optimisers of its own step, with gradients of norm 2 that are clipped to 0.5."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.order = order
+        self.first = nn.Parameter(torch.zeros(4))
+        self.second = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = dict(zip("ab", self.optimizers(), strict=True))
+        self.manual_backward(self.first.sum() + self.second.sum())
+        for action in self.order.split():
+            optimizer = optimizers[action[-1]]
+            if action.startswith("clip"):
+                self.clip_gradients(optimizer, 0.5, "norm")
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.first], lr=1.0), torch.optim.SGD([self.second], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "order", ["clip-a step-a clip-b step-b", "clip-a clip-b step-a step-b", "clip-b step-a step-b", "step-a step-b"]
+)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_gradients_that_are_clipped_by_hand_are_unscaled(order: str, precision: str) -> None:
+    module = ByHand(order)
+    run = trainer(precision=precision)
+    run.fit(module, loader(3))
+    for name, parameter in (("a", module.first), ("b", module.second)):
+        norm = 0.5 if f"clip-{name}" in order else 2.0
+        assert float(parameter.detach().norm()) == pytest.approx(3 * norm, rel=1e-3)
+    assert run.global_step == 6
+
+
+class Overflowing(Small):
+    """Its loss is too large for float16 in the first steps."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        loss = self.loss(batch)
+        if len(self.rates) <= 2:
+            return loss.float() * 1e30
+        return loss * 1e-3
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+
+def test_a_step_that_the_scaler_skips_moves_no_schedule() -> None:
+    module = Overflowing("step")
+    trainer(precision="16-mixed", detect_nonfinite=False).fit(module, loader(5))
+    assert module.rates == [1.0, 1.0, 1.0, 0.5, 0.25]
+
+
+def test_an_epoch_whose_last_step_is_skipped_moves_the_schedule_of_epochs() -> None:
+    module = Overflowing("epoch")
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step"):
+        trainer(precision="16-mixed", detect_nonfinite=False, max_epochs=2).fit(module, loader(2))
+    assert module.rates == [1.0, 1.0, 0.5, 0.5]
+
+
+class Watching(Validated):
+    """A scheduler halves the rate where a value has not become better."""
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__()
+        self.monitor = monitor
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_value_that_is_validated_rarely_is_awaited(every: int) -> None:
+    run = trainer(max_epochs=6, check_val_every_n_epoch=every, num_sanity_val_steps=0)
+    run.fit(Watching("value"), loader(2), loader(1))
+    validations = 6 // every
+    assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.5 ** (validations - 1)
+
+
+def test_a_value_that_no_validation_logs_is_an_error_after_the_first() -> None:
+    run = trainer(max_epochs=6, check_val_every_n_epoch=2, num_sanity_val_steps=0)
+    with pytest.raises(ConfigurationError, match="watches 'valeu', which was never logged"):
+        run.fit(Watching("valeu"), loader(2), loader(1))
+    assert run.current_epoch == 1
+
+
+def test_an_evaluated_checkpoint_logs_at_its_step(tmp_path: Path) -> None:
+    fit = trainer(max_epochs=2)
+    fit.fit(Small(), loader(4))
+    path = tmp_path / "a.ckpt"
+    fit.save_checkpoint(path)
+    logger = CSVLogger(tmp_path)
+    run = trainer(logger=logger)
+    run.test(Small(), loader(2), ckpt_path=path, verbose=False)
+    logger.save()
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    names, values = (row.split(",") for row in rows)
+    assert int(values[names.index("step")]) == 8
+    assert run.global_step == 0
+
+
+class TwoLoaders(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.mean(batch)
+        self.log("mean", self.mean)
+
+
+def test_a_metric_has_a_value_of_each_loader() -> None:
+    numbers = [DataLoader(torch.arange(count, dtype=torch.float32) + count) for count in (2, 5, 9)]
+    values = trainer().validate(TwoLoaders(), numbers, verbose=False)
+    found = {name: value for each in values for name, value in each.items()}
+    assert found == {"mean/dataloader_idx_0": 2.5, "mean/dataloader_idx_1": 7.0, "mean/dataloader_idx_2": 13.0}
+
+
+@pytest.mark.parametrize(("window", "is_named"), [(3, False), (4, True)])
+def test_a_window_that_is_longer_than_an_epoch_is_named(
+    window: int, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run = trainer(max_epochs=2, accumulate_grad_batches=window)
+        run.fit(Small(), loader(3))
+    assert run.global_step == 2
+    named = [message for message in caplog.messages if f"accumulate_grad_batches={window}, but" in message]
+    assert len(named) == (1 if is_named else 0)
