@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +18,16 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["HostGenerators", "RandomState", "capture", "fork", "fork_device", "isolated"]
+__all__ = [
+    "HostGenerators",
+    "RandomState",
+    "capture",
+    "capture_host",
+    "fork",
+    "fork_device",
+    "isolated",
+    "seeded",
+]
 
 # Numpy takes seeds of 32 bits.
 _SEEDS_OF_NUMPY = 2**32
@@ -157,15 +166,39 @@ def capture() -> RandomState:
     mps = None
     if torch.backends.mps.is_available():
         mps = torch.mps.get_rng_state()
+    return replace(capture_host(), cuda=tuple(cuda), mps=mps)
+
+
+def capture_host() -> RandomState:
+    """Capture the generators of the CPU, of Python and numpy; those of GPUs are left out."""
     numpy = _numpy_state()
     if numpy is not None:
         numpy = _tensors(numpy)
     return RandomState(
         cpu=torch.get_rng_state(),
-        cuda=tuple(cuda),
-        mps=mps,
+        cuda=(),
+        mps=None,
         python=random.getstate(),
         numpy=numpy,
+    )
+
+
+def seeded(seed: int) -> RandomState:
+    """Return the state of the host's generators after they are seeded with a number. They stay as they are.
+
+    Args:
+        seed: The number, from 0.
+    """
+    numpy_state = None
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy_state = _tensors(numpy.RandomState(seed % _SEEDS_OF_NUMPY).get_state(legacy=False))
+    return RandomState(
+        cpu=torch.Generator().manual_seed(seed).get_state(),
+        cuda=(),
+        mps=None,
+        python=random.Random(seed).getstate(),
+        numpy=numpy_state,
     )
 
 

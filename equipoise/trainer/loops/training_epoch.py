@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -105,7 +106,12 @@ class TrainingEpoch:
             has_batch = len(parts) > 0
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
-            if batch_start is not None and has_batch and batch_start(batch, index) == -1:
+            skips = batch_start is not None and has_batch and batch_start(batch, index) == -1
+            # A process without a batch calls no hook that might end the epoch, so it learns it from the others.
+            is_uneven = index >= stream.whole
+            if is_uneven:
+                skips = _in_any_process(skips)
+            if skips:
                 self.skip_rest(index)
                 return
             counts.started = index + 1
@@ -130,6 +136,8 @@ class TrainingEpoch:
             # 5. Logs, validation, reasons to stop.
             logs.end_batch()
             counts.completed = index + 1
+            if is_uneven:
+                self.state.should_stop = _in_any_process(self.state.should_stop)
             if after_batch(index, last, ends):
                 return
         self._end_early(index)
@@ -186,3 +194,8 @@ class TrainingEpoch:
         self.progress.batch.mark_last(True)
         self.progress.batch.current.process()
         self.schedulers.after_batch(index, ends=True)
+
+
+def _in_any_process(value: bool) -> bool:
+    """Return True if the value is True in any process. All of them call this."""
+    return any(exchange_number(int(value)))
