@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from equipoise.parallel.snapshot.same_numbers import SameNumbers, drawn_alike
+from equipoise.parallel.snapshot.random_state import SameNumbers, drawn_alike
 
 __all__ = [
     "NO_BATCH",

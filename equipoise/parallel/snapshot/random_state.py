@@ -7,11 +7,12 @@ generator. A capture never initialises CUDA and never imports numpy: where they 
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,17 @@ from equipoise.errors import CheckpointError
 __all__ = [
     "HostGenerators",
     "RandomState",
+    "SameNumbers",
     "capture",
     "capture_host",
+    "drawn_alike",
     "fork",
     "fork_device",
     "isolated",
     "seeded",
 ]
+
+T = TypeVar("T")
 
 # Numpy takes seeds of 32 bits.
 _SEEDS_OF_NUMPY = 2**32
@@ -264,6 +269,65 @@ def _forked_seed(number: int) -> int:
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     digest = hashlib.sha256(f"{drawn}, {number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+class SameNumbers:
+    """The generators of the host in a `with` block: they follow from a seed, and continue where the last block ended.
+
+    After the block the generators are as before it. Those of GPUs stay as they are.
+
+    Args:
+        seed: The same number in all processes.
+
+    Example:
+        >>> numbers = SameNumbers(1)
+        >>> with numbers:
+        ...     first = torch.rand(())
+        >>> with numbers:
+        ...     second = torch.rand(())
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> torch.equal(torch.stack([first, second]), torch.rand(2, generator=generator))
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = seeded(seed)
+        self._state_outside = self._state
+
+    def __enter__(self) -> None:
+        self._state_outside = capture_host()
+        self._state.restore()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._state = capture_host()
+        self._state_outside.restore()
+
+
+def drawn_alike(open_items: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
+    """Return items whose random numbers are the same in all processes.
+
+    Args:
+        open_items: Returns the items; called at once.
+        seed: The same number in all processes.
+    """
+    numbers = SameNumbers(seed)
+    with numbers:
+        items = open_items()
+    return _drawn(items, numbers)
+
+
+def _drawn(items: Iterator[T], numbers: SameNumbers) -> Iterator[T]:
+    while True:
+        with numbers:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+        # Do not hold the item while the next one is drawn.
+        del item
 
 
 class HostGenerators:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -11,12 +11,12 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
-from equipoise.parallel.snapshot.same_numbers import drawn_alike
-from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of
+from equipoise.parallel.snapshot.random_state import drawn_alike
+from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of, whole_steps
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
-__all__ = ["NOTHING", "BatchStream", "whole_steps"]
+__all__ = ["NOTHING", "BatchStream"]
 
 # Stands for the absence of a batch: None may be a batch.
 NOTHING: Any = object()
@@ -261,17 +261,6 @@ class BatchStream:
                 self.whole = min(self.whole, index)
             yield batch
             del batch
-
-
-def whole_steps(lengths: Sequence[float]) -> float:
-    """Return the number of first batches that each process has.
-
-    The last batch of the shortest pass does not count: where processes share samples, it may lack some.
-
-    Args:
-        lengths: Number of batches of each process.
-    """
-    return min(lengths) - 1
 
 
 def _with_first_fetched(batches: Iterator[Any]) -> Iterator[Any]:

@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of
+from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of, whole_steps
 from equipoise.strategies.distributed.run_steps import RunSteps
-from equipoise.trainer.data.batch_stream import NOTHING, BatchStream, whole_steps
+from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders, empty_loader
 from equipoise.trainer.data.sample_counts import SampleCounts

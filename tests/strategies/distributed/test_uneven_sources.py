@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from equipoise import HogwildStrategy, PipelineStrategy
+from equipoise.errors import StepError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
@@ -186,6 +188,24 @@ def test_one_process_ends_the_epoch(strategy: str, skips: bool, steps: int, is_s
     fit = run(strategy=strategy, use_distributed_sampler=False)
     fit.fit(EndsEarly(is_stream, skips))
     assert fit.global_step == steps
+
+
+class Saves(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "own.ckpt"))
+
+
+@pytest.mark.parametrize("fires", [True, False])
+def test_a_hook_saves_without_the_others(fires: bool, tmp_path: Path) -> None:
+    callback = Saves()
+    callback.fires_without_batch = fires  # type: ignore[attr-defined]
+    fit = run(strategy="ddp", callbacks=[callback], default_root_dir=tmp_path, use_distributed_sampler=False)
+    if fires:
+        fit.fit(EndsEarly(is_stream=True, skips=True))
+        assert torch.load(tmp_path / "own.ckpt")["global_step"] == 10
+    else:
+        with pytest.raises(StepError, match="fires_without_batch"):
+            fit.fit(EndsEarly(is_stream=True, skips=True))
 
 
 @pytest.mark.parametrize("kind", ["sampler", "stream", "stream with workers"])
