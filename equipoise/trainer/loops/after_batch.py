@@ -89,5 +89,6 @@ class AfterBatch:
 
     def _share_request(self) -> None:
         """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
-        self.fit.is_uneven = False
-        self.state.should_stop = is_true_in_any(self.state.should_stop)
+        self.fit.mark_uneven(False)
+        if is_true_in_any(self.state.should_stop):
+            self.state.request_stop()

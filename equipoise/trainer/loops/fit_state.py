@@ -109,6 +109,14 @@ class FitState(SentState):
         """
         self.has_ended_early = early
 
+    def mark_uneven(self, is_uneven: bool) -> None:
+        """Note whether a step is in progress for which some processes may have no batch.
+
+        Args:
+            is_uneven: Whether it is.
+        """
+        self.is_uneven = is_uneven
+
     def note_before_validation(self, state: dict[str, Any]) -> None:
         """Note the state that a validation will change.
 

@@ -149,7 +149,7 @@ class TrainingEpoch:
                 return skipped
             # A process without a batch calls no hook, so it learns from the others that the epoch ends.
             skipped = is_true_in_any(skipped)
-            fit.is_uneven = not skipped
+            fit.mark_uneven(not skipped)
             return skipped
 
         return skips
