@@ -19,6 +19,7 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.agreements import agree_to_save
 from equipoise.parallel.shards.placeholders import place_without_values
 from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
@@ -58,6 +59,8 @@ def save_checkpoint(
     if state.checkpoint_io is None:
         check_name(path)
     processes = context.strategy.processes
+    if parts.fit_loop.fit.is_uneven:
+        agree_to_save()
     folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.

@@ -177,6 +177,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 5. The loop.
     with signals_noted(context):
         results = _run_stage(parts, context)
+    _unite_random_numbers(context)
     slurm.forget_checkpoint(state, is_main=context.strategy.processes.is_main)
     _tear_down(parts, context)
     return results
@@ -259,6 +260,15 @@ def _separate_random_numbers(context: RunContext) -> None:
     for number, device in enumerate(devices):
         if number:
             random_state.fork_device(device, number)
+
+
+def _unite_random_numbers(context: RunContext) -> None:
+    """Let a program that runs in several processes continue with the same random numbers in all of them."""
+    processes = context.strategy.processes
+    if processes.world_size == 1 or processes.spawns:
+        return
+    state = processes.broadcast(random_state.capture_host().state_dict())
+    random_state.RandomState.from_state_dict(state).restore()
 
 
 def _check_sanity(parts: TrainerParts, context: RunContext) -> None:

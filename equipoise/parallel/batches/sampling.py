@@ -7,8 +7,6 @@ Training      each step's samples are shared out over all processes, evenly or b
 Evaluation    whole batches go to the processes in turn, so each is what it would be on one device
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
 from itertools import islice
@@ -18,12 +16,13 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.random_state import SameNumbers, drawn_alike
 
 __all__ = [
     "NO_BATCH",
     "BatchesInTurn",
     "Collate",
+    "DrawnAlike",
     "FirstBatches",
     "SameOrder",
     "SharedBatches",
@@ -80,11 +79,11 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         return iter(order[self.rank : self.total_size : self.num_replicas])
 
 
-class SameOrder(Sampler[Any]):
+class DrawnAlike(Sampler[Any]):
     """A sampler or batch sampler of the user, drawn with the same random numbers in every process.
 
     Args:
-        sampler: The sampler. Its order is drawn completely when an epoch begins.
+        sampler: The sampler.
         seed: The same number in all processes. Default: 0.
     """
 
@@ -92,10 +91,6 @@ class SameOrder(Sampler[Any]):
         self.sampler = sampler
         self.seed = seed
         self.epoch = 0
-        # The order that `draw` has drawn for the next iteration.
-        self._order: list[Any] | None = None
-        # Length of the order that was drawn last; None before the first.
-        self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch from the next iteration on."""
@@ -103,6 +98,28 @@ class SameOrder(Sampler[Any]):
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return drawn_alike(lambda: iter(self.sampler), self.seed + self.epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+class SameOrder(DrawnAlike):
+    """The same, whose order is drawn completely when an epoch begins.
+
+    Args:
+        sampler: The sampler.
+        seed: The same number in all processes. Default: 0.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int = 0) -> None:
+        super().__init__(sampler, seed)
+        # The order that `draw` has drawn for the next iteration.
+        self._order: list[Any] | None = None
+        # Length of the order that was drawn last; None before the first.
+        self._length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._order is None:
@@ -114,22 +131,14 @@ class SameOrder(Sampler[Any]):
 
     def draw(self) -> None:
         """Draw the order of the next iteration; from then on the length is that of the order."""
-        seed = self.seed + self.epoch
-        # The user's sampler may use any of the global generators. Their states come back afterwards.
-        with random_state.isolated():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy = sys.modules.get("numpy")
-            if numpy is not None:
-                # Numpy takes seeds of 32 bits.
-                numpy.random.seed(seed % 2**32)
+        with SameNumbers(self.seed + self.epoch):
             self._order = list(self.sampler)
         self._length = len(self._order)
 
     def __len__(self) -> int:
         if self._length is not None:
             return self._length
-        return len(self.sampler)  # type: ignore[arg-type]
+        return super().__len__()
 
 
 class SharedBatches(Sampler[list[Any]]):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-from equipoise.parallel.communication.agreed_end import agree_to_end
+from equipoise.parallel.communication.agreements import agree_to_end
 from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
 from equipoise.parallel.communication.processes import Processes
 

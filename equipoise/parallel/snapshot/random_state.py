@@ -7,18 +7,32 @@ generator. A capture never initialises CUDA and never imports numpy: where they 
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["HostGenerators", "RandomState", "capture", "fork", "fork_device", "isolated"]
+__all__ = [
+    "HostGenerators",
+    "RandomState",
+    "SameNumbers",
+    "capture",
+    "capture_host",
+    "drawn_alike",
+    "fork",
+    "fork_device",
+    "isolated",
+    "seeded",
+]
+
+T = TypeVar("T")
 
 # Numpy takes seeds of 32 bits.
 _SEEDS_OF_NUMPY = 2**32
@@ -157,15 +171,39 @@ def capture() -> RandomState:
     mps = None
     if torch.backends.mps.is_available():
         mps = torch.mps.get_rng_state()
+    return replace(capture_host(), cuda=tuple(cuda), mps=mps)
+
+
+def capture_host() -> RandomState:
+    """Capture the generators of the CPU, of Python and numpy; those of GPUs are left out."""
     numpy = _numpy_state()
     if numpy is not None:
         numpy = _tensors(numpy)
     return RandomState(
         cpu=torch.get_rng_state(),
-        cuda=tuple(cuda),
-        mps=mps,
+        cuda=(),
+        mps=None,
         python=random.getstate(),
         numpy=numpy,
+    )
+
+
+def seeded(seed: int) -> RandomState:
+    """Return the state of the host's generators after they are seeded with a number. They stay as they are.
+
+    Args:
+        seed: The number, from 0.
+    """
+    numpy_state = None
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy_state = _tensors(numpy.RandomState(seed % _SEEDS_OF_NUMPY).get_state(legacy=False))
+    return RandomState(
+        cpu=torch.Generator().manual_seed(seed).get_state(),
+        cuda=(),
+        mps=None,
+        python=random.Random(seed).getstate(),
+        numpy=numpy_state,
     )
 
 
@@ -231,6 +269,65 @@ def _forked_seed(number: int) -> int:
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     digest = hashlib.sha256(f"{drawn}, {number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+class SameNumbers:
+    """The generators of the host in a `with` block: they follow from a seed, and continue where the last block ended.
+
+    After the block the generators are as before it. Those of GPUs stay as they are.
+
+    Args:
+        seed: The same number in all processes.
+
+    Example:
+        >>> numbers = SameNumbers(1)
+        >>> with numbers:
+        ...     first = torch.rand(())
+        >>> with numbers:
+        ...     second = torch.rand(())
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> torch.equal(torch.stack([first, second]), torch.rand(2, generator=generator))
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = seeded(seed)
+        self._state_outside = self._state
+
+    def __enter__(self) -> None:
+        self._state_outside = capture_host()
+        self._state.restore()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._state = capture_host()
+        self._state_outside.restore()
+
+
+def drawn_alike(open_items: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
+    """Return items whose random numbers are the same in all processes.
+
+    Args:
+        open_items: Returns the items; called at once.
+        seed: The same number in all processes.
+    """
+    numbers = SameNumbers(seed)
+    with numbers:
+        items = open_items()
+    return _drawn(items, numbers)
+
+
+def _drawn(items: Iterator[T], numbers: SameNumbers) -> Iterator[T]:
+    while True:
+        with numbers:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+        # Do not hold the item while the next one is drawn.
+        del item
 
 
 class HostGenerators:

@@ -11,7 +11,8 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
-from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of
+from equipoise.parallel.snapshot.random_state import drawn_alike
+from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of, whole_steps
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
@@ -33,11 +34,15 @@ class BatchStream:
             left. A process without one reads `NO_BATCH`. Default: False.
         on_wrong_length: Called with the number of batches that were promised and the number that came, if they differ.
 
+        seed: Seed of the random numbers with which all processes read. Default: None, each draws numbers of its own.
+
     Attributes:
         length: Number of batches; None until it is known. The batch with index `length - 1` is the last. If only the
             end of the pass tells the number, `length` is what the loader promises, and one batch is read ahead from the
             last promised one on. A loader without length is read one batch ahead from the beginning.
         ahead: The batch that was read ahead.
+        whole: Number of first batches that each process has. In later steps a process may be without one. Infinite if
+            no process has been without a batch so far.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class BatchStream:
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
         together: bool = False,
         on_wrong_length: Callable[[int, int], None] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.loader = loader
         self.extent = extent
@@ -56,10 +62,12 @@ class BatchStream:
         self._before_opening = before_opening
         self._together = together
         self._on_wrong_length = on_wrong_length
+        self._seed = seed
         self.length: int | None = None
         if not math.isinf(extent.promised):
             self.length = int(extent.num_batches)
         self.ahead: Any = NOTHING
+        self.whole = math.inf
         self._counts: SampleCounts | None = None
         self._iterator: Iterator[Any] | None = None
 
@@ -155,6 +163,11 @@ class BatchStream:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        if self._seed is None:
+            return self._batches()
+        return drawn_alike(self._batches, self._seed)
+
+    def _batches(self) -> Iterator[Any]:
         # A CombinedLoader yields batch, batch index and loader index.
         if self.combined:
             return (batch for batch, _, _ in self.loader)
@@ -178,7 +191,7 @@ class BatchStream:
             if ahead is not NOTHING:
                 batches = itertools.chain([ahead], batches)
                 ahead = NOTHING
-            batches = _until_all_are_done(batches)
+            batches = self._until_all_are_done(batches, read)
         if self.length is not None and read < self.length and ahead is NOTHING:
             self._iterator = self._read_to_promise(batches, read, self.length)
             return
@@ -194,7 +207,9 @@ class BatchStream:
         length = length_of(self.loader)
         assert length is not None
         if self._together:
-            length = max(exchange_number(length))
+            lengths = exchange_number(length)
+            length = max(lengths)
+            self.whole = whole_steps(lengths)
         self._end(int(min(length, self.extent.limit)))
 
     def _end(self, length: int) -> None:
@@ -235,15 +250,17 @@ class BatchStream:
     def _next(self, batches: Iterator[Any], read: int) -> Any:
         return next(batches, NOTHING) if read < self.extent.limit else NOTHING
 
-
-def _until_all_are_done(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""
-    while True:
-        batch = next(batches, NO_BATCH)
-        if not any(exchange_number(int(batch is not NO_BATCH))):
-            return
-        yield batch
-        del batch
+    def _until_all_are_done(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
+        """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""
+        for index in itertools.count(read):
+            batch = next(batches, NO_BATCH)
+            have_batch = exchange_number(int(batch is not NO_BATCH))
+            if not any(have_batch):
+                return
+            if not all(have_batch):
+                self.whole = min(self.whole, index)
+            yield batch
+            del batch
 
 
 def _with_first_fetched(batches: Iterator[Any]) -> Iterator[Any]:

@@ -18,12 +18,15 @@ from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.batches.dealing import Turns
+from equipoise.parallel.batches.sampling import DrawnAlike
 from equipoise.parallel.batches.shard import Shard
 from equipoise.strategies.distributed.extent import Certainty, Extent, certainty_of, length_of
+from equipoise.strategies.distributed.loaders import seed_of_order
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream
-from equipoise.trainer.data.loader_state import PersistentWorkers, separate_workers
+from equipoise.trainer.data.loader_state import PersistentWorkers, has_state, separate_workers
 
 __all__ = [
     "Loaders",
@@ -130,10 +133,15 @@ class Loaders:
             rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
 
         # 2. Check the loaders, and shard them.
-        prepared = [self._prepare(loader, source, overfit, strategy.processes.rank) for loader in flattened]
+        self._reads_alike = not share and strategy.processes.world_size > 1
+        # Workers of loaders that read the share of this process by themselves may draw how it is divided.
+        rank = strategy.processes.rank if share else 0
+        prepared = [self._prepare(loader, source, overfit, rank) for loader in flattened]
         if steps is not None:
             prepared = steps.keep(prepared, strategy.processes, share=share)
-        shards = [Shard(loader) for loader in prepared]
+        self._seed = seed_of_order() if steps is None else steps.seed
+        self._epoch = 0
+        shards = [Shard(self._with_same_order(loader)) for loader in prepared]
         if share:
             shards = [strategy.shard(loader, source.stage) for loader in prepared]
         self.flat = [shard.loader for shard in shards]
@@ -199,7 +207,13 @@ class Loaders:
             for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True)):
                 starter = self.workers.starter(index)
                 streams.append(
-                    BatchStream(loader, extent, before_opening=starter, on_wrong_length=self.report_wrong_length)
+                    BatchStream(
+                        loader,
+                        extent,
+                        before_opening=starter,
+                        on_wrong_length=self.report_wrong_length,
+                        seed=self._seed_of_pass([loader]),
+                    )
                 )
             return streams
         # 2. All of them together.
@@ -223,6 +237,7 @@ class Loaders:
             before_opening=self.workers.starter(0),
             together=together,
             on_wrong_length=self.report_wrong_length,
+            seed=self._seed_of_pass(self.flat),
         )
 
     def report_wrong_length(self, promised: int, came: int) -> None:
@@ -243,8 +258,29 @@ class Loaders:
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch that begins to the samplers, which shuffle by it."""
+        self._epoch = epoch
         for loader in self.flat:
             set_epoch(loader, epoch)
+
+    def _with_same_order(self, loader: Any) -> Any:
+        """Return a loader whose own sampler draws with the same random numbers in all processes.
+
+        It may choose the share of each process from an order of all samples.
+        """
+        if not self._reads_alike or not isinstance(loader, DataLoader) or _is_stream(loader):
+            return loader
+        if loader.batch_sampler is None or has_state(loader) or certainty_of(loader) is not Certainty.AT_END:
+            return loader
+        return with_sampler(loader, DrawnAlike(loader.batch_sampler, self._seed), batches=True)
+
+    def _seed_of_pass(self, loaders: list[Any]) -> int | None:
+        """Return the seed with which all processes read loaders; None if each draws numbers of its own."""
+        for loader in loaders:
+            if isinstance(loader, Turns) and certainty_of(loader) is Certainty.AT_END:
+                return self._seed + self._epoch
+            if self._reads_alike and type(loader) not in (list, tuple) and _is_stream(loader):
+                return self._seed + self._epoch
+        return None
 
     def draw_seeds(self) -> None:
         """Draw the random numbers that opening the loaders draws."""
@@ -295,6 +331,11 @@ def _check_iterable(loader: Any, source: Source) -> None:
             f"A loader must be iterable, but {source.describe()} is {loader!r}."
             f" Pass a DataLoader, or define `{source.method}` in the module or data module."
         ) from None
+
+
+def _is_stream(loader: Any) -> bool:
+    """Return True if a loader itself decides which samples it reads, without a sampler."""
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
 
 
 def _may_shuffle(loader: DataLoader[Any]) -> bool:
@@ -377,6 +418,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
     samplers = [sampler]
     if inner_sampler is not sampler:
         samplers.append(inner_sampler)
+    if isinstance(batch_sampler, DrawnAlike):
+        samplers.append(batch_sampler)
     for each_sampler in samplers:
         method = getattr(each_sampler, "set_epoch", None)
         if callable(method):

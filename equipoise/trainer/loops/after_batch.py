@@ -6,6 +6,7 @@ Schedulers that watch a value step here as well, and reasons to stop are examine
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
@@ -33,6 +34,7 @@ class AfterBatch:
     ) -> None:
         state = context.state
         self.context = context
+        self.fit = fit
         self.state = state
         self.progress = fit.progress
         self.schedulers = schedulers
@@ -61,6 +63,8 @@ class AfterBatch:
         """
         state = self.state
         progress = self.progress
+        if self.fit.is_uneven:
+            self._share_request()
         # 1. Values of the step.
         if last and write and self.writes:
             is_logged_step = (progress.batches_that_stepped + 1) % self.log_every == 0
@@ -82,3 +86,9 @@ class AfterBatch:
         if state.received_sigterm and not done:
             leave_training(self.context)
         return done
+
+    def _share_request(self) -> None:
+        """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
+        self.fit.mark_uneven(False)
+        if is_true_in_any(self.state.should_stop):
+            self.state.request_stop()

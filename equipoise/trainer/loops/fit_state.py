@@ -42,6 +42,7 @@ class FitState(SentState):
         has_ended_early: True if the batches of the epoch ended before their promised number, which was noticed after
             the last one.
         has_validated_in_epoch: True if a validation has begun in the present epoch.
+        is_uneven: True during a step for which some processes may have no batch.
     """
 
     progress: FitProgress = field(metadata=RESULT)
@@ -64,6 +65,7 @@ class FitState(SentState):
     has_ended: bool = field(default=False, metadata=RESULT)
     has_ended_early: bool = field(default=False, metadata=RESULT)
     has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
+    is_uneven: bool = False
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
@@ -73,6 +75,7 @@ class FitState(SentState):
     def begin(self) -> None:
         """Begin a training that does not end before its first batch."""
         self.has_ended = False
+        self.is_uneven = False
 
     def end(self) -> None:
         """Note that `on_train_end` is called."""
@@ -105,6 +108,14 @@ class FitState(SentState):
             early: Whether they did.
         """
         self.has_ended_early = early
+
+    def mark_uneven(self, is_uneven: bool) -> None:
+        """Note whether a step is in progress for which some processes may have no batch.
+
+        Args:
+            is_uneven: Whether it is.
+        """
+        self.is_uneven = is_uneven
 
     def note_before_validation(self, state: dict[str, Any]) -> None:
         """Note the state that a validation will change.

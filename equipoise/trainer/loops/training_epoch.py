@@ -1,9 +1,10 @@
 """The loop over the batches of a training epoch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
@@ -81,7 +82,7 @@ class TrainingEpoch:
         window = self.state.accumulate_grad_batches
         place = context.strategy.batch_to_devices
         transfer = context.make_transfer()
-        batch_start = hooks.bind("on_train_batch_start")
+        skips = self._bind_start()
         batch_end = hooks.bind("on_train_batch_end")
         before_transfer = hooks.bind("on_before_batch_to_device")
         after_batch = self.after_batch
@@ -105,7 +106,7 @@ class TrainingEpoch:
             has_batch = len(parts) > 0
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
-            if batch_start is not None and has_batch and batch_start(batch, index) == -1:
+            if skips is not None and skips(batch, index, has_batch):
                 self.skip_rest(index)
                 return
             counts.started = index + 1
@@ -133,6 +134,25 @@ class TrainingEpoch:
             if after_batch(index, last, ends):
                 return
         self._end_early(index)
+
+    def _bind_start(self) -> Callable[[Any, int, bool], bool] | None:
+        """Bind `on_train_batch_start` so that it returns whether the rest of the epoch is skipped; None if never."""
+        fit = self.fit
+        hook = self.context.hooks.bind("on_train_batch_start")
+        if hook is None and not fit.data.together:
+            return None
+        stream = fit.data.open_stream
+
+        def skips(batch: Any, index: int, has_batch: bool) -> bool:
+            skipped = hook is not None and has_batch and hook(batch, index) == -1
+            if index < stream.whole:
+                return skipped
+            # A process without a batch calls no hook, so it learns from the others that the epoch ends.
+            skipped = is_true_in_any(skipped)
+            fit.mark_uneven(not skipped)
+            return skipped
+
+        return skips
 
     def _end_early(self, index: int) -> None:
         """Complete an epoch whose batches ended before their promised number: the last window, schedules, validation.

@@ -140,7 +140,7 @@ class RunContext:
             yield
             return
         # Those of the host, which split data.
-        state = processes.broadcast({**random_state.capture().state_dict(), "cuda": [], "mps": None})
+        state = processes.broadcast(random_state.capture_host().state_dict())
         if processes.is_main:
             yield
             return

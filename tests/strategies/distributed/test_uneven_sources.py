@@ -1,6 +1,8 @@
 """Sources of which each process has another number of batches, in every stage and under every strategy of processes."""
 
+import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from equipoise import HogwildStrategy, PipelineStrategy
+from equipoise.errors import StepError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
@@ -78,6 +81,52 @@ class Wrong(Sampler[int]):
         return self.length
 
 
+class Unequal(IterableDataset[Tensor]):
+    """Nine samples of the first process, four of the second."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.rand(4 if torch.distributed.get_rank() else 9, 3))
+
+
+class EveryOther(Sampler[int]):
+    """Deals an order of all samples, drawn from the global generator, to the processes."""
+
+    def __iter__(self) -> Iterator[int]:
+        rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return iter(torch.randperm(8).tolist()[rank::count])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class ShuffledStream(IterableDataset[Tensor]):
+    """The same as a stream, with numbers of Python's generator."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        order = random.sample(range(8), 8)
+        return (torch.tensor([number]) for number in order[rank::count])
+
+
+class Noting(L.LightningModule):
+    """Notes the samples of all processes, and draws numbers of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: list[int] = []
+        self.noise: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (number,) = batch[0] if isinstance(batch, list) else batch
+        self.seen += self.all_gather(number).flatten().tolist()
+        self.noise += self.all_gather(torch.rand(())).tolist()
+        return self.weight * number.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def run(**options: Any) -> Any:
     return trainer(**{"devices": 2, "max_epochs": 2, "num_sanity_val_steps": 0, **options})
 
@@ -111,6 +160,67 @@ def test_a_sampler_that_says_another_number(length: int) -> None:
     fit = run(strategy="ddp")
     fit.fit(Module(), DataLoader(torch.rand(12, 3), 2, sampler=Wrong(length)))
     assert fit.global_step == 2 * 3
+
+
+class EndsEarly(Module):
+    """Ends the epoch before its sixth batch, or training after it; only the first process has one."""
+
+    def __init__(self, is_stream: bool, skips: bool) -> None:
+        super().__init__()
+        self.is_stream = is_stream
+        self.skips = skips
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self.is_stream:
+            return DataLoader(Unequal(), 1)
+        return DataLoader(torch.rand(4 if self.trainer.global_rank else 9, 3), 1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.skips and batch_idx == 5 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 5
+
+
+@pytest.mark.parametrize(("strategy", "skips", "steps"), [("ddp", True, 10), ("fsdp", False, 6)])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_one_process_ends_the_epoch(strategy: str, skips: bool, steps: int, is_stream: bool) -> None:
+    fit = run(strategy=strategy, use_distributed_sampler=False)
+    fit.fit(EndsEarly(is_stream, skips))
+    assert fit.global_step == steps
+
+
+class Saves(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "own.ckpt"))
+
+
+@pytest.mark.parametrize("fires", [True, False])
+def test_a_hook_saves_without_the_others(fires: bool, tmp_path: Path) -> None:
+    callback = Saves()
+    callback.fires_without_batch = fires  # type: ignore[attr-defined]
+    fit = run(strategy="ddp", callbacks=[callback], default_root_dir=tmp_path, use_distributed_sampler=False)
+    if fires:
+        fit.fit(EndsEarly(is_stream=True, skips=True))
+        assert torch.load(tmp_path / "own.ckpt")["global_step"] == 10
+    else:
+        with pytest.raises(StepError, match="fires_without_batch"):
+            fit.fit(EndsEarly(is_stream=True, skips=True))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream", "stream with workers"])
+def test_samples_that_a_source_deals_at_random(kind: str) -> None:
+    L.seed_everything(5, verbose=False)
+    loader: DataLoader[Any] = DataLoader(ShuffledStream(), 1, num_workers=int("workers" in kind))
+    if kind == "sampler":
+        loader = DataLoader(torch.arange(8)[:, None], 1, sampler=EveryOther())
+    module = Noting()
+    run(strategy="ddp", use_distributed_sampler=False).fit(module, loader)
+    first, second = module.seen[:8], module.seen[8:]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    # The numbers of steps stay different.
+    assert len(set(module.noise)) == 16
 
 
 @pytest.mark.slow

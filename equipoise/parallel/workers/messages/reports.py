@@ -161,7 +161,8 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
         places = _places(failed)
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
-            f" so they do not do the same:\n\n{places}"
+            " so they do not do the same. If random numbers decide what a step does, draw them from a generator with"
+            f" the same seed in all processes: the global ones differ.\n\n{places}"
         ) from RemoteTraceback(failed[0].text)
     # 3. Raise the first cause in this process.
     cause = failed[0]

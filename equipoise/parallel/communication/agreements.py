@@ -1,4 +1,6 @@
-"""Agree on the batch after which all processes end, once one received a signal.
+"""What all processes do if one of them has a reason: they end after the same batch, and save together.
+
+After a signal:
 
     rank 0                                    every rank, after each batch since its signal
     all ranks were signalled?                 "I was signalled"
@@ -13,9 +15,11 @@ import time
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from equipoise.errors import StepError
+from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.process_group import group_store
 
-__all__ = ["agree_to_end"]
+__all__ = ["agree_to_end", "agree_to_save", "is_true_in_any"]
 
 # After both limits a process ends alone, since no signal has reached the rest. Rank 0 may be one window behind, it may
 # read the notes of the other ranks one window late, and the third window is for a signal that arrives a moment later.
@@ -23,6 +27,8 @@ _ALONE_AFTER = 10.0  # seconds
 _ALONE_AFTER_WINDOWS = 3
 # Key in the store of the number of batches after which all processes end.
 _END = "end/batch"
+# In an exchange of the numbers 0 and 1: this process is about to save a checkpoint.
+_SAVES = 2
 
 
 def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window: int) -> bool:
@@ -67,3 +73,38 @@ def _elapsed(store: Store, key: str, batch: int) -> tuple[float, int]:
     seconds = time.monotonic() - float(signal_time)
     batches = batch - int(signal_batch)
     return seconds, batches
+
+
+# Steps for which only some processes have a batch
+
+
+def is_true_in_any(value: bool) -> bool:
+    """Return True if the value is True in any process. All of them call this.
+
+    Args:
+        value: The value of this process.
+
+    Raises:
+        StepError: If another process is about to save a checkpoint.
+    """
+    numbers = exchange_number(int(value))
+    _check_saves(numbers)
+    return any(numbers)
+
+
+def agree_to_save() -> None:
+    """Check that all processes are about to save a checkpoint.
+
+    Raises:
+        StepError: If one is not.
+    """
+    _check_saves(exchange_number(_SAVES))
+
+
+def _check_saves(numbers: list[int]) -> None:
+    if _SAVES in numbers and any(number != _SAVES for number in numbers):
+        raise StepError(
+            "A hook of a batch saves a checkpoint, but only some processes have this batch, and the state of each is"
+            " needed. Save in a hook of the epoch, or set `fires_without_batch = True` in the callback: its"
+            " `on_train_batch_end` is then called in all processes."
+        )

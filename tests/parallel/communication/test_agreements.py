@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from equipoise.parallel.communication import agreed_end
+from equipoise.parallel.communication import agreements
 
 CPU = torch.device("cpu")
 
@@ -20,13 +20,13 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def move_on(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(agreed_end, "group_store", lambda: store)
-    monkeypatch.setattr(agreed_end.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(agreements, "group_store", lambda: store)
+    monkeypatch.setattr(agreements.time, "monotonic", lambda: clock[0])
     return move_on
 
 
 def ends(rank: int, batch: int, window: int = 1) -> bool:
-    return agreed_end.agree_to_end(rank, 2, CPU, batch, window)
+    return agreements.agree_to_end(rank, 2, CPU, batch, window)
 
 
 @pytest.mark.parametrize("window", [1, 4])
