@@ -71,8 +71,10 @@ def run_trial(
     options = {**trainer.constructor_arguments, **ONLY_STEPS, **_OF_A_TRIAL}
     options["max_steps"] = steps
     options["callbacks"] = callbacks
+    # The scaler of a precision that was passed as an object belongs to one trainer, as a strategy does.
+    options["precision"] = copy.deepcopy(options.get("precision"))
     strategy = options.get("strategy")
-    # A strategy belongs to one trainer. "auto" has been chosen already.
+    # "auto" has been chosen already.
     if strategy is None or strategy == "auto" or isinstance(strategy, Strategy):
         options["strategy"] = copy.deepcopy(trainer.connected_strategy)
     # The user may have set these since.
@@ -82,7 +84,9 @@ def run_trial(
 
     train = request.loaders.get("train")
     with _generators_kept(_loaders_in(train)), _quiet():
-        make(**options).fit(module, train, datamodule=request.datamodule)
+        trial = make(**options)
+        trial.run_state.requeues_on_signal = trainer.run_state.requeues_on_signal
+        trial.fit(module, train, datamodule=request.datamodule)
 
 
 def copy_of(module: LightningModule, finder: str) -> LightningModule:
