@@ -293,7 +293,8 @@ class Trainer(PublicState):
             train_dataloaders: A loader or a collection of them, any iterables over batches; or a data module.
             val_dataloaders: A loader, or several, which are read one after the other.
             datamodule: Brings the loaders instead.
-            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit.
+            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit, "hpc" for the newest of a
+                job that Slurm has interrupted.
             weights_only: None or True: the checkpoint is read as data, and nothing in it is run; a stand-in takes the
                 place of each object that is no data. False: objects are created, which runs whatever code the file
                 names; only for files that you trust. Without a checkpoint it says nothing. Default: None.
