@@ -388,7 +388,8 @@ class Trainer(PublicState):
         loaders, datamodule = data_of(dataloaders, datamodule)
         stage = "val" if fn == TrainerFn.VALIDATING else "test"
         metrics = self._run(fn, model, datamodule, {stage: loaders}, ckpt_path, weights_only)
-        outputs = [to_scalars(values) for values in metrics]
+        # Where a search was all that the Tuner wanted, there are none.
+        outputs = [to_scalars(values) for values in metrics or ()]
         if verbose and self.is_global_zero:
             self.evaluations[fn.value].print_results(outputs)
         return outputs
