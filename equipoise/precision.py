@@ -170,13 +170,14 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def make_precision(value: str | int | None, device_type: str) -> Precision:
+def make_precision(value: str | int | None, device_type: str, scaler: GradScaler | None = None) -> Precision:
     """Return the precision of a name.
 
     Args:
         value: "32-true" (or "32", 32, None), "16-mixed" ("16", 16), "bf16-mixed" ("bf16"), "16-true", "16-true-norm32",
             "bf16-true" or "64-true" ("64", 64).
         device_type: The type of the devices, such as "cpu" or "cuda".
+        scaler: The scaler of the loss under 16-mixed. Default: None, one with torch's defaults.
 
     Raises:
         ConfigurationError: If there is no such precision, or the devices cannot compute in it.
@@ -191,8 +192,7 @@ def make_precision(value: str | int | None, device_type: str) -> Precision:
         return Precision(name)
     if name.endswith("mixed"):
         # Gradients in float16 underflow without a scaled loss; those in bfloat16 do not.
-        scaler = None
-        if dtype is torch.float16:
+        if dtype is torch.float16 and scaler is None:
             scaler = GradScaler(device_type)
         autocast = _Autocast(device_type, dtype)
         return Precision(name, checkpoint_key="MixedPrecision", autocast=autocast, scaler=scaler)

@@ -29,7 +29,7 @@ __all__ = ["checkpoint_activations", "is_checkpointed", "keep_activations"]
 _ORIGINAL_FORWARD = "forward_without_checkpoint"
 
 
-def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+def checkpoint_activations(module: nn.Module, patterns: Sequence[str | type[nn.Module]]) -> list[str]:
     """Let submodules compute their activations again in the backward instead of keeping them.
 
     Gradients, buffers and random numbers are the same to the bit. Parameters keep their names, and without gradients
@@ -38,7 +38,8 @@ def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[s
 
     Args:
         module: The module.
-        patterns: Names of submodules, or patterns of them, in which * stands for anything, dots included.
+        patterns: Names of submodules, patterns of them, in which * stands for anything, dots included, or classes of
+            submodules, of which the module may have none.
 
     Returns:
         The names of the submodules.
@@ -59,7 +60,8 @@ def checkpoint_activations(module: nn.Module, patterns: Sequence[str]) -> list[s
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         matches = _matches(pattern, submodules)
-        if not matches:
+        # A list of classes may be that of a library, for all of its networks.
+        if not matches and isinstance(pattern, str):
             raise ConfigurationError(_no_match(module, pattern, submodules))
         chosen |= matches
 
@@ -93,11 +95,12 @@ def is_checkpointed(module: nn.Module) -> bool:
     return getattr(forward, "__func__", None) is _forward
 
 
-def _matches(pattern: str, submodules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the submodules with a forward whose names match a pattern."""
+def _matches(pattern: str | type[nn.Module], submodules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the submodules with a forward whose names match a pattern, or which are of a class."""
     matches = {}
     for name, submodule in submodules.items():
-        if fnmatchcase(name, pattern) and _has_forward(submodule):
+        is_match = fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(submodule, pattern)
+        if is_match and _has_forward(submodule):
             matches[name] = submodule
     return matches
 

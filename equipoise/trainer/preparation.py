@@ -67,7 +67,7 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     """Let the logged values of a run be weighted by batch sizes, and reduced over its processes."""
     strategy = parts.strategy
     size_of: Callable[[Any], int | None] = Splitter(module, strategy.dim).size
-    if takes_iterator(module, "training_step"):
+    if any(takes_iterator(module, step) for step in ("training_step", "validation_step", "test_step")):
         size_of = checking_batches(size_of)
     reduction = None
     processes = strategy.processes

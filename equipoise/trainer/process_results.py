@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -150,7 +150,20 @@ def _results_of(parts: TrainerParts, item: Any) -> Attributes:
     if isinstance(item, SentState):
         return item.results()
     attributes: Attributes = getattr(item, "__dict__", {})
+    if is_a(item, Callback):
+        return _as_in_a_copy(item, attributes)
     return attributes
+
+
+def _as_in_a_copy(callback: Any, attributes: Attributes) -> Attributes:
+    """Return the attributes of a callback, with the values that its own `__getstate__` gives to copies of it.
+
+    Lightning's bar replaces the bars on the terminal in this way: they can be pickled, but not be read again.
+    """
+    state: Any = getattr(callback, "__getstate__", dict)()
+    if not isinstance(state, dict) or hasattr(callback, "__setstate__"):
+        return attributes
+    return {name: state.get(name, value) for name, value in attributes.items()}
 
 
 def _sendable(attributes: Attributes, shared: list[Any]) -> Attributes:

@@ -1,19 +1,21 @@
 """The Trainer: its arguments and entry points."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
-from equipoise.precision import make_precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
@@ -28,6 +30,7 @@ from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.argument_names import suggests_arguments
 from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
+from equipoise.trainer.settings.from_lightning.objects import takes_objects_of_lightning
 from equipoise.trainer.surface.public_state import PublicState
 
 __all__ = ["Trainer"]
@@ -43,17 +46,18 @@ class Trainer(PublicState):
     Args:
         accelerator: "cpu", "gpu", "cuda" or "mps". "auto": GPUs if the machine has any, else the CPU. Default: "auto".
         strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced", "ddp", "pipeline")
-            or a Strategy. "auto": `single_device` for one device; `ddp` for several devices, or if torchrun, Slurm or
-            Ray have started several processes. On several GPUs the memory of a step is predicted before the first fit;
-            if it does not fit under `ddp`, the simplest strategy takes its place with which it does. Windows cannot
-            start processes for `ddp`, so `dp` takes its place there. Default: "auto".
+            or a Strategy; Lightning's own are translated. "auto": `single_device` for one device; `ddp` for several
+            devices, or if torchrun, Slurm or Ray have started several processes. On several GPUs the memory of a step
+            is predicted before the first fit; if it does not fit under `ddp`, the simplest strategy takes its place
+            with which it does. Windows cannot start processes for `ddp`, so `dp` takes its place there. Default:
+            "auto".
         devices: A number of devices, -1 for all, indices ([0, 2] or "0,2") or torch devices. "auto": all GPUs of the
             machine, or the CPU; one device for each process, if torchrun, Slurm or Ray have started the processes.
             Default: "auto".
         num_nodes: Number of machines. Default: None, 1 or the number on which torchrun, Slurm or Ray have started
             processes.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),
-            "bf16-true" or "64-true". Default: None, "32-true".
+            "bf16-true" or "64-true", or a plugin of Lightning for one of these. Default: None, "32-true".
         logger: One or several Loggers of Lightning. True: TensorBoard, or CSV if TensorBoard is not installed. False:
             none. Default: True.
         callbacks: One callback or a list. Default: None.
@@ -98,7 +102,8 @@ class Trainer(PublicState):
             module whose output is not finite, which waits for the device in each step. None: read the loss alone,
             without waiting. False: do not look. Lightning has no such argument. Default: None.
         barebones: Turn off everything that costs time, to measure the loop. Default: False.
-        plugins: A CheckpointIO of Lightning, which writes and reads checkpoints. Default: None.
+        plugins: Plugins of Lightning, one or a list: a CheckpointIO, which writes and reads checkpoints, a precision,
+            TorchSyncBatchNorm, or the environment of torchrun or Slurm. Default: None.
         sync_batchnorm: Whether strategies with several processes compute batch statistics over all of them.
             Default: False.
         reload_dataloaders_every_n_epochs: Number of epochs after which loaders are requested again; 0: never.
@@ -106,8 +111,8 @@ class Trainer(PublicState):
         default_root_dir: Folder of files for which the user names no folder. Default: the current folder.
         enable_autolog_hparams: Whether the module's hyperparameters go to the loggers. Default: True.
         activation_checkpointing: Submodules that compute their activations again in the backward and do not keep them:
-            names, or patterns such as ["encoder.layers.*"]. Lightning has no such argument. Default: None, no
-            submodule.
+            names, patterns such as ["encoder.layers.*"], or classes. Lightning has no such argument. Default: None,
+            no submodule.
         prefetch: Whether the next batch travels to a CUDA device while the device computes. "auto": a batch of at least
             64 KiB, or 1 MiB if it is pinned. True: each batch. False: none. Lightning has no such argument. Default:
             "auto".
@@ -142,15 +147,16 @@ class Trainer(PublicState):
     _has_strategy = False
 
     @shortens_tracebacks
+    @takes_objects_of_lightning
     @suggests_arguments
     def __init__(
         self,
         *,
         accelerator: str | Accelerator = "auto",
-        strategy: str | Strategy = "auto",
+        strategy: str | Strategy | LightningStrategy = "auto",
         devices: Devices = "auto",
         num_nodes: int | None = None,
-        precision: str | int | None = None,
+        precision: str | int | LightningPrecision | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
@@ -186,7 +192,7 @@ class Trainer(PublicState):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
-        activation_checkpointing: list[str] | None = None,
+        activation_checkpointing: Sequence[str | type[nn.Module]] | None = None,
         compile: bool | Literal["auto"] = False,
         capture: bool = False,
         fused_optimizer: bool = False,
@@ -204,7 +210,7 @@ class Trainer(PublicState):
             sync_batchnorm=sync_batchnorm,
         )
         connected, machines = select.connect_strategy(strategy, accelerator, devices, num_nodes)
-        in_use = make_precision(precision, connected.root_device.type)
+        in_use = select.select_precision(precision, connected.root_device.type)
         super().__init__(connected, in_use, select.root_directory(default_root_dir))
         self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
@@ -252,7 +258,7 @@ class Trainer(PublicState):
 
         # 4. Flags of torch, files, loggers and callbacks.
         select.set_torch_flags(deterministic, benchmark)
-        self.checkpoint_io = select.select_checkpoint_io(plugins)
+        self.run_state.choose_plugins(select.select_plugins(plugins))
         self.profiler = check.make_profiler(options["profiler"])
         self.loggers = select.select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
         self.callbacks = self._choose_callbacks(callbacks, max_time, options)
@@ -287,7 +293,8 @@ class Trainer(PublicState):
             train_dataloaders: A loader or a collection of them, any iterables over batches; or a data module.
             val_dataloaders: A loader, or several, which are read one after the other.
             datamodule: Brings the loaders instead.
-            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit.
+            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit, "hpc" for the newest of a
+                job that Slurm has interrupted.
             weights_only: None or True: the checkpoint is read as data, and nothing in it is run; a stand-in takes the
                 place of each object that is no data. False: objects are created, which runs whatever code the file
                 names; only for files that you trust. Without a checkpoint it says nothing. Default: None.
@@ -381,7 +388,8 @@ class Trainer(PublicState):
         loaders, datamodule = data_of(dataloaders, datamodule)
         stage = "val" if fn == TrainerFn.VALIDATING else "test"
         metrics = self._run(fn, model, datamodule, {stage: loaders}, ckpt_path, weights_only)
-        outputs = [to_scalars(values) for values in metrics]
+        # Where a search was all that the Tuner wanted, there are none.
+        outputs = [to_scalars(values) for values in metrics or ()]
         if verbose and self.is_global_zero:
             self.evaluations[fn.value].print_results(outputs)
         return outputs

@@ -185,3 +185,11 @@ def test_what_cannot_be_done_is_refused() -> None:
     net.drawn.metric = MeanMetric()
     with pytest.raises(ConfigurationError, match="'drawn' holds a metric, which would see every batch twice"):
         checkpoint_activations(net, ["drawn"])
+
+
+def test_classes_name_their_submodules() -> None:
+    """A class of which there is no submodule names none."""
+    net = Net()
+    assert checkpoint_activations(net, [Drawn, nn.Conv1d, "last"]) == ["drawn", "last"]
+    keep_activations(net)
+    assert checkpoint_activations(net, [nn.Conv1d]) == []

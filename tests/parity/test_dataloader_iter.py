@@ -1,4 +1,4 @@
-"""A training step that pulls its batches by itself: weights, hooks, values and counters are Lightning's.
+"""Steps that pull their batches by themselves: weights, hooks, values and counters are Lightning's.
 
 Where they are not, on purpose, `tests/trainer/loops/test_iterator_epoch.py` says what they are.
 """
@@ -127,6 +127,37 @@ class StopsInStep(Pulls):
         return super().training_step(dataloader_iter)
 
 
+class Evaluates(Pulls):
+    """Pulls its batches in evaluations and predictions, too."""
+
+    def evaluated(self, stage: str, dataloader_iter: Iterator[Any]) -> Tensor:
+        outputs: list[Tensor] = []
+        while len(outputs) < self.batches and (pulled := next(dataloader_iter, None)) is not None:
+            (features, labels), batch_idx, dataloader_idx = pulled
+            outputs.append(self(features))
+            self.log(f"{stage}_index", float(batch_idx + dataloader_idx), batch_size=1)
+            self.log(f"{stage}_samples", float(len(labels)), reduce_fx="sum", batch_size=1)
+        output = torch.cat(outputs)
+        self.log(f"{stage}_mean", output.mean(), on_step=True, on_epoch=True, batch_size=len(output))
+        return output.mean()
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        return self.evaluated("val", dataloader_iter)
+
+    def test_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        return self.evaluated("test", dataloader_iter)
+
+    def predict_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        return torch.cat([self(batch[0]) for batch, _, _ in [next(dataloader_iter)]])
+
+
+class EvaluatesOnly(Evaluates):
+    """Trains on the batches that it is given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Classifier.training_step(self, batch, batch_idx)
+
+
 def by_step(module: Any) -> Any:
     optimizer = SGD(module.parameters(), 0.1, momentum=0.9)
     return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
@@ -202,6 +233,33 @@ CASES = [
         module=lambda: Pulls(batch_norm=True),
         callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)],
         options={"max_epochs": 4},
+    ),
+]
+
+
+def everything(trainer: Any, module: Any, given: Any) -> Any:
+    """All entry points on one trainer, one after the other."""
+    loader = given["val_dataloaders"]
+    results = [trainer.validate(module, loader, verbose=False)]
+    trainer.fit(module, **given)
+    results += [trainer.validate(module, loader, verbose=False), trainer.test(module, loader, verbose=False)]
+    return [*results, trainer.predict(module, loader)]
+
+
+LAST = ["is_last_batch"]
+"""Lightning looks before the step, in which the last batch is pulled."""
+CASES += [
+    Case(name=f"{kind.__name__}, {batches} in a step", module=pulls(batches, base=kind), run=everything, ignore=LAST)
+    for batches in (1, 2)
+    for kind in (Evaluates, EvaluatesOnly)
+]
+CASES += [
+    Case(
+        name="limited evaluations",
+        module=pulls(2, base=Evaluates),
+        run=everything,
+        options={"limit_val_batches": 3, "limit_test_batches": 1, "limit_predict_batches": 2, "val_check_interval": 2},
+        ignore=LAST,
     ),
 ]
 

@@ -248,7 +248,7 @@ def test_what_matches_nothing_is_refused_before_training() -> None:
     assert not module.found
     refuses(lambda: trainer(activation_checkpointing="net.*"), "takes a list of names, such as ['net.*']")
     for wrong in ([3], 3, [""]):
-        refuses(lambda wrong=wrong: trainer(activation_checkpointing=wrong), "a list of names or patterns")
+        refuses(lambda wrong=wrong: trainer(activation_checkpointing=wrong), "a list of names, patterns or classes")
 
 
 def test_the_network_of_a_pipeline_stays_in_parts() -> None:

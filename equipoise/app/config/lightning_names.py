@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from equipoise.precision import SHORT_NAMES
-from equipoise.trainer.settings.strategy_names import lightning_strategy
+from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy
 
 __all__ = ["translate"]
 

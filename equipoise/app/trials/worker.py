@@ -10,7 +10,7 @@ from lightning.pytorch import seed_everything
 
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.optimization.tuning.trial import ONLY_STEPS
+from equipoise.trainer.optimization.tuning.trials.trial import ONLY_STEPS
 
 __all__ = ["REQUEST", "RESULT", "Trial", "answer", "build_data_and_module", "limit_to_steps"]
 

@@ -15,6 +15,7 @@ from equipoise.parallel.step_protocols import EvaluationStep, StepResult, Traini
 from equipoise.parallel.workers.preloading import preload
 from equipoise.planning.description.devices import PlannedDevice
 from equipoise.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
+from equipoise.strategies.ddp.exchange.comm_hook import CommHook
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
 from equipoise.strategies.ddp.recovery import DDPRecovery
 from equipoise.strategies.distributed.loaders import Sizes
@@ -66,6 +67,8 @@ class DDPStrategy(ProcessStrategy):
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves their memory. Default: True.
         forward_sync_buffers: Copy rank 0's buffers to all processes before each forward (torch engine). Default: True.
         comm_hook: Function that torch's `register_comm_hook` accepts; for the torch engine. Default: None.
+        comm_state: The state of `comm_hook`. A function without arguments makes it in each process, once the process
+            group is there, such as `partial(PowerSGDState, None)`. Default: None.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
         simulated: Processes, by rank, whose devices are to be slower or smaller than they are; for experiments.
@@ -93,12 +96,13 @@ class DDPStrategy(ProcessStrategy):
         gradient_as_bucket_view: bool = True,
         forward_sync_buffers: bool = True,
         comm_hook: Callable[..., Any] | None = None,
+        comm_state: Any = None,
         timeout: float = 1800.0,
         backend: str | None = None,
         simulated: Mapping[int, SimulatedDevice] | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
-        check_engine_options(engine, bucket_megabytes, comm_hook)
+        check_engine_options(engine, bucket_megabytes, comm_hook, comm_state)
         check_shares(shares)
         self.engine = engine
         self.simulated = dict(simulated or {})
@@ -109,7 +113,7 @@ class DDPStrategy(ProcessStrategy):
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "forward_sync_buffers": forward_sync_buffers,
-            "comm_hook": comm_hook,
+            "comm_hook": comm_hook and CommHook(comm_hook, comm_state),
         }
         # The shares, once the number of processes is known.
         self._shares: ProcessShares | None = None

@@ -111,10 +111,10 @@ class FSDPStrategy(ProcessStrategy):
     All processes call the same units in the same order; a difference is an error that names both.
 
     Args:
-        units: Names of the submodules that are gathered one at a time, or patterns of them, in which * stands for
-            anything between two dots, and ** for anything. Default: "auto", which chooses repeated blocks (children of
-            a ModuleList or Sequential that share a class) and then single layers of more than 2**20 parameters. Tied
-            weights stay with the module itself.
+        units: Names of the submodules that are gathered one at a time, patterns of them, in which * stands for
+            anything between two dots, and ** for anything, or classes of them. Default: "auto", which chooses repeated
+            blocks (children of a ModuleList or Sequential that share a class) and then single layers of more than
+            2**20 parameters. Tied weights stay with the module itself.
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over so many processes.
             Default: None, all but the module's own.
@@ -147,7 +147,7 @@ class FSDPStrategy(ProcessStrategy):
     def __init__(
         self,
         *,
-        units: Sequence[str] | Literal["auto"] = "auto",
+        units: Sequence[str | type[nn.Module]] | Literal["auto"] = "auto",
         reshard_after_forward: bool | int | None = None,
         replicas: int = 1,
         cpu_offload: bool = False,

@@ -44,13 +44,13 @@ class Unit(NamedTuple):
         return self.name or ROOT
 
 
-def choose_units(module: nn.Module, patterns: Sequence[str] | None = None) -> list[Unit]:
+def choose_units(module: nn.Module, patterns: Sequence[str | type[nn.Module]] | None = None) -> list[Unit]:
     """Return the units of a module, in the order of its submodules, the root last.
 
     Args:
         module: The module.
-        patterns: Names of submodules, or patterns of them, in which * stands for anything between two dots, and **
-            for anything. Default: None, the units are chosen.
+        patterns: Names of submodules, patterns of them, in which * stands for anything between two dots, and ** for
+            anything, or classes of submodules, of which the module may have none. Default: None, the units are chosen.
 
     Raises:
         ConfigurationError: If a pattern matches no submodule that can be a unit, or a unit shares a parameter with
@@ -135,22 +135,30 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _units_by_name(module: nn.Module, patterns: Sequence[str]) -> list[Unit]:
-    """Return the units that patterns name; inner ones come before those around them."""
+def _units_by_name(module: nn.Module, patterns: Sequence[str | type[nn.Module]]) -> list[Unit]:
+    """Return the units that patterns and classes name; inner ones come before those around them."""
     submodules = dict(module.named_modules())
     submodules.pop("")
     chosen: set[str] = set()
     for pattern in patterns:
-        expression = _expression(pattern)
-        matches = {name for name in submodules if expression.fullmatch(name)}
+        matches = _matches(pattern, submodules)
         usable = {name for name in matches if type(submodules[name]).forward is not nn.Module.forward}
         usable = {name for name in usable if _size(submodules[name]) > 0}
-        if not usable:
+        # A list of classes may be that of a library, for all of its networks.
+        if not usable and isinstance(pattern, str):
             raise ConfigurationError(_no_match(pattern, matches, submodules))
         chosen |= usable
     # A submodule comes behind the one that contains it, so the reverse order begins with the innermost.
     inner_first = [Unit(name, submodules[name]) for name in reversed(submodules) if name in chosen]
     return sorted(inner_first, key=lambda unit: -unit.name.count("."))
+
+
+def _matches(pattern: str | type[nn.Module], submodules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of the submodules that a pattern names, or which are of a class."""
+    if isinstance(pattern, str):
+        expression = _expression(pattern)
+        return {name for name in submodules if expression.fullmatch(name)}
+    return {name for name, module in submodules.items() if isinstance(module, pattern) and _can_be_unit(module)}
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

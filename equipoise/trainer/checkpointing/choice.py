@@ -1,8 +1,11 @@
-"""Choose the checkpoint that a path, "best", "last" or None refers to."""
+"""Choose the checkpoint that a path, "best", "last", "hpc" or None refers to."""
 
 import os
+import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from equipoise.errors import ConfigurationError
@@ -17,13 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["select_checkpoint"]
 
+# Files of interrupted jobs: ours with job, task of an array and number of the fit, and Lightning's with their number.
+_OURS = re.compile(r"slurm-\d+(?:_(\d+))?(?:-fit-(\d+))?\.ckpt")
+_LIGHTNINGS = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+
 
 def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bool) -> Any:
     """Return the path that `ckpt_path` stands for; None for no checkpoint.
 
     Args:
         context: The run, whose checkpoint callbacks know the best and the last.
-        ckpt_path: A path, "best", "last" or None.
+        ckpt_path: A path, "best", "last", "hpc" or None.
         module_given: Whether a module was passed. If not, None means the best checkpoint of the last fit.
 
     Raises:
@@ -44,15 +51,17 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
 
     # 2. A path.
     if not isinstance(ckpt_path, str | os.PathLike):
-        raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last' or None, not {ckpt_path!r}.")
+        raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last', 'hpc' or None, not {ckpt_path!r}.")
     if not os.fspath(ckpt_path):
-        raise ConfigurationError("ckpt_path must be a path, 'best', 'last' or None, not empty.")
+        raise ConfigurationError("ckpt_path must be a path, 'best', 'last', 'hpc' or None, not empty.")
 
     # 3. The path of a word.
     if ckpt_path == "best":
         return _best(state, entry_point)
     if ckpt_path == "last":
         return _last(context, entry_point)
+    if ckpt_path == "hpc":
+        return _of_interrupted_job(state, entry_point)
     return ckpt_path
 
 
@@ -101,10 +110,50 @@ def _best(state: "RunState", entry_point: str) -> str:
     )
 
 
+def _of_interrupted_job(state: "RunState", entry_point: str) -> str:
+    """Return the newest checkpoint of an interrupted job of Slurm."""
+    path = _newest_of_any_job(state)
+    if path is None:
+        raise ConfigurationError(
+            f"`{entry_point}(ckpt_path='hpc')`: there is no checkpoint of an interrupted job in"
+            f" {state.default_root_dir}, neither slurm-JOB.ckpt nor Lightning's hpc_ckpt_N.ckpt. Give a path, or the"
+            " default_root_dir of that job."
+        )
+    return path
+
+
+def _newest_of_any_job(state: "RunState") -> str | None:
+    """Return the newest checkpoint that an interrupted job of Slurm has left in `default_root_dir`; None if none has.
+
+    Of Lightning's files it is that with the highest number. Of a fit it is one of a fit with the same number, and in an
+    array of jobs one of the same task.
+    """
+    folder = state.default_root_dir
+    filesystem = get_filesystem(folder)
+    if not filesystem.isdir(folder):
+        return None
+    # 1. Our files, and the last one of Lightning's.
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    candidates: list[str] = []
+    of_lightning: dict[int, str] = {}
+    for path in map(str, filesystem.ls(folder, detail=False)):
+        name = PurePath(path).name
+        ours = _OURS.fullmatch(name)
+        if ours is not None:
+            is_of_fit = not state.fitting or int(ours[2] or 1) == state.number_of_fit
+            if is_of_fit and (task is None or ours[1] == task):
+                candidates.append(path)
+        lightnings = _LIGHTNINGS.fullmatch(name)
+        if lightnings is not None:
+            of_lightning[int(lightnings[1])] = path
+    if of_lightning:
+        candidates.append(of_lightning[max(of_lightning)])
+    # 2. The newest of them.
+    return max(candidates, key=filesystem.modified, default=None)
+
+
 def _last(context: "RunContext", entry_point: str) -> str | None:
     """Return Ray's last checkpoint, or the newest of the last ones of all callbacks; None if there is none."""
-    from lightning.fabric.utilities.cloud_io import get_filesystem
-
     # 0. Ray has started the workers of this run anew.
     reported = last_reported_checkpoint()
     if reported is not None:

@@ -1,4 +1,4 @@
-"""Iterator that a `training_step(dataloader_iter)` receives. It counts the batches that the step pulls."""
+"""Iterator that a step such as `training_step(dataloader_iter)` receives. It counts the batches that the step pulls."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,16 +10,17 @@ from equipoise.trainer.state.progress import Counts
 
 __all__ = ["DataLoaderIter", "check_batch_size", "checking_batches"]
 
-Pulled = tuple[Any, int, int]  # a batch, its index in the epoch, and the index of its loader, which is 0
+Pulled = tuple[Any, int, int]  # a batch, its index in the pass, and the index of its loader
 
 
 class DataLoaderIter(Iterator[Pulled]):
-    """The batches of one epoch, as the training step pulls them. They lie where the loader has put them.
+    """The batches of one pass over a loader, as the step pulls them. They lie where the loader has put them.
 
     Args:
-        batches: The batches that are left of the epoch.
-        stream: Knows the number of batches of the epoch.
-        counts: Its `ready` is the number of batches that were pulled in the epoch.
+        batches: The batches that are left of the pass.
+        stream: Knows the number of batches of the pass.
+        counts: Its `ready` is the number of batches that were pulled in the pass.
+        dataloader_idx: Index of the loader. Default: 0, as in training.
 
     Attributes:
         batch: The batch that was pulled last; None before the first.
@@ -27,22 +28,23 @@ class DataLoaderIter(Iterator[Pulled]):
         is_overdrawn: Whether a batch was asked for when none was left.
     """
 
-    def __init__(self, batches: Iterable[Any], stream: BatchStream, counts: Counts) -> None:
+    def __init__(self, batches: Iterable[Any], stream: BatchStream, counts: Counts, dataloader_idx: int = 0) -> None:
         self._batches = iter(batches)
         self._stream = stream
         self._counts = counts
+        self._dataloader_idx = dataloader_idx
         self.batch: Any = None
         self.batch_idx = max(counts.ready - 1, 0)
         self.is_overdrawn = False
 
     @property
     def length(self) -> int | None:
-        """The number of batches of the epoch; None if it is not known yet."""
+        """The number of batches of the pass; None if it is not known yet."""
         return self._stream.length
 
     @property
     def fetched(self) -> int:
-        """The number of batches that were pulled in the epoch."""
+        """The number of batches that were pulled in the pass."""
         return self._counts.ready
 
     @property
@@ -54,7 +56,7 @@ class DataLoaderIter(Iterator[Pulled]):
         """Pull a batch.
 
         Returns:
-            The batch, its index in the epoch, and the index of its loader, which is 0.
+            The batch, its index in the pass, and the index of its loader.
 
         Raises:
             StopIteration: If no batch is left.
@@ -68,14 +70,14 @@ class DataLoaderIter(Iterator[Pulled]):
         self.batch = batch
         self.batch_idx = self._counts.ready
         self._counts.ready += 1
-        return batch, self.batch_idx, 0
+        return batch, self.batch_idx, self._dataloader_idx
 
 
 def check_batch_size(batch: Any) -> None:
     """Check that the size of a batch can be found, which is the weight of a value in the mean of the epoch.
 
     Args:
-        batch: The first argument of the training step.
+        batch: The first argument of the step.
 
     Raises:
         MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is
@@ -83,8 +85,8 @@ def check_batch_size(batch: Any) -> None:
     """
     if isinstance(batch, DataLoaderIter):
         raise MisconfigurationException(
-            "`self.log(...)` takes a mean over the epoch, weighted by the number of samples. Only the"
-            " `training_step(dataloader_iter)` itself knows that number. Pass it: `self.log(..., batch_size=n)`, or say"
+            "`self.log(...)` takes a mean over the epoch, weighted by the number of samples. Only a step that pulls its"
+            " batches from `dataloader_iter` itself knows that number. Pass it: `self.log(..., batch_size=n)`, or say"
             " on_epoch=False."
         )
 

@@ -5,7 +5,7 @@ from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from equipoise.interop.lightning.classes import is_overridden
+from equipoise.interop.lightning.classes import is_overridden, takes_iterator
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.evaluation.evaluation_step import (
@@ -15,6 +15,7 @@ from equipoise.trainer.evaluation.evaluation_step import (
     evaluator,
     without_gradients,
 )
+from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.results_table import print_results
 from equipoise.trainer.runtime.signals import leave_evaluation
@@ -179,21 +180,19 @@ class EvaluationLoop(SentState):
         streams = loaders.streams(self.state.num_sanity_val_steps if sanity_checking else math.inf)
         streams[0].start()
         several = len(streams) > 1
-        indexed_hooks = (
-            f"{word}_step",
-            f"on_{word}_batch_start",
-            f"on_{word}_batch_end",
-        )
-        check_dataloader_idx(module, indexed_hooks, several=several)
+        check_dataloader_idx(module, word, several=several)
         context.strategy.sync_buffers()
         hooks.call_module(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
         # 2. Evaluate loader after loader.
+        evaluate = self._evaluate
+        if takes_iterator(module, f"{word}_step"):
+            evaluate = self._evaluate_pulled
         outputs: list[dict[str, Any]] = []
         for index, stream in enumerate(streams):
             final = index == len(streams) - 1
-            self._evaluate(context, stream, index, several=several, final=final)
+            evaluate(context, stream, index, several=several, final=final)
             context.logs.end_batches(show=not sanity_checking)
             # Values of a sanity check are not shown.
             outputs.append({} if sanity_checking else context.logs.metrics())
@@ -265,6 +264,25 @@ class EvaluationLoop(SentState):
         if index >= 0:
             progress.mark_last(final)
         context.strategy.await_others(step)
+
+    def _evaluate_pulled(
+        self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
+    ) -> None:
+        """Evaluate the batches of one loader, which the step pulls by itself."""
+        word = self.word
+        action = f"[_EvaluationLoop].{self.stage}_next"
+        progress = self.progress
+        steps = IteratorSteps(context, word, stream, action, progress, dataloader_idx, several=several, final=final)
+        batch_end = context.hooks.bind(f"on_{word}_batch_end")
+        for output in steps:
+            if batch_end is not None:
+                batch_end(output, steps.iterator.batch, *steps.indices)
+            context.logs.end_batch()
+            progress.current.complete()
+            if not self.state.sanity_checking:
+                self._after_batch(context, dataloader_idx)
+            if self.state.received_sigterm and not progress.is_last_batch:
+                leave_evaluation(context)
 
     def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
         self.has_run = True

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.module_step import ModuleStep
@@ -98,17 +99,21 @@ def without_gradients(*, inference_mode: bool) -> AbstractContextManager[Any]:
     return torch.no_grad()
 
 
-def check_dataloader_idx(module: nn.Module, names: tuple[str, ...], *, several: bool) -> None:
+def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None:
     """Check that hooks take the index of the loader if there are several, and do not require it if there is one.
 
     Args:
         module: The user's module.
-        names: Names of the hooks.
+        word: The stage as in on_validation_start and test_step.
         several: Whether there are several loaders.
 
     Raises:
         ConfigurationError: Naming the hook and the change of its signature.
     """
+    names = [f"on_{word}_batch_start", f"on_{word}_batch_end"]
+    # A step that pulls its batches receives the index with each of them.
+    if not takes_iterator(module, f"{word}_step"):
+        names.insert(0, f"{word}_step")
     for name in names:
         method = getattr(module, name)
         owner = f"{type(module).__name__}.{name}"

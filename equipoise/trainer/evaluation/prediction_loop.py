@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from equipoise.errors import ConfigurationError
 from equipoise.interleave import interleave
-from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.source_view import SourceView
@@ -20,6 +20,7 @@ from equipoise.trainer.evaluation.evaluation_step import (
     evaluator,
     without_gradients,
 )
+from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
 from equipoise.trainer.evaluation.recorded_batches import RecordedBatches
 from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
@@ -119,8 +120,7 @@ class PredictionLoop(SentState):
         for loader, extent in zip(loaders.flat, loaders.extents, strict=True):
             passes.append(RecordedBatches(loader, extent, loaders.report_wrong_length, record=bool(writers)))
         several = len(passes) > 1
-        indexed_hooks = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
-        check_dataloader_idx(context.module, indexed_hooks, several=several)
+        check_dataloader_idx(context.module, "predict", several=several)
         self._predictions = [[] for _ in passes]
         self.epoch_batch_indices = [[] for _ in passes]
         context.strategy.sync_buffers()
@@ -128,9 +128,12 @@ class PredictionLoop(SentState):
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
         # 2. Predict loader after loader.
+        predict = self._predict
+        if takes_iterator(context.module, "predict_step"):
+            predict = self._predict_pulled
         for index, recorded in enumerate(passes):
             outputs = self._predictions[index] if keep_outputs else None
-            self._predict(context, recorded, index, outputs, several=several, final=index == len(passes) - 1)
+            predict(context, recorded, index, outputs, several=several, final=index == len(passes) - 1)
         hooks.call("on_predict_epoch_end")
         # 3. Put the outputs of all processes together.
         results = self._gather_predictions(context)
@@ -203,8 +206,7 @@ class PredictionLoop(SentState):
             counts.start()
             # 2. Compute.
             output = evaluate(step, parts)
-            if output is None:
-                rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
+            _warn_of_none(output)
             counts.process()
             # 3. Hand the output on, and keep it on the CPU.
             if batch_end is not None:
@@ -217,3 +219,36 @@ class PredictionLoop(SentState):
             if state.received_sigterm and not progress.is_last_batch:
                 leave_evaluation(context)
         context.strategy.await_others(step)
+
+    def _predict_pulled(
+        self,
+        context: "RunContext",
+        recorded: RecordedBatches,
+        dataloader_idx: int,
+        outputs: list[Any] | None,
+        *,
+        several: bool,
+        final: bool,
+    ) -> None:
+        """Predict the batches of one loader, which the step pulls by itself; see `_predict`."""
+        action = "[_PredictionLoop].predict_next"
+        progress = self.progress
+        steps = IteratorSteps(
+            context, "predict", recorded.stream, action, progress, dataloader_idx, several=several, final=final
+        )
+        batch_end = context.hooks.bind("on_predict_batch_end")
+        for output in steps:
+            _warn_of_none(output)
+            # Hand the output on, and keep it on the CPU. Lightning's prediction writers refuse such steps.
+            if batch_end is not None:
+                batch_end(output, steps.iterator.batch, *steps.indices)
+            progress.current.complete()
+            if outputs is not None:
+                outputs.append(move_data_to_device(output, torch.device("cpu")))
+            if self.state.received_sigterm and not progress.is_last_batch:
+                leave_evaluation(context)
+
+
+def _warn_of_none(output: Any) -> None:
+    if output is None:
+        rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")

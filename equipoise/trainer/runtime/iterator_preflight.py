@@ -1,4 +1,4 @@
-"""Checks before a run of a module that pulls its batches itself: `training_step(self, dataloader_iter)`."""
+"""Checks before a run of a module whose steps pull their batches: `training_step(self, dataloader_iter)` and others."""
 
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["accumulation_refused", "check_iterator_step"]
 
 
-def check_iterator_step(context: "RunContext") -> None:
-    """Check that steps can be exact if `training_step` pulls its batches by itself.
+def check_iterator_step(context: "RunContext", name: str) -> None:
+    """Check that steps can be exact if they pull their batches by themselves.
+
+    Args:
+        context: The run.
+        name: The name of the step, such as "training_step".
 
     Raises:
         ConfigurationError: Naming what is in the way, and the way out.
@@ -23,8 +27,8 @@ def check_iterator_step(context: "RunContext") -> None:
     # 1. The arguments of the step.
     state = context.state
     strategy = context.strategy
-    step = f"`{type(context.module).__name__}.training_step(dataloader_iter)`"
-    if not takes_iterator(context.module, "training_step", alone=True):
+    step = f"`{type(context.module).__name__}.{name}(dataloader_iter)`"
+    if not takes_iterator(context.module, name, alone=True):
         raise ConfigurationError(
             f"{step} takes the iterator alone: `(self, dataloader_iter)`. The index comes with each batch:"
             " `batch, batch_idx, dataloader_idx = next(dataloader_iter)`."
@@ -34,16 +38,17 @@ def check_iterator_step(context: "RunContext") -> None:
     if not strategy.keeps_batches_whole:
         raise ConfigurationError(
             f"{step} pulls its batches by itself, so strategy={strategy.name!r} cannot give each device or process its"
-            " part. Take strategy='single_device' with one device, or `training_step(self, batch, batch_idx)`."
+            f" part. Take strategy='single_device' with one device, or `{name}(self, batch, batch_idx)`."
         )
     if is_armed(context):
         raise ConfigurationError(
             f"{step} cannot be done again after an error of memory, since the batches that it pulled are gone. Leave"
-            " OOMRecovery and other callbacks with `on_out_of_memory` out, or take `training_step(self, batch,"
-            " batch_idx)`."
+            f" OOMRecovery and other callbacks with `on_out_of_memory` out, or take `{name}(self, batch, batch_idx)`."
         )
 
     # 3. Accumulation.
+    if name != "training_step":
+        return
     schedules = any(is_a(callback, GradientAccumulationScheduler) for callback in state.callbacks)
     if state.accumulate_grad_batches != 1 or schedules:
         raise accumulation_refused(step)

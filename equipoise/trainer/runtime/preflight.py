@@ -48,6 +48,13 @@ _STAGE_OF = {
     TrainerFn.PREDICTING: "predict",
 }
 
+_STEPS_OF = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
 
 def as_module(model: Any) -> LightningModule:
     """Return the LightningModule that the user has passed, without the wrapper of `torch.compile`.
@@ -103,6 +110,11 @@ def check_run(context: "RunContext") -> None:
     else:
         _check_evaluation(module, fn)
 
+    for step in _STEPS_OF[fn]:
+        is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
+        if is_used and takes_iterator(module, step):
+            check_iterator_step(context, step)
+
     # 3. Its data.
     stage = _STAGE_OF[fn]
     source = context.sources[stage]
@@ -121,12 +133,6 @@ def _check_methods(module: LightningModule) -> None:
     for old, new in _REMOVED.items():
         if callable(getattr(module, old, None)):
             raise ConfigurationError(f"`{name}.{old}` belongs to Lightning 1.x and would never be called. Use `{new}`.")
-    for step in ("validation_step", "test_step", "predict_step"):
-        if takes_iterator(module, step):
-            raise ConfigurationError(
-                f"`{name}.{step}(dataloader_iter)` is not supported: take `(self, batch, batch_idx)`. Only"
-                " `training_step` may pull its batches from an iterator."
-            )
 
 
 def _check_predict(module: LightningModule) -> None:
@@ -160,8 +166,6 @@ def _check_fit(context: "RunContext") -> None:
                 " it."
             )
     _check_arguments(f"{name}.training_step", module.training_step)
-    if takes_iterator(module, "training_step"):
-        check_iterator_step(context)
 
     # 2. Callbacks and loaders.
     for callback in context.state.callbacks:

@@ -41,7 +41,7 @@ def signals_noted(context: "RunContext") -> Iterator[None]:
 
     with ExitStack() as handlers:
         handlers.enter_context(_noted(signal.SIGTERM, note))
-        if slurm_job() is not None:
+        if slurm_job() is not None and state.requeues_on_signal:
             # In a process that the strategy has started, SIGUSR1 prints the stack: its parent forwards SIGUSR2 instead.
             requeue_signal = signal.SIGUSR1
             if context.strategy.processes.spawns:

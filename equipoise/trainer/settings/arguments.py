@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
@@ -366,12 +367,12 @@ def check_order(least: int | None, most: int | None, counted: str) -> None:
         )
 
 
-def check_patterns(name: str, value: Any) -> list[str]:
-    """Check a list of names.
+def check_patterns(name: str, value: Any) -> list[str | type[nn.Module]]:
+    """Check a list that names submodules.
 
     Args:
         name: The argument's name.
-        value: Its value; None stands for an empty list.
+        value: Its value: names, patterns and classes; None stands for an empty list.
 
     Raises:
         ConfigurationError: If it is something else.
@@ -382,7 +383,7 @@ def check_patterns(name: str, value: Any) -> list[str]:
     if isinstance(value, str):
         raise ConfigurationError(f"{name} takes a list of names, such as [{value!r}], not {value!r}.")
     if not _is_list_of_names(value):
-        raise ConfigurationError(f"{name} must be a list of names or patterns of submodules, not {value!r}.")
+        raise ConfigurationError(f"{name} must be a list of names, patterns or classes of submodules, not {value!r}.")
     return list(value)
 
 
@@ -406,4 +407,10 @@ def check_auto_flag(name: str, value: Any) -> Literal["auto"] | bool:
 def _is_list_of_names(value: Any) -> bool:
     if not isinstance(value, list | tuple):
         return False
-    return all(isinstance(item, str) and item for item in value)
+    return all(_names_modules(item) for item in value)
+
+
+def _names_modules(item: Any) -> bool:
+    if isinstance(item, type):
+        return issubclass(item, nn.Module)
+    return isinstance(item, str) and bool(item)

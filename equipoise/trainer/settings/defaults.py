@@ -6,18 +6,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.overrides import TorchFunctionMode
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.arguments.plugins import PluginsInUse, read_precision, sort_plugins
 from equipoise.interop.lightning.classes import is_a
-from equipoise.names.public import public_classes
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.availability import can_start_workers
-from equipoise.precision import Precision
+from equipoise.precision import Precision, make_precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
 from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
 from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
@@ -25,28 +25,24 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count, check_flags
 from equipoise.trainer.settings.devices import Devices, select_devices, select_num_nodes
-from equipoise.trainer.settings.strategy_names import lightning_strategy, refuse_object
+from equipoise.trainer.settings.from_lightning.strategy_names import STRATEGIES, lightning_strategy, refuse_object
 
 __all__ = [
     "connect_strategy",
     "module_init_context",
     "root_directory",
-    "select_checkpoint_io",
     "select_loggers",
+    "select_plugins",
+    "select_precision",
     "select_strategy",
     "set_torch_flags",
 ]
-
-# The public strategies, by the name that each of them gives itself.
-_STRATEGIES = {strategy.name: strategy for strategy in public_classes("equipoise.strategies", Strategy)}
 
 
 # Strategy
 
 
-def connect_strategy(
-    strategy: str | Strategy, accelerator: Any, devices: Devices, num_nodes: int | None
-) -> tuple[Strategy, int]:
+def connect_strategy(strategy: Any, accelerator: Any, devices: Devices, num_nodes: int | None) -> tuple[Strategy, int]:
     """Choose strategy, devices and number of machines, from the arguments and the rank of this process.
 
     Args:
@@ -68,7 +64,7 @@ def connect_strategy(
 
 
 def select_strategy(
-    strategy: str | Strategy,
+    strategy: Any,
     devices: Sequence[torch.device],
     num_nodes: int,
     rank: Rank | None = None,
@@ -86,13 +82,14 @@ def select_strategy(
         rank: The rank that a launcher has given this process. Default: None, no launcher.
         choose_devices: Whether these are all available devices, of which the strategy may choose. Default: False.
     """
+    connected: Strategy = strategy
     if not isinstance(strategy, Strategy):
-        strategy = _strategy_named(strategy, devices, rank)
+        connected = _strategy_named(strategy, devices, rank)
     # A launcher has decided on the devices of its processes.
     if choose_devices and rank is None:
-        devices = strategy.default_devices(devices)
-    strategy.connect(devices, num_nodes)
-    return strategy
+        devices = connected.default_devices(devices)
+    connected.connect(devices, num_nodes)
+    return connected
 
 
 def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
@@ -101,13 +98,13 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | Non
     if name == "auto":
         return _default_strategy(devices, rank)
     # Names of Lightning's strategies mean one of these.
-    if name not in _STRATEGIES:
+    if name not in STRATEGIES:
         counterpart = lightning_strategy(name)
         if counterpart is not None:
             name, options = counterpart
-            return _STRATEGIES[name](**options)
-    name = check_choice("strategy", name, ["auto", *_STRATEGIES])
-    return _STRATEGIES[name]()
+            return STRATEGIES[name](**options)
+    name = check_choice("strategy", name, ["auto", *STRATEGIES])
+    return STRATEGIES[name]()
 
 
 def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
@@ -257,35 +254,40 @@ def set_torch_flags(deterministic: bool | str | None, benchmark: bool | None) ->
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def select_checkpoint_io(plugins: Any) -> CheckpointIO | None:
-    """Return the CheckpointIO among the plugins.
+def select_plugins(plugins: Any) -> PluginsInUse:
+    """Return the plugins by what they are for, and complete a CheckpointIO that wraps another one.
 
     Args:
         plugins: One, several, or None.
 
     Raises:
-        ConfigurationError: If there is another plugin; the message names the argument that replaces it.
+        ConfigurationError: If one has no meaning here; the message names the argument that replaces it.
     """
-    candidates = [plugins]
-    if plugins is None:
-        candidates = []
-    elif isinstance(plugins, list | tuple):
-        candidates = list(plugins)
-    checkpoint_io = None
-    for plugin in candidates:
-        if not is_a(plugin, CheckpointIO):
-            raise ConfigurationError(
-                f"plugins takes a CheckpointIO of Lightning, not {type(plugin).__name__}. For precisions there is"
-                " precision=..., for processes"
-                " strategy=... or the environment, from which `Trainer()` takes its place."
-            )
-        if checkpoint_io is not None:
-            raise ConfigurationError("plugins holds two CheckpointIOs, of which one can be used.")
-        # Some wrap another one; Lightning's trainer would set it.
-        if getattr(plugin, "checkpoint_io", plugin) is None:
-            plugin.checkpoint_io = TorchCheckpointIO()
-        checkpoint_io = plugin
-    return checkpoint_io
+    in_use = sort_plugins(plugins)
+    checkpoint_io = in_use.checkpoint_io
+    # Some wrap another one; Lightning's trainer would set it.
+    if getattr(checkpoint_io, "checkpoint_io", checkpoint_io) is None and checkpoint_io is not None:
+        checkpoint_io.checkpoint_io = TorchCheckpointIO()
+    return in_use
+
+
+def select_precision(precision: Any, device_type: str) -> Precision:
+    """Return the precision.
+
+    Args:
+        precision: A name, or one of Lightning's plugins.
+        device_type: The type of the devices, such as "cpu" or "cuda".
+
+    Raises:
+        ConfigurationError: If there is no such precision, or the devices cannot compute in it.
+    """
+    chosen = read_precision(precision)
+    if chosen.device_type not in (None, device_type):
+        raise ConfigurationError(
+            f"{type(precision).__name__}(device={chosen.device_type!r}) is a precision of other devices: this trainer's"
+            f" are {device_type}. Take precision={chosen.name!r}, which is that of the devices in use."
+        )
+    return make_precision(chosen.name, device_type, chosen.scaler)
 
 
 def module_init_context(device: torch.device, precision: Precision, *, empty: bool) -> ExitStack:

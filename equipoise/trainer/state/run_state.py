@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from equipoise.interop.lightning.arguments.plugins import PluginsInUse
 from equipoise.trainer.settings.limits import Limits
 from equipoise.trainer.settings.speed import Speed
 from equipoise.trainer.state.progress import FitProgress
@@ -40,6 +41,7 @@ class RunState(SentState, Stages, Limits, Speed, Savers):
     Attributes:
         root_dir: The folder of files for which the user names no folder, as it was passed.
         checkpoint_io: The user's CheckpointIO; None: files are written and read by ourselves.
+        requeues_on_signal: Whether SIGUSR1 in a job of Slurm puts the job into the queue again.
         should_stop: Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met.
         received_sigterm: True if a SIGTERM came, or a SIGUSR1 in a job of Slurm.
         requeues: True if Slurm puts this job into the queue again when it ends, since SIGUSR1 came.
@@ -77,6 +79,7 @@ class RunState(SentState, Stages, Limits, Speed, Savers):
     root_dir: str = field(default_factory=os.getcwd)
     profiler: Profiler = field(default_factory=PassThroughProfiler)
     checkpoint_io: CheckpointIO | None = None
+    requeues_on_signal: bool = True
 
     # Requests to end.
     should_stop: bool = field(default=False, metadata=RESULT)
@@ -97,6 +100,11 @@ class RunState(SentState, Stages, Limits, Speed, Savers):
     metric_listeners: list[MetricListener] = field(default_factory=list, metadata=LOCAL)
     optimizers: list[Optimizer] = field(default_factory=list, metadata=LOCAL_RESULT)
     lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=LOCAL_RESULT)
+
+    def choose_plugins(self, plugins: PluginsInUse) -> None:
+        """Take the user's plugins."""
+        self.checkpoint_io = plugins.checkpoint_io
+        self.requeues_on_signal = plugins.requeues
 
     # The steps of a run.
 

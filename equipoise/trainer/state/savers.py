@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from equipoise.trainer.settings import arguments as check
 
 __all__ = ["Savers"]
@@ -21,7 +23,7 @@ class Savers:
         offload_least_bytes: Bytes from which on tensors that are saved for the backward wait on the host; None: none.
     """
 
-    activation_checkpointing: list[str] | None = None
+    activation_checkpointing: list[str | type[nn.Module]] | None = None
     steps_in_backward: bool = False
     offload_least_bytes: int | None = None
 

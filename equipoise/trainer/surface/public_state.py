@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
+from equipoise.strategies.distributed.process_strategy import ProcessStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -133,6 +134,17 @@ class PublicState(StateFields, LightningNames):
     def is_global_zero(self) -> bool:
         """True in the process that writes files and reports to the user."""
         return self.connected_strategy.processes.is_main
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """The arguments `num_replicas` and `rank` of a DistributedSampler; None where one process computes.
+
+        The trainer divides loaders by itself. This is for a sampler of your own.
+        """
+        if not isinstance(self.connected_strategy, ProcessStrategy):
+            return None
+        arguments: dict[str, int] = self.strategy.distributed_sampler_kwargs
+        return arguments
 
     @property
     def device_ids(self) -> list[int]:

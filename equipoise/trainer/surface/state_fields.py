@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerState
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
@@ -109,7 +110,7 @@ class StateFields:
     accumulate_grad_batches = StateField[int]()
     gradient_clip_val = StateField[int | float | None]()
     gradient_clip_algorithm = StateField[str | None]()
-    activation_checkpointing = StateField[list[str] | None]()
+    activation_checkpointing = StateField[list[str | type[nn.Module]] | None]()
     steps_in_backward = StateField[bool]()
     offload_least_bytes = StateField[int | None]()
     compiles_steps = StateField[Literal["auto"] | bool]()

@@ -387,6 +387,12 @@ def test_patterns_name_parts_between_dots() -> None:
     assert titles == [*inner, "blocks.2", "blocks.1", "blocks.0", "(root)"]
 
 
+def test_classes_name_their_submodules() -> None:
+    """The layer that attention reads without a call is none, and a class of which there is no submodule names none."""
+    net = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    assert [unit.title for unit in choose_units(net, [nn.Linear, nn.Conv1d])] == ["1.0", "2", "(root)"]
+
+
 def test_large_layers_are_units() -> None:
     net = nn.Sequential(nn.Embedding(2**18, 5, device="meta"), nn.Linear(5, 5), nn.Linear(5, 2**18, device="meta"))
     assert [unit.title for unit in choose_units(net)] == ["0", "2", "(root)"]

@@ -57,7 +57,7 @@ def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
     refuses(resume(saved), "is a folder", "third.ckpt, weights.ckpt, whole.ckpt", error=CheckpointError)
     refuses(resume("memory://nowhere/x.ckpt"), "no checkpoint at 'memory://nowhere/x.ckpt'", error=CheckpointError)
     refuses(resume("nonsense://x.ckpt"), "'nonsense://x.ckpt' cannot be read", "nonsense", error=CheckpointError)
-    refuses(resume(3), "ckpt_path must be a path, 'best', 'last' or None", "not 3")
+    refuses(resume(3), "ckpt_path must be a path, 'best', 'last', 'hpc' or None", "not 3")
 
 
 def test_no_checkpoint_was_saved_yet() -> None:

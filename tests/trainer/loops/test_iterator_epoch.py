@@ -124,12 +124,6 @@ def test_another_argument() -> None:
     refuses_fit(Module(), "takes the iterator alone", "next(dataloader_iter)")
 
 
-@pytest.mark.parametrize("step", ["validation_step", "test_step", "predict_step"])
-def test_evaluations(step: str) -> None:
-    module = type("Module", (Pulls,), {step: lambda self, dataloader_iter: None})()
-    refuses_fit(module, f"`Module.{step}(dataloader_iter)`", "(self, batch, batch_idx)", "Only `training_step`")
-
-
 def test_evaluating_such_a_module() -> None:
     """Nothing of the training is asked for, so nothing of it is refused."""
     module = Pulls()

@@ -242,9 +242,10 @@ def test_a_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 def test_checkpoint_plugins() -> None:
     plugin = AsyncCheckpointIO()
     for plugins in (plugin, [plugin], (plugin,)):
-        assert select.select_checkpoint_io(plugins) is plugin
+        assert select.select_plugins(plugins).checkpoint_io is plugin
     assert plugin.checkpoint_io is not None
-    assert select.select_checkpoint_io(None) is select.select_checkpoint_io([]) is None
+    for nothing in (None, []):
+        assert select.select_plugins(nothing).checkpoint_io is None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])

@@ -7,7 +7,7 @@ from lightning.pytorch import strategies as lightning_strategies
 from lightning.pytorch.strategies import StrategyRegistry
 
 from equipoise import ConfigurationError, DDPStrategy, FSDPStrategy
-from equipoise.trainer.settings.strategy_names import lightning_strategy
+from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy
 from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses, trainer
 
@@ -61,16 +61,18 @@ def test_other_names_are_unknown(name: str) -> None:
     refuses(lambda: trainer(strategy=name), "strategy must be one of", f"not {name!r}")
 
 
-def test_objects_of_lightning() -> None:
+def test_objects_of_lightning_without_a_counterpart() -> None:
     class OfALibrary(lightning_strategies.DDPStrategy):
         """As some libraries have them."""
 
-    inside = "inside its own loops"
+    class Sharding(lightning_strategies.FSDPStrategy):
+        """As some libraries have them."""
+
+    inside = "inside Lightning's own loops"
     refuses(lambda: trainer(strategy=OfALibrary()), inside, "Take 'ddp'", "from equipoise")
-    refuses(lambda: trainer(strategy=lightning_strategies.SingleDeviceStrategy("cpu")), inside, "Leave strategy out")
+    refuses(lambda: trainer(strategy=Sharding()), inside, "FSDPStrategy(...) from equipoise")
     large = lightning_strategies.ModelParallelStrategy()
     refuses(lambda: trainer(strategy=large), inside, "strategy='pipeline'", "activation_checkpointing")
-    refuses(lambda: trainer(strategy=lightning_strategies.FSDPStrategy()), inside, "FSDPStrategy(...) from equipoise")
     refuses(lambda: trainer(strategy=3), "strategy must be a name, or a Strategy", "not 3")
 
 

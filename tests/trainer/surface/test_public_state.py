@@ -25,10 +25,6 @@ BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "o
 
 STAGES = ["training", "validating", "testing", "predicting", "sanity_checking"]
 VIEWS = {"accelerator", "fit_loop", "precision_plugin", "predict_loop", "strategy", "test_loop", "validate_loop"}
-LIGHTNINGS_ALONE = {
-    "distributed_sampler_kwargs",  # strategies share data out themselves
-    # stands in the loop
-}
 
 
 def names(cls: Any) -> set[str]:
@@ -38,14 +34,14 @@ def names(cls: Any) -> set[str]:
 
 
 def test_what_can_be_read_of_lightnings_can_be_read_of_ours() -> None:
-    assert names(L.Trainer) - names(Trainer) == LIGHTNINGS_ALONE
+    assert names(L.Trainer) <= names(Trainer)
     assert names(Trainer) >= VIEWS
 
 
 # The views are tested where they are made, and the estimate, which asks for loaders, below.
 @cache
 def readable_names() -> list[str]:
-    return sorted(names(L.Trainer) - LIGHTNINGS_ALONE - VIEWS - {"estimated_stepping_batches"})
+    return sorted(names(L.Trainer) - VIEWS - {"estimated_stepping_batches"})
 
 
 Reading = dict[str, Any]
@@ -175,6 +171,11 @@ def test_what_is_in_use_is_the_users_own(cls: Any) -> None:
     run.predict(module, loaders[3])
     assert run.predict_dataloaders.dataset is loaders[3].dataset  # Lightning's is a copy
     assert run.test_dataloaders is None
+
+
+@BOTH
+def test_arguments_of_a_sampler_under_several_processes(cls: Any) -> None:
+    assert trainer(cls, strategy="ddp", devices=2).distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
 
 
 @BOTH

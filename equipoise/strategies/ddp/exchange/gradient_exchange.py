@@ -118,7 +118,7 @@ class GradientExchange:
         return has_one_backward(self._module)
 
 
-def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any) -> None:
+def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any, comm_state: Any) -> None:
     """Check the arguments of the strategy that choose and configure an engine.
 
     Raises:
@@ -128,5 +128,7 @@ def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any) -
         raise ConfigurationError(f"engine must be 'torch' or 'native', not {engine!r}.")
     if comm_hook is not None and engine == "native":
         raise ConfigurationError("comm_hook is for torch's wrapper: leave it out, or take engine='torch'.")
+    if comm_hook is None and comm_state is not None:
+        raise ConfigurationError("comm_state is the state of comm_hook, which is missing. Give both, or neither.")
     if not bucket_megabytes > 0:
         raise ConfigurationError(f"bucket_megabytes must be positive, not {bucket_megabytes!r}.")

@@ -33,7 +33,7 @@ class TorchEngine:
     Args:
         module: The user's module, on its device.
         device: The device.
-        options: Arguments of the wrapper, and `comm_hook`.
+        options: Arguments of the wrapper, and `comm_hook`, a CommHook or None.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class TorchEngine:
             device_ids = [device]
         self._wrapped = DistributedDataParallel(_Redirected(module, carrier), device_ids=device_ids, **wrapper_options)
         if hook is not None:
-            self._wrapped.register_comm_hook(None, hook)
+            self._wrapped.register_comm_hook(hook.state(), hook.function)
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """See `Engine`."""

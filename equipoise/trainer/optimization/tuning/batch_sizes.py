@@ -16,14 +16,14 @@ from equipoise.formats import format_bytes, format_count
 from equipoise.interop.lightning.finders import BatchSizeSettings, batch_size_settings, keep_batch_size
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.planning.comparison import StrategyPlan, plan_strategies
-from equipoise.trainer.optimization.tuning.batch_size_attribute import BatchSizeAttribute
-from equipoise.trainer.optimization.tuning.step_prediction import devices_of, predict_step
-from equipoise.trainer.optimization.tuning.trial import MakeTrainer, copy_of, run_trial
+from equipoise.trainer.optimization.tuning.trials.batch_size_attribute import BatchSizeAttribute
+from equipoise.trainer.optimization.tuning.trials.step_prediction import devices_of, predict_step
+from equipoise.trainer.optimization.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["find_batch_size"]
+__all__ = ["FINDER", "check_processes", "check_settings", "find_batch_size"]
 
-_FINDER = "BatchSizeFinder"
+FINDER = "BatchSizeFinder"
 # Part of a size that did not fit with which the search goes on.
 _NEXT = 0.9
 
@@ -65,12 +65,12 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
     """
     # 1. Everything that can be wrong without a step.
     settings = batch_size_settings(finder)
-    _check_settings(settings)
+    check_settings(settings)
     _check_run(trainer, request)
     attribute = BatchSizeAttribute(settings.attribute, request.module, request.datamodule)
 
     def try_size(size: int, steps: int, callbacks: list[Callback]) -> None:
-        module = copy_of(request.module, _FINDER)
+        module = copy_of(request.module, FINDER)
         with attribute.set_for_trial(module, size):
             run_trial(trainer, make, request, module, steps=steps, callbacks=callbacks)
 
@@ -91,7 +91,12 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
     )
 
 
-def _check_settings(settings: BatchSizeSettings) -> None:
+def check_settings(settings: BatchSizeSettings) -> None:
+    """Check the arguments of a BatchSizeFinder.
+
+    Raises:
+        ConfigurationError: If one is out of range.
+    """
     counts = {
         "init_val": settings.first,
         "steps_per_trial": settings.steps,
@@ -99,23 +104,32 @@ def _check_settings(settings: BatchSizeSettings) -> None:
     }
     for name, count in counts.items():
         if count < 1:
-            raise ConfigurationError(f"{_FINDER}: {name}={count}, but it must be at least 1.")
+            raise ConfigurationError(f"{FINDER}: {name}={count}, but it must be at least 1.")
     if settings.largest < settings.first:
         raise ConfigurationError(
-            f"{_FINDER}: max_val={settings.largest} is smaller than init_val={settings.first}, so no size is left."
+            f"{FINDER}: max_val={settings.largest} is smaller than init_val={settings.first}, so no size is left."
         )
 
 
 def _check_run(trainer: Any, request: Request) -> None:
     if request.loaders.get("train") is not None:
         raise ConfigurationError(
-            f"{_FINDER} sets the batch size of loaders that the module or data module makes, but loaders were passed to"
+            f"{FINDER} sets the batch size of loaders that the module or data module makes, but loaders were passed to"
             " `fit`. Make them in train_dataloader()."
         )
+    check_processes(trainer)
+
+
+def check_processes(trainer: Any) -> None:
+    """Check that one program searches, not each of several processes.
+
+    Raises:
+        ConfigurationError: If a launcher has started several.
+    """
     processes = trainer.strategy.processes
     if processes.world_size > 1 and not processes.spawns:
         raise ConfigurationError(
-            f"{_FINDER} cannot search in processes that torchrun, Slurm or Ray have started. Search in one process of"
+            f"{FINDER} cannot search in processes that torchrun, Slurm or Ray have started. Search in one process of"
             " the machine with the least memory, or call `equipoise plan`."
         )
 
@@ -125,7 +139,7 @@ def _predicted(trainer: Any, request: Request, batch: Any) -> StrategyPlan:
     prediction = predict_step(trainer, request.module, batch, measure=True)
     (plan,) = plan_strategies(prediction, request.module, [trainer.connected_strategy], devices_of(trainer))
     if plan.reason is not None:
-        raise ConfigurationError(f"{_FINDER}: {plan.reason}. Set the batch size by hand.")
+        raise ConfigurationError(f"{FINDER}: {plan.reason}. Set the batch size by hand.")
     return plan
 
 
@@ -141,12 +155,12 @@ def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int 
         largest = min(largest, samples)
     if samples is not None and samples < settings.first:
         raise ConfigurationError(
-            f"{_FINDER}: the training set has {samples} samples, fewer than init_val={settings.first}. Choose a smaller"
+            f"{FINDER}: the training set has {samples} samples, fewer than init_val={settings.first}. Choose a smaller"
             " init_val."
         )
     if largest < settings.first:
         raise ConfigurationError(
-            f"{_FINDER}: {plan.largest_batch} samples are predicted to fit ({_room(plan)}), fewer than init_val="
+            f"{FINDER}: {plan.largest_batch} samples are predicted to fit ({_room(plan)}), fewer than init_val="
             f"{settings.first}. See what helps: `equipoise plan`."
         )
 
@@ -192,7 +206,7 @@ def _first_that_fits(sizes: list[int], run: Callable[[int], None]) -> int:
         else:
             return size
     raise ConfigurationError(
-        f"{_FINDER}: real steps ran out of memory with each of {len(sizes)} sizes, down to {sizes[-1]}. Other programs"
+        f"{FINDER}: real steps ran out of memory with each of {len(sizes)} sizes, down to {sizes[-1]}. Other programs"
         " may use the memory; set the batch size by hand."
     )
 

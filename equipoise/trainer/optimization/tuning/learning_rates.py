@@ -16,7 +16,7 @@ from equipoise.interop.lightning.finders import (
 )
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.tuning.learning_rate_sweep import LearningRateSweep
-from equipoise.trainer.optimization.tuning.trial import MakeTrainer, copy_of, run_trial
+from equipoise.trainer.optimization.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["find_learning_rate"]

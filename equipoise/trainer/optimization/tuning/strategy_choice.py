@@ -23,7 +23,7 @@ from equipoise.strategies.replicated.balanced import BalancedDataParallelStrateg
 from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.optimization.tuning.first_batch import read_first_batch
-from equipoise.trainer.optimization.tuning.step_prediction import devices_of, predict_step
+from equipoise.trainer.optimization.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["choose_strategy"]

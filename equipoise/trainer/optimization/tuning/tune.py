@@ -1,4 +1,4 @@
-"""Searches of the finders among the callbacks, in their order, before a fit."""
+"""Searches of the finders among the callbacks, in their order, before a run."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.finders import ends_after_search, is_stock_finder, searches_learning_rate
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.tuning.batch_sizes import find_batch_size
+from equipoise.trainer.optimization.tuning.evaluation_batch_sizes import find_evaluation_size
 from equipoise.trainer.optimization.tuning.learning_rates import find_learning_rate
-from equipoise.trainer.optimization.tuning.trial import MakeTrainer
+from equipoise.trainer.optimization.tuning.trials.trial import MakeTrainer
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["tune"]
 
 
 def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
-    """Let each finder among the callbacks search before a fit.
+    """Let each finder among the callbacks search before a run: one of a learning rate before a fit alone.
 
     Args:
         trainer: The trainer.
@@ -34,7 +35,7 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
         if not is_stock_finder(finder):
             continue
         name = type(finder).__name__
-        if not request.fitting:
+        if not request.fitting and searches_learning_rate(finder):
             # A finder of a trainer that fits and then tests.
             if ends_after_search(finder):
                 raise ConfigurationError(f"{name} searches for a fit, not for `{request.fn.value}`. Use method='fit'.")
@@ -42,6 +43,8 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
         goes_on = goes_on and not ends_after_search(finder)
         if trainer.fast_dev_run:
             rank_zero_warn(f"fast_dev_run: {name} does not search.")
+        elif not request.fitting:
+            find_evaluation_size(trainer, make, request, finder)
         elif request.ckpt_path is not None:
             rank_zero_info(f"The fit goes on from a checkpoint, so {name} does not search.")
         elif searches_learning_rate(finder):

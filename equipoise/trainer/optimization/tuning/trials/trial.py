@@ -1,4 +1,4 @@
-"""Short fits of a copy of the module, without effects on the module, the trainer and random generators."""
+"""Short runs of a copy of the module, without effects on the module, the trainer and random generators."""
 
 import copy
 import logging
@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.arguments.plugins import sort_plugins
 from equipoise.interop.lightning.classes import is_a
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "run_trial"]
+__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "evaluate_trial", "run_trial"]
 
 # Makes a trainer from its arguments.
 MakeTrainer = Callable[..., Any]
@@ -42,7 +44,6 @@ ONLY_STEPS = {
 # What the trial of a search changes beside them.
 _OF_A_TRIAL = {
     "logger": False,
-    "plugins": None,
     # A large learning rate is meant to make losses that are not finite.
     "detect_anomaly": False,
     "detect_nonfinite": False,
@@ -68,11 +69,54 @@ def run_trial(
         steps: Number of optimiser steps.
         callbacks: Callbacks of the trial.
     """
-    options = {**trainer.constructor_arguments, **ONLY_STEPS, **_OF_A_TRIAL}
-    options["max_steps"] = steps
-    options["callbacks"] = callbacks
+    train = request.loaders.get("train")
+    with _generators_kept(_loaders_in(train)), _quiet():
+        trial = _trainer_like(trainer, make, max_steps=steps, callbacks=callbacks)
+        trial.fit(module, train, datamodule=request.datamodule)
+
+
+def evaluate_trial(
+    trainer: Any,
+    make: MakeTrainer,
+    request: Request,
+    module: LightningModule,
+    *,
+    steps: int,
+    callbacks: list[Callback],
+) -> None:
+    """Evaluate a copy of the module on some batches, as the trainer would; see `run_trial`.
+
+    Args:
+        trainer: The trainer.
+        make: Makes the trainer of the trial.
+        request: The evaluation before which the trial runs; its loaders are those of the module or data module.
+        module: The copy.
+        steps: Number of batches.
+        callbacks: Callbacks of the trial.
+    """
+    limits = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
+    with _generators_kept([]), _quiet():
+        trial = _trainer_like(trainer, make, **limits, callbacks=callbacks)
+        if request.fn == TrainerFn.PREDICTING:
+            trial.predict(module, datamodule=request.datamodule, return_predictions=False)
+        else:
+            evaluate = getattr(trial, request.fn.value)
+            evaluate(module, datamodule=request.datamodule, verbose=False)
+
+
+def _trainer_like(trainer: Any, make: MakeTrainer, **changed: Any) -> Any:
+    """Return the trainer of a trial: that of the user without files, loggers and display.
+
+    Args:
+        trainer: The user's trainer.
+        make: Makes it.
+        changed: Arguments of the trial.
+    """
+    options = {**trainer.constructor_arguments, **ONLY_STEPS, **_OF_A_TRIAL, **changed}
+    # The scaler of a precision that was passed as an object belongs to one trainer, as a strategy does.
+    options["precision"] = copy.deepcopy(options.get("precision"))
     strategy = options.get("strategy")
-    # A strategy belongs to one trainer. "auto" has been chosen already.
+    # "auto" has been chosen already.
     if strategy is None or strategy == "auto" or isinstance(strategy, Strategy):
         options["strategy"] = copy.deepcopy(trainer.connected_strategy)
     # The user may have set these since.
@@ -80,9 +124,9 @@ def run_trial(
     options["gradient_clip_val"] = trainer.gradient_clip_val
     options["gradient_clip_algorithm"] = trainer.gradient_clip_algorithm
 
-    train = request.loaders.get("train")
-    with _generators_kept(_loaders_in(train)), _quiet():
-        make(**options).fit(module, train, datamodule=request.datamodule)
+    # Of the plugins, the one that says which signal requeues a job.
+    options["plugins"] = sort_plugins(options.get("plugins")).environment
+    return make(**options)
 
 
 def copy_of(module: LightningModule, finder: str) -> LightningModule:

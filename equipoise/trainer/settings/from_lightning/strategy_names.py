@@ -1,13 +1,17 @@
-"""Names of Lightning's strategies: their counterpart here, or advice."""
+"""Names of strategies, and those of Lightning's: their counterpart here, or advice."""
 
 import re
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy as LightningStrategy
-
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.arguments.strategies import is_lightning_strategy
+from equipoise.names.public import public_classes
+from equipoise.strategies.strategy import Strategy
 
-__all__ = ["lightning_strategy", "refuse_object"]
+__all__ = ["STRATEGIES", "lightning_strategy", "refuse_object"]
+
+# The public strategies, by the name that each of them gives itself.
+STRATEGIES = {strategy.name: strategy for strategy in public_classes("equipoise.strategies", Strategy)}
 
 # The group is the value of the option.
 _DDP = re.compile(r"ddp(?:_spawn|_fork|_notebook)?(?:_find_unused_parameters_(true|false))?")
@@ -69,13 +73,13 @@ def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
 
 
 def refuse_object(strategy: Any) -> None:
-    """Refuse an object that is neither a name nor a strategy of Equipoise.
+    """Refuse an object that is neither a name, nor a strategy of Equipoise, nor one of Lightning's with a counterpart.
 
     Raises:
         ConfigurationError: Always. For a strategy of Lightning's, the message names an alternative.
     """
     message = f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
-    if not isinstance(strategy, LightningStrategy):
+    if not is_lightning_strategy(strategy):
         raise ConfigurationError(message)
     # Classes derived from Lightning's strategies count as those.
     names = {base.__name__.removesuffix("Strategy") for base in type(strategy).__mro__}
@@ -88,4 +92,4 @@ def refuse_object(strategy: Any) -> None:
         advice = " Take 'fsdp', or FSDPStrategy(...) from equipoise."
     elif not names.isdisjoint(("DeepSpeed", "ModelParallel")):
         advice = _LARGE_MODELS
-    raise ConfigurationError(f"{message} Strategies of Lightning work inside its own loops.{advice}")
+    raise ConfigurationError(f"{message} This one works inside Lightning's own loops.{advice}")

@@ -29,7 +29,7 @@ class BatchSizeAttribute:
         if not self._holders(module):
             raise ConfigurationError(
                 f"BatchSizeFinder: neither {type(module).__name__} nor a data module has an attribute or hyperparameter"
-                f" `{name}`. Let train_dataloader() read its batch size there, or name another one by batch_arg_name."
+                f" `{name}`. Let the loaders read their batch size there, or name another one by batch_arg_name."
             )
 
     def set(self, module: LightningModule, size: int) -> None:

@@ -1,0 +1,80 @@
+"""Options that a strategy of Lightning keeps, most of them under private names."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from equipoise.interop.refusal import refusal
+
+__all__ = ["OurWords", "process_options", "read", "split_arguments"]
+
+
+@dataclass
+class OurWords:
+    """The meaning of a strategy of Lightning.
+
+    Attributes:
+        name: The name of our strategy.
+        ours: The class of our strategy, for messages.
+        options: Arguments of its constructor.
+        trainer: Arguments of the Trainer which Lightning's strategy holds: those of the Trainer by their names, and
+            `checkpoint_io` and `environment`, which are plugins.
+        refused: Options without a counterpart that change results, each with its value and the way out.
+        left_out: Options without a counterpart that change nothing but speed and memory.
+    """
+
+    name: str
+    ours: str
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def read(strategy: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return attributes of a strategy.
+
+    Args:
+        strategy: A strategy of Lightning.
+        names: Names of the attributes, by the names under which they are returned.
+
+    Raises:
+        ConfigurationError: If it lacks one of them.
+    """
+    kind = type(strategy).__name__
+    missing = [f"{kind}.{name}" for name in names.values() if not hasattr(strategy, name)]
+    if missing:
+        raise refusal(f"Lightning's {kind}", "lightning", missing, f"Take {kind} of equipoise.")
+    return {ours: getattr(strategy, theirs) for ours, theirs in names.items()}
+
+
+def process_options(strategy: Any) -> dict[str, Any]:
+    """Return the options of strategies with several processes: the backend, and the seconds of the timeout."""
+    values = read(strategy, {"backend": "process_group_backend", "timeout": "_timeout"})
+    options = {}
+    if values["backend"] is not None:
+        options["backend"] = values["backend"]
+    if isinstance(values["timeout"], timedelta):
+        options["timeout"] = values["timeout"].total_seconds()
+    return options
+
+
+def split_arguments(
+    arguments: Mapping[str, Any], defaults: Mapping[str, Any], of_speed: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return arguments of torch's wrapper without a counterpart: those that change results, and those that do not.
+
+    Args:
+        arguments: The arguments.
+        defaults: The defaults of the wrapper, by the names of its arguments.
+        of_speed: Names of the arguments that change nothing but speed and memory.
+    """
+    changed = {name: value for name, value in arguments.items() if value != defaults.get(name)}
+    refused = _in_words(name_and_value for name_and_value in changed.items() if name_and_value[0] not in of_speed)
+    left_out = _in_words(name_and_value for name_and_value in changed.items() if name_and_value[0] in of_speed)
+    return refused, left_out
+
+
+def _in_words(arguments: Iterable[tuple[str, Any]]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in arguments]

@@ -1,0 +1,1 @@
+"""Names and objects of Lightning among the arguments of the Trainer."""
