@@ -65,7 +65,12 @@ LIBRARIES = {
     ),
     "pytorch-tabular": Library("1.2.0", ("tests",), made="write_tables"),
     "lightly": Library("1.5.26", ("tests/utils",), needs=(TORCHVISION, "pytest-mock")),
-    "neuralforecast": Library("3.3.0", ("tests",), needs=("pytest-mock",)),
+    "neuralforecast": Library(
+        "3.3.0",
+        ("tests/test_models", "tests/test_losses"),
+        needs=("polars", "matplotlib"),
+        options=("-k", "not auto"),  # searches, most in processes of Ray
+    ),
     "anomalib": Library(
         "2.7.0",
         ("tests/unit/engine", "tests/unit/utils", "tests/integration/test_task_types.py", "tests/integration/model"),

@@ -61,7 +61,7 @@ def write_sentences(folder: Path) -> None:
         lines += [f"- config_name: {task}", "  data_files:"]
         splits = dict(SENTENCES)
         if task == "mnli":
-            splits = {f"validation_{kind}": 32 for kind in ("matched", "mismatched")}
+            splits = {f"validation_{kind}": 64 for kind in ("matched", "mismatched")}
         for split, count in splits.items():
             lines += [f"  - split: {split}", f"    path: {task}/{split}.jsonl"]
             path = folder / task / f"{split}.jsonl"

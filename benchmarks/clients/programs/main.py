@@ -25,6 +25,9 @@ from programs import PROGRAMS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+# Errors of ours that state a rule and a remedy.
+REFUSALS = ("ConfigurationError", "StepError")
+BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 STRATEGIES = ("single_device", "dp", "ddp", "fsdp", "pipeline")
 
 
@@ -120,7 +123,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def distance(ours: Outcome, theirs: Outcome) -> float:
-    """Return the largest difference of a parameter or buffer of floating point; NaN if the runs have others."""
+    """Return the largest difference of a weight, without BatchNorm's statistics; NaN if the runs have other weights."""
     largest = 0.0
     if len(ours.runs) != len(theirs.runs):
         return math.nan
@@ -128,8 +131,8 @@ def distance(ours: Outcome, theirs: Outcome) -> float:
         if one["weights"].keys() != other["weights"].keys():
             return math.nan
         for name, value in one["weights"].items():
-            if not value.is_floating_point():
-                continue  # BatchNorm's number of batches
+            if name.endswith(BATCH_STATISTICS):
+                continue
             difference = (value.double() - other["weights"][name].double()).abs()
             largest = max(largest, float(difference.max())) if difference.numel() else largest
     return largest
@@ -137,13 +140,16 @@ def distance(ours: Outcome, theirs: Outcome) -> float:
 
 def is_equal(ours: Outcome, theirs: Outcome) -> bool:
     """Tell if weights, logged values and steps are the same to the bit."""
-    if distance(ours, theirs) != 0:
+    if len(ours.runs) != len(theirs.runs):
         return False
     for one, other in zip(ours.runs, theirs.runs, strict=True):
-        if one["step"] != other["step"] or one["values"].keys() != other["values"].keys():
+        if one["step"] != other["step"]:
             return False
-        if any(not torch.equal(value, other["values"][name]) for name, value in one["values"].items()):
-            return False
+        for kind in ("weights", "values"):
+            if one[kind].keys() != other[kind].keys():
+                return False
+            if any(not torch.equal(value, other[kind][name]) for name, value in one[kind].items()):
+                return False
     return True
 
 
@@ -154,6 +160,8 @@ def is_finite(outcome: Outcome) -> bool:
 
 def cell(ours: Outcome, theirs: Outcome, strategy: str) -> tuple[str, bool]:
     """Return what the table shows of a run, and if it is as promised."""
+    if ours.error.startswith(REFUSALS):
+        return "refused", strategy != "single_device"
     if ours.error:
         return "error", False
     if strategy == "single_device":

@@ -16,7 +16,6 @@ class Program:
         arguments: Arguments of its Trainer that are replaced, beside the devices: they bound the run.
         stand_ins: Packages of which a part is replaced: see `run_program.stand_in`.
         hidden: Packages that Lightning's Trainer must not find beside it.
-        averaged: False if a part of a batch does not suffice for the loss of a sample, or random numbers enter it.
     """
 
     repository: str
@@ -26,7 +25,6 @@ class Program:
     arguments: dict[str, Any] = field(default_factory=dict)
     stand_ins: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
-    averaged: bool = True
 
 
 LIGHTNING = ("pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414")
@@ -38,14 +36,12 @@ PROGRAMS = {
         "src/train.py",
         ("seed=12", "paths.data_dir=data", "paths.log_dir=logs", "logger=csv", "trainer.max_epochs=2"),
         {"limit_train_batches": 6, "limit_val_batches": 3, "limit_test_batches": 3},
-        averaged=False,  # BatchNorm
     ),
     "gan": Program(
         *LIGHTNING,
         "examples/pytorch/domain_templates/generative_adversarial_net.py",
         (),
         {"max_epochs": 2, "limit_train_batches": 6},
-        averaged=False,  # BatchNorm, noise
     ),
     "q-network": Program(
         *LIGHTNING,
@@ -53,7 +49,6 @@ PROGRAMS = {
         ("--warm_start_steps", "300", "--episode_length", "64"),
         {"max_epochs": 5},
         stand_ins=("gym",),
-        averaged=False,  # the batches depend on the weights
     ),
     "ppo": Program(
         *LIGHTNING,
@@ -61,7 +56,6 @@ PROGRAMS = {
         ("--steps_per_epoch", "256", "--batch_size", "64"),
         {"max_epochs": 2},
         stand_ins=("gym",),
-        averaged=False,  # the batches depend on the weights
     ),
     "graphs": Program(
         "pytorch_geometric",
@@ -71,7 +65,6 @@ PROGRAMS = {
         {"max_epochs": 2},
         # The data module would be one of `lightning`, the module is one of `pytorch_lightning`.
         hidden=("lightning",),
-        averaged=False,  # BatchNorm, dropout
     ),
     "transformers": Program(
         "tutorials",
