@@ -22,7 +22,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TORCH = "torch==2.13.0"
+TORCHVISION = "torchvision==0.28.0"
 LIGHTNING = "lightning==2.6.6"
+# The project's own requirements, without the project: it is imported from this checkout.
+OWN_NEEDS = ("hydra-core", "omegaconf", "rich", "cloudpickle", "psutil", "torchmetrics")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Library:
         needs: Packages that its tests need.
         options: Further options of pytest.
         data: Files of its sources that its tests would download, each with its place in the installed package.
+        made: The name of a function of `made_data`, which writes further such files into its sources.
     """
 
     version: str
@@ -42,6 +46,7 @@ class Library:
     needs: tuple[str, ...] = ()
     options: tuple[str, ...] = field(default=())
     data: tuple[tuple[str, str], ...] = ()
+    made: str = ""
 
 
 LIBRARIES = {
@@ -57,6 +62,19 @@ LIBRARIES = {
         ("tests/test_models",),
         needs=("pyarrow",),
         data=(("examples/data/stallion.parquet", "pytorch_forecasting/data/stallion.parquet"),),
+    ),
+    "pytorch-tabular": Library("1.2.0", ("tests",), made="write_tables"),
+    "lightly": Library("1.5.26", ("tests/utils",), needs=(TORCHVISION, "pytest-mock")),
+    "neuralforecast": Library(
+        "3.3.0",
+        ("tests/test_models", "tests/test_losses"),
+        needs=("polars", "matplotlib"),
+        options=("-k", "not auto"),  # searches, most in processes of Ray
+    ),
+    "anomalib": Library(
+        "2.7.0",
+        ("tests/unit/engine", "tests/unit/utils", "tests/integration/test_task_types.py", "tests/integration/model"),
+        needs=(TORCHVISION, "pytest-mock"),
     ),
     "darts": Library(
         "0.46.1",
@@ -94,17 +112,19 @@ def make_environment(name: str, folder: Path, sources: Path) -> Path:
     ready = environment / f".ready-{library.version}"
     if not ready.exists():
         if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+            subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
         packages = [TORCH, LIGHTNING, "pytest", "pytest-timeout", f"{name}=={library.version}", *library.needs]
-        install = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        install = ["uv", "pip", "install", "--quiet", "--python", str(python), *packages, *OWN_NEEDS]
         subprocess.run(install, check=True)
+        (packages_folder,) = environment.glob("lib/python*/site-packages")
         for source, place in library.data:
-            (packages_folder,) = environment.glob("lib/python*/site-packages")
             shutil.copyfile(sources / name / source, packages_folder / place)
+        if TORCHVISION in library.needs:
+            shutil.copytree(HERE / "torchvision_operators", packages_folder, dirs_exist_ok=True)
+        if library.made:
+            write = f"import made_data, pathlib; made_data.{library.made}(pathlib.Path({str(sources / name)!r}))"
+            subprocess.run([str(python), "-c", write], check=True, env={**os.environ, "PYTHONPATH": str(HERE)})
         ready.touch()
-    # The project's own requirements, without the project: it is imported from this checkout.
-    needs = ["hydra-core", "omegaconf", "rich", "cloudpickle", "psutil", "torchmetrics"]
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *needs], check=True)
     return python
 
 

@@ -4,8 +4,9 @@ The names that are patched are public. Nothing public reports such calls: a stra
 where one of the names is missing.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -109,14 +110,29 @@ def patched_saved_tensor_hooks(on_enter: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def patched_logging(on_log: Callable[..., None]) -> Iterator[None]:
+def patched_logging(kinds: Iterable[Any], on_log: Callable[..., None]) -> Iterator[None]:
     """Report values that a module logs, in place of logging them, within the context.
 
     Args:
+        kinds: Lightning's classes of modules.
         on_log: Receives the arguments of `log`, without the module. Values of other threads are logged as ever.
     """
-    original = LightningModule.log
     thread = threading.get_ident()
+    with ExitStack() as stack:
+        for kind in kinds:
+            replacement = _reported(kind.log, on_log, thread)
+            stack.enter_context(patch.object(kind, "log", replacement))
+        yield
+
+
+def _reported(original: Callable[..., None], on_log: Callable[..., None], thread: int) -> Callable[..., None]:
+    """Return a `log` that reports its values in one thread.
+
+    Args:
+        original: The `log` for the values of other threads.
+        on_log: Receives the arguments, without the module.
+        thread: The identifier of the thread.
+    """
 
     def log(module: LightningModule, /, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
@@ -124,22 +140,22 @@ def patched_logging(on_log: Callable[..., None]) -> Iterator[None]:
         else:
             original(module, *args, **kwargs)
 
-    with patch.object(LightningModule, "log", log):
-        yield
+    return log
 
 
 @contextmanager
-def patched_progress(on_read: Callable[[str], None]) -> Iterator[None]:
+def patched_progress(kinds: Iterable[Any], on_read: Callable[[str], None]) -> Iterator[None]:
     """Report that a module reads its trainer, its epoch or its step within the context.
 
     Args:
+        kinds: Lightning's classes of modules.
         on_read: Receives the name of the property.
     """
     with ExitStack() as stack:
-        for name in ("current_epoch", "global_step", "trainer"):
-            original = vars(LightningModule)[name]
+        for kind, name in itertools.product(kinds, ("current_epoch", "global_step", "trainer")):
+            original = vars(kind)[name]
             replacement = _noticed(name, original, on_read)
-            property_patch = patch.object(LightningModule, name, replacement)
+            property_patch = patch.object(kind, name, replacement)
             stack.enter_context(property_patch)
         yield
 

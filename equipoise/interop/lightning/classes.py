@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-__all__ = ["base_of", "is_a", "is_overridden", "takes_iterator"]
+__all__ = ["base_of", "is_a", "is_overridden", "module_classes", "takes_iterator"]
 
 _OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
@@ -51,6 +51,14 @@ def base_of(value: Any, kind: type) -> Any:
         if namesake is not None:
             return namesake
     return kind
+
+
+def module_classes() -> tuple[Any, ...]:
+    """Return the class of modules, followed by that of the older package if it is imported."""
+    older = sys.modules.get("pytorch_lightning.core.module")
+    if older is None:
+        return (LightningModule,)
+    return LightningModule, older.LightningModule
 
 
 def is_overridden(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from equipoise.interop.lightning.classes import base_of
+from equipoise.interop.lightning.classes import base_of, module_classes
 from equipoise.interop.torch.modules import is_compiled
 
 __all__ = ["CURRENT_HOOK", "LogOptions", "bind_log", "has_own_log", "unbind_log"]
@@ -59,7 +59,7 @@ def _log(
         trainer = _trainer_of(self)
     if trainer is None:
         # This is a copy that outlived the run; the stock method warns.
-        LightningModule.log(self, name, value)
+        base_of(self, LightningModule).log(self, name, value)
         return
     options = (
         prog_bar,
@@ -120,7 +120,7 @@ def _was_bound(log: Any) -> bool:
     if not isinstance(log, MethodType):
         return False
     function = inspect.unwrap(log.__func__)
-    return function in (_log, LightningModule.log)
+    return function is _log or any(function is kind.log for kind in module_classes())
 
 
 def unbind_log(module: LightningModule, callbacks: Iterable[Callback]) -> None:

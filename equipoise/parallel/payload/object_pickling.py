@@ -4,11 +4,12 @@ Functions and classes of `__main__` travel by value (cloudpickle). Objects that 
 """
 
 import io
+import marshal
 import pickle
 import sys
 from collections.abc import Iterable, Sequence
 from pickle import PickleBuffer
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import cloudpickle
@@ -77,6 +78,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._register_definition(value)
         elif value is DEFINITIONS:
             return dict, (dict(self._script_definitions),)
+        if type(value) is CodeType:
+            # Cloudpickle leaves out the file, which tracebacks and warnings show.
+            return marshal.loads, (marshal.dumps(value),)
         if type(value) is Tensor and _is_plain(value):
             return self._reduce_tensor(value)
         if type(value) is nn.Parameter:

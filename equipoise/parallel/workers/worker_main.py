@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from equipoise.errors import ConfigurationError
 from equipoise.parallel.payload.authentication import use_key
 from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
 from equipoise.parallel.workers.environment import ProcessEnvironment
@@ -118,7 +119,7 @@ def run_worker(
     is_consequence = None
     try:
         _set_up_libraries(options, send)
-        job: Job = payload.unpack(options.layout)
+        job = _read_job(payload, options)
         is_consequence = job.is_consequence
         payload.close()
         job.prepare()
@@ -142,6 +143,23 @@ def run_worker(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(int(has_failed))
+
+
+def _read_job(payload: SharedPayload, options: WorkerOptions) -> Job:
+    """Return the job.
+
+    Raises:
+        ConfigurationError: If an object that was sent with it cannot be created here.
+    """
+    try:
+        job: Job = payload.unpack(options.layout)
+    except Exception as error:
+        raise ConfigurationError(
+            "An object of the module, the data or a callback was sent to another process, but cannot be created there:"
+            f" {type(error).__name__}: {error}. Create it in `setup` or on first use, or leave it out in"
+            " `__getstate__`."
+        ) from error
+    return job
 
 
 def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connection) -> None:

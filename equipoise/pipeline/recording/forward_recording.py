@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.interop import call_patches
+from equipoise.interop.lightning.classes import module_classes
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.pipeline.forward.attribute_reads import attributes_read
 from equipoise.pipeline.forward.module_hooks import preserved_hooks
@@ -110,7 +111,8 @@ class ForwardRecording:
         def call() -> dict[Attribute, Any]:
             with preserve_state(self._module, containers=True):
                 args, kwargs = self._structure.fill(self._structure.copies_on(self._device))
-                with computed_on(self._device, self._network, self._module), call_patches.patched_logging(_ignore):
+                silent = call_patches.patched_logging(module_classes(), _ignore)
+                with computed_on(self._device, self._network, self._module), silent:
                     self._forward(*args, **kwargs)
                 return values_of(self.attribute_changes)
 
@@ -199,8 +201,8 @@ class ForwardRecording:
             call_patches.patched_module_calls(self._network, recorder.on_module_call),
             call_patches.patched_autograd_functions(recorder.on_function_call),
             call_patches.patched_saved_tensor_hooks(recorder.on_saved_tensor_hooks),
-            call_patches.patched_logging(recorder.on_log),
-            call_patches.patched_progress(recorder.on_progress),
+            call_patches.patched_logging(module_classes(), recorder.on_log),
+            call_patches.patched_progress(module_classes(), recorder.on_progress),
         )
         with ExitStack() as stack:
             computation = computed_on(self._device, self._network, self._module, recorder.on_operation)

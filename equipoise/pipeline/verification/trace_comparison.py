@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from equipoise.interop.call_patches import patched_logging
+from equipoise.interop.lightning.classes import module_classes
 from equipoise.interop.torch.dispatch import OnOperation
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -142,7 +143,8 @@ class Comparison:
 
     def _compute(self, compute: Callable[[], Any]) -> Output:
         """Compute from the same state every time, and restore that."""
-        with preserve_state(self._module, containers=True), preserved_hooks(self._module), patched_logging(_ignore):
+        silent = patched_logging(module_classes(), _ignore)
+        with preserve_state(self._module, containers=True), preserved_hooks(self._module), silent:
             value = compute()
             return Output(value, with_graph=self._compares_graphs)
 

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.torch.modules import is_compiled
 from equipoise.parallel.batches.shares import are_shares
 from equipoise.validation import check_whole
@@ -138,8 +140,7 @@ def check_module(module: nn.Module, *, training: bool) -> None:
             f"{kind} optimises by hand (automatic_optimization=False), but under strategy='pipeline' the backward"
             " runs stage by stage. Let the trainer optimise, or choose another strategy."
         )
-    backward = getattr(type(module), "backward", None)
-    if backward is not None and not str(getattr(backward, "__module__", "")).startswith("lightning."):
+    if is_a(module, LightningModule) and is_overridden("backward", module):
         raise ConfigurationError(
             f"{kind} overrides `backward`, but under strategy='pipeline' the backward runs stage by stage. Leave"
             " it out, or choose another strategy."

@@ -41,6 +41,9 @@ LARGEST_COUNT = 2**63
 # Errors that damaged entries cause.
 _FROM_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
+# Packages whose classes raise an error only if the entry is damaged.
+_NOT_OF_THE_USER = ("equipoise.", "lightning.", "pytorch_lightning.", "torch.")
+
 
 @contextmanager
 def loading(place: str, owner: object = None) -> Iterator[None]:
@@ -58,7 +61,7 @@ def loading(place: str, owner: object = None) -> Iterator[None]:
     except (CheckpointError, ConfigurationError):
         raise
     except _FROM_DAMAGE as error:
-        if owner is not None and not type(owner).__module__.startswith(("equipoise.", "lightning.", "torch.")):
+        if owner is not None and not type(owner).__module__.startswith(_NOT_OF_THE_USER):
             error.add_note(f"This happened while {place} of the checkpoint was loaded.")
             raise
         # In one line: messages of torch have several.

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.lightning.classes import is_a
 from equipoise.tree import entries_of
 
 __all__ = ["add_note_on_limits", "add_note_on_loading", "add_note_on_mesh", "add_notes"]
@@ -111,7 +112,7 @@ def add_note_on_mesh(error: BaseException) -> None:
         return
     for frame in _frames(error.__traceback__):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, LightningModule) and "device_mesh" in frame.f_code.co_names:
+        if is_a(owner, LightningModule) and "device_mesh" in frame.f_code.co_names:
             error.add_note(
                 "`self.device_mesh` is None: only Lightning's ModelParallelStrategy makes one, for modules that cut"
                 " their layers themselves. Leave that part of the module out, and take strategy='fsdp', which shards"

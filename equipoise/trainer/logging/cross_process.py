@@ -64,8 +64,32 @@ class LogReduction:
         Raises:
             MisconfigurationException: If a logged metric is no attribute of the module.
         """
+        names = self._names_of_metrics()
+        reports = []
+        for entry in collection.entries.values():
+            if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx:
+                reports.append(_report_of(entry, names))
+        self._exchange(collection, reports)
+
+    def reduce_hook_values(self, collection: Collection) -> None:
+        """Compute the values that any process has logged in hooks of the epoch's end.
+
+        Args:
+            collection: What this process has logged. Entries of other processes are added.
+        """
+        names = self._names_of_metrics()
+        reports = []
+        for entry in collection.entries.values():
+            is_new = entry.live and entry.computed is None
+            # Other processes cannot know a metric that is no attribute of the module.
+            is_known = entry.metric is None or id(entry.metric) in names
+            if is_new and is_known and entry.options.on_epoch and entry.dataloader_idx is None:
+                reports.append(_report_of(entry, names))
+        self._exchange(collection, reports)
+
+    def _exchange(self, collection: Collection, reports: list[_Report]) -> None:
+        """Set the values of all entries that any process reports."""
         # 1. Report the entries of this process to all, and receive theirs.
-        reports = self._reports_of(collection, dataloader_idx)
         reports_by_key: dict[Any, list[_Report]] = {}
         for reports_of_process in self.gather(reports):
             for report in reports_of_process:
@@ -108,16 +132,13 @@ class LogReduction:
                 reduced = _combine(stacked, entry.options.reduce_fx)
                 entry.set_step_value(reduced)
 
-    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[_Report]:
+    def _names_of_metrics(self) -> dict[int, str]:
+        """Return the names of the module's metrics, by identity."""
         names = {}
         for name, part in self.module.named_modules():
             if isinstance(part, Metric):
                 names[id(part)] = name
-        reports = []
-        for entry in collection.entries.values():
-            if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx:
-                reports.append(_report_of(entry, names))
-        return reports
+        return names
 
     def _epoch_value(self, entry: Entry, reports: list[_Report]) -> Any:
         """Return the value over all processes; None if it is that of this process alone."""

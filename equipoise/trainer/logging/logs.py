@@ -284,6 +284,14 @@ class Logs:
         if show:
             self.refresh()
 
+    def end_hooks(self) -> None:
+        """End the hooks of an epoch's end. All processes must call this together, whatever they have logged there."""
+        if self.pending:
+            self.commit()
+        if self._reduction is not None and self.collection is not None:
+            self._reduction.reduce_hook_values(self.collection)
+            self._stale = DICTIONARIES
+
     def leave_loaders(self) -> None:
         """End the last loader: from now on, values belong to all loaders."""
         self.dataloader_idx = None

@@ -327,6 +327,7 @@ class FitLoop:
         call_module = hooks.bind_module("on_train_epoch_end")
         if call_module is not None:
             call_module()
+        self.context.logs.end_hooks()
         if epoch.processed == 1:
             check_monitors(self.context, has_validated=self.val_loop.has_run)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)

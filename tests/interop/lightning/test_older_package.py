@@ -3,6 +3,7 @@
 The two packages have the same sources, but the classes of one are no classes of the other.
 """
 
+import copy
 import types
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import Trainer
-from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
+from equipoise import ConfigurationError, Trainer
+from equipoise.interop.call_patches import patched_logging, patched_progress
+from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, module_classes
+from equipoise.interop.lightning.self_log import bind_log, has_own_log
+from equipoise.strategies.ddp.exchange.engine import has_one_backward
 from tests.conftest import ignoring
 from tests.support.trainer_runs import loader, refuses, refuses_fit
 
@@ -165,3 +169,60 @@ def test_what_is_overridden(package: types.ModuleType) -> None:
     assert is_a(module, newer.LightningModule)
     assert not is_a(module, newer.LightningDataModule, newer.Callback)
     assert base_of(module, newer.LightningModule) is package.LightningModule
+
+
+@BOTH
+def test_who_runs_the_backward(package: types.ModuleType) -> None:
+    module = module_of(package)
+    own = type("Own", (type(module),), {"backward": lambda self, loss: loss.backward()})()
+    assert has_one_backward(module)
+    assert not has_one_backward(own)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="pipeline", max_epochs=1, logger=False)
+    with pytest.raises(ConfigurationError, match="Own overrides `backward`"):
+        trainer.fit(own, loader())
+
+
+@BOTH
+def test_pipeline_cuts_modules_of_both_packages(package: types.ModuleType, tmp_path: Path) -> None:
+    module = module_of(package).double()
+    module.layer = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    module.loss = lambda batch: module.layer(batch[0].double()).square().mean()
+    alone = copy.deepcopy(module)
+    alone.loss = lambda batch: alone.layer(batch[0].double()).square().mean()
+    for one, strategy in ((module, "pipeline"), (alone, "single_device")):
+        devices = 2 if strategy == "pipeline" else 1
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(one, loader(), loader())
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=0.0, atol=1e-12)
+
+
+@BOTH
+def test_what_a_module_logs_and_reads_is_reported(package: types.ModuleType) -> None:
+    module, seen = module_of(package), []
+    kinds = module_classes()
+    with patched_logging(kinds, lambda *args, **kwargs: seen.append(args)), patched_progress(kinds, seen.append):
+        module.log("loss", 1.0)
+        assert module.current_epoch == 0
+    assert seen == [("loss", 1.0), "current_epoch"]
+
+
+@BOTH
+def test_log_after_a_pickle_is_not_taken_for_one_of_the_user(package: types.ModuleType) -> None:
+    module = module_of(package)
+    bind_log(module, [])
+    assert not has_own_log(module)
+    module.log = types.MethodType(package.LightningModule.log, module)  # pickle restores a bound method by its name
+    assert not has_own_log(module)
+    module.log = print
+    assert has_own_log(module)

@@ -1,6 +1,7 @@
 """Objects that go to other processes: what they share, what stays theirs, what cannot go."""
 
 import os
+import traceback
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_what_is_defined_here_goes_by_value(package: SharedPayload) -> None:
 
     assert package.unpack(package.pack(Local())).times(2) == 6
     assert package.unpack(package.pack(lambda x: factor + x))(1) == 4
+
+
+def test_what_is_defined_here_keeps_its_file_and_lines(package: SharedPayload) -> None:
+    def outer() -> Any:
+        return lambda: 1 / 0
+
+    copy = package.unpack(package.pack(outer))
+    with pytest.raises(ZeroDivisionError) as caught:
+        copy()()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].filename == __file__
+    assert "1 / 0" in str(frames[-1].line)
 
 
 def test_large_and_small_in_turn(package: SharedPayload) -> None:

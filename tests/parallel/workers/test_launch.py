@@ -274,6 +274,18 @@ def test_a_function_that_cannot_be_sent_is_named() -> None:
         launch(partial(changed, Holder(threading.Lock()), Holder(1)), 2)
 
 
+class Whole:
+    """An object whose copy cannot be created."""
+
+    def __reduce__(self) -> Any:
+        return Whole, (1,)
+
+
+def test_an_object_that_cannot_be_created_again_is_explained() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be created there: TypeError: Whole\(\) takes no arguments"):
+        launch(partial(changed, Holder(Whole()), Holder(1)), 2)
+
+
 def leaves(how: str, rank: int) -> None:
     if rank == 1 and how == "sys.exit":
         sys.exit("enough")

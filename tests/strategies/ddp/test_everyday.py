@@ -143,6 +143,25 @@ def test_validation_is_that_of_the_module_that_comes_home() -> None:
     assert within == pytest.approx(after, rel=1e-12)
 
 
+class LogsApart(Numbered):
+    """Logs other values in each process when an epoch ends."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log(f"trained_by_{self.global_rank}", 2.0 + self.global_rank)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.log("validated", 5.0)
+        self.log("both", float(self.global_rank))
+
+
+def test_values_that_one_process_logs_at_the_end_of_an_epoch() -> None:
+    run = trainer(DDPStrategy(timeout=60.0), 2)
+    run.fit(made(LogsApart), DataLoader(Samples(16), batch_size=2), DataLoader(Samples(10), batch_size=3))
+    expected = {"trained_by_0": 2.0, "trained_by_1": 3.0, "validated": 5.0, "both": 0.5}
+    assert {name: float(run.callback_metrics[name]) for name in expected} == expected
+
+
 class GathersStatistics(Normalised):
     def on_train_end(self) -> None:
         norm = self.net[1]

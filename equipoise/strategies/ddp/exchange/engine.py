@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from equipoise.interop.lightning.classes import base_of
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
@@ -36,4 +37,5 @@ class Engine(Protocol):
 
 def has_one_backward(module: nn.Module) -> bool:
     """Return whether the module leaves the backward to the trainer; an override may run it several times."""
-    return getattr(type(module), "backward", None) is LightningModule.backward
+    stock_class = base_of(module, LightningModule)
+    return getattr(type(module), "backward", None) is stock_class.backward

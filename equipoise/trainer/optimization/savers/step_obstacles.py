@@ -31,7 +31,7 @@ _METHODS = (
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 # Modules whose callbacks do not read gradients there.
-_READ_NO_GRADIENTS = ("lightning.pytorch.", "equipoise.callbacks.", "equipoise.report.")
+_READ_NO_GRADIENTS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.callbacks.", "equipoise.report.")
 
 # What a strategy does with gradients of several backwards, devices or processes.
 _MEMBERS = (
