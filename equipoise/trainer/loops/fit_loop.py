@@ -344,7 +344,7 @@ class FitLoop:
             self.context.logger_output.log_metrics(self.context.logs.metrics())
         self.context.logs.reset()
 
-    # Validation.
+    # Validation, and what callbacks ask.
 
     def _validate(self, window_ended: bool) -> None:
         """Validate between two batches.
@@ -366,6 +366,10 @@ class FitLoop:
         self.fit.restart_clock()
         self.fit.switches.leave_validation()
         self.state.end_validation()
+
+    def has_skipped_step(self) -> bool:
+        """Return True if the scaler of the loss has skipped the last optimiser step."""
+        return self.optimization.has_skipped
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; the training may log one of the same name.

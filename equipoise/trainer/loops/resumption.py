@@ -324,8 +324,8 @@ class Resumption:
         hooks = self.context.hooks
         key = self.written_in[1]
         for callback in hooks.callbacks:
-            if state_key_of(callback) == key and hooks.validation is not None:
-                finish_save(callback, hooks.trainer, hooks.validation, self.saving_states.get(key, {}))
+            if state_key_of(callback) == key and hooks.fit is not None:
+                finish_save(callback, hooks.trainer, hooks.fit, self.saving_states.get(key, {}))
         call = hooks.bind_checkpoints_after(name, key)
         if call is not None:
             call(*args)
