@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 __all__ = ["Fit", "finish_save", "with_true_values"]
 
@@ -124,8 +126,16 @@ class _CheckpointHooks:
         """Return the values that belong to the present weights; called when a save is due."""
         callback = self._callback
         values: dict[str, Any] = type(callback)._monitor_candidates(callback, trainer)
-        if trainer.strategy.broadcast(self._fit.is_validated(callback.monitor)):
-            values.pop(callback.monitor, None)
+        name = callback.monitor
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            value = value.cpu()
+        is_validated, value = trainer.strategy.broadcast((self._fit.is_validated(name), value))
+        if is_validated:
+            values.pop(name, None)
+        elif name not in values and value is not None:
+            # The main process alone has logged it.
+            values[name] = torch.as_tensor(value, device=trainer.strategy.root_device)
         return values
 
     def _save_last_now(self, trainer: Any) -> None:
