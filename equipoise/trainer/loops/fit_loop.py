@@ -30,6 +30,7 @@ from equipoise.trainer.optimization.automatic import AutomaticOptimization, Manu
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
+from equipoise.trainer.optimization.uncounted_steps import UncountedSteps
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
@@ -56,6 +57,7 @@ class FitLoop:
         loss_watch: Reports a loss that is not finite; None outside of a run.
         later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
+        uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
     """
 
     context: "RunContext"
@@ -71,6 +73,7 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        self.uncounted_steps: UncountedSteps | None = None
         self.later_files: set[str] = set()
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
@@ -84,6 +87,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "uncounted_steps": None,
             "later_files": set(),
             "_close_epoch_hooks": None,
         }
@@ -156,6 +160,8 @@ class FitLoop:
             lacks_end = self.resumption.lacks_end
         if is_finished and not lacks_end:
             self.stopping.say_why()
+            if self.resumption is None:
+                self.stopping.warn_of_earlier_fit()
             return
         # 3. Train.
         if not is_finished:
@@ -182,6 +188,8 @@ class FitLoop:
         self._load_validation_data()
         warn_of_eval_mode(self.context.module)
         self.loss_watch = LossWatch(self.context, self.fit.batches_done)
+        by_hand = not self.context.module.automatic_optimization
+        self.uncounted_steps = UncountedSteps(self.context) if by_hand else None
 
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
@@ -213,6 +221,7 @@ class FitLoop:
         self._close_epoch_hooks = None
         self.loss_watch = None
         self.step_class = None
+        self.uncounted_steps = None
         call_all(closing)
 
     # Data.
@@ -306,8 +315,15 @@ class FitLoop:
         self.optimization = epoch.optimization
         self._close_epoch_hooks = self.optimization.close
         if not epoch.is_stopped():
-            epoch.run()
+            self._run_batches(epoch)
         self._close_epoch_hooks()
+
+    def _run_batches(self, epoch: TrainingEpoch) -> None:
+        if self.uncounted_steps is not None:
+            self.uncounted_steps.begin_epoch()
+        epoch.run()
+        if self.uncounted_steps is not None:
+            self.uncounted_steps.end_epoch()
 
     def _after_batch(self) -> AfterBatch:
         return AfterBatch(self.context, self.fit, self.schedulers, self._validate)
@@ -327,6 +343,7 @@ class FitLoop:
         call_module = hooks.bind_module("on_train_epoch_end")
         if call_module is not None:
             call_module()
+        self.context.logs.share_values()
         if epoch.processed == 1:
             check_monitors(self.context, has_validated=self.val_loop.has_run)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
