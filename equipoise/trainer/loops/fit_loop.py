@@ -23,6 +23,7 @@ from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
 from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
+from equipoise.trainer.loops.shared_metrics import separated_metrics
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
@@ -378,7 +379,8 @@ class FitLoop:
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
-        self.val_loop.run(context)
+        with separated_metrics(context.module, self.fit, self.val_loop.collection):
+            self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.fit.switches.leave_validation()

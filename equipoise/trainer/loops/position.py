@@ -52,7 +52,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "gradients": _gradients(context, fit),
         "logs": context.logs.state_dict(fit.collection, names),
         "metrics": metric_states(module),
-        "metrics_of_validation": _metrics_of_validation(val_loop, names),
+        "metrics_of_validation": sorted(fit.validated_metrics.union(_metrics_of_validation(val_loop, names))),
         "validated": sorted(fit.validated | val_loop.collection.names()),
         "before_validation": fit.before_validation,
         "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},

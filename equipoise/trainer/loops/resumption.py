@@ -304,11 +304,17 @@ class Resumption:
         state.begin_validation()
         self.finish_hook("on_validation_end")
         state.end_validation()
-        # 2. The metrics that the validation has logged.
+        # 2. The metrics that the validation has logged. Training goes on with those that it logs, too.
         metrics = named_metrics(self.context.module)
+        trained = {id(entry.metric) for entry in self.fit.collection.entries.values()}
+        before = self.position["before_validation"].get("metrics", {})
+        states = {}
         for name in self.position["metrics_of_validation"]:
             if name in metrics:
                 metrics[name].reset()
+                if id(metrics[name]) in trained and name in before:
+                    states[name] = before[name]
+        load_metric_states(self.context.module, states)
 
     def finish_hook(self, name: str, *args: Any) -> None:
         """Finish the hook in which a checkpoint callback wrote the file, and call that of those behind it.
