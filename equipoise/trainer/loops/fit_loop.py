@@ -18,12 +18,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
+from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
+from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
 from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
-from equipoise.trainer.loops.shared_metrics import separated_metrics
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
@@ -31,7 +32,6 @@ from equipoise.trainer.optimization.automatic import AutomaticOptimization, Manu
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.optimization.uncounted_steps import UncountedSteps
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
@@ -379,7 +379,8 @@ class FitLoop:
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
-        with separated_metrics(context.module, self.fit, self.val_loop.collection):
+        earlier_names = self.fit.validated_metrics
+        with separated_metrics(context.module, self.fit.collection, self.val_loop.collection, earlier_names):
             self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()

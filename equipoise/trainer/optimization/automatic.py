@@ -109,9 +109,8 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
-        self._scaled_steps: ScaledSteps | None = None
+        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
         if self._scaler is not None:
-            self._scaled_steps = ScaledSteps(self._scaler)
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
         self._is_alone = strategy.processes.world_size == 1

@@ -39,9 +39,7 @@ class ManualOptimization:
     def __init__(self, context: "RunContext") -> None:
         strategy = context.strategy
         self._scaler = context.precision.scaler
-        self._scaled_steps: ScaledSteps | None = None
-        if self._scaler is not None:
-            self._scaled_steps = ScaledSteps(self._scaler)
+        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
         self._counts = context.state.progress.manual_step.current
         # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
         # the scale was updated.

@@ -1,4 +1,4 @@
-"""What one loop has logged: a value that hides another is named."""
+"""Logged values of one loop: one that hides another is named."""
 
 import warnings
 

@@ -10,51 +10,55 @@ from equipoise.interop.metrics import link_collections, metrics_of, restore_metr
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.logging.collection import Collection
-from equipoise.trainer.loops.fit_state import FitState
 
 __all__ = ["separated_metrics"]
 
 
 @contextmanager
-def separated_metrics(module: nn.Module, fit: FitState, validation: Collection) -> Iterator[None]:
-    """Empty shared metrics for a validation, and let the training go on with them as they were.
+def separated_metrics(
+    module: nn.Module, training: Collection, validation: Collection, earlier_names: frozenset[str]
+) -> Iterator[None]:
+    """Empty shared metrics for a validation, and restore them for the training.
 
     Which metrics a validation logs is known from an earlier one, such as the sanity check. Without one a warning says
     that values were mixed.
 
     Args:
         module: The user's module.
-        fit: The state of training, and what it has logged.
+        training: What the training has logged.
         validation: What validations have logged.
+        earlier_names: Names of the metrics that the validation of an earlier process has logged.
     """
-    shared = _shared(module, fit, validation)
+    shared = _shared(module, training, validation, earlier_names)
     states = []
     if shared:
         link_collections(module)
-        parts = {id(part): part for metric in shared.values() for part in metrics_of(metric)}
-        states = [(part, take_metric_state(part)) for part in parts.values()]
+        single = {id(metric): metric for entry in shared.values() for metric in metrics_of(entry)}
+        states = [(metric, take_metric_state(metric)) for metric in single.values()]
     yield
-    mixed = sorted(_shared(module, fit, validation).keys() - shared.keys())
+    mixed = sorted(_shared(module, training, validation, earlier_names).keys() - shared.keys())
     if mixed:
         rank_zero_warn(
             f"Training and validation log the same metric, here as {mixed[0]!r}: its values of this epoch are mixed,"
             " and the end of the validation has emptied it. Give each a metric of its own, or run a sanity check, which"
             " shows it in time."
         )
-    for part, state in states:
-        restore_metric_state(part, state)
+    for metric, state in states:
+        restore_metric_state(metric, state)
 
 
-def _shared(module: nn.Module, fit: FitState, validation: Collection) -> dict[str, Metric]:
+def _shared(
+    module: nn.Module, training: Collection, validation: Collection, earlier_names: frozenset[str]
+) -> dict[str, Metric]:
     """Return the metrics that training has logged in this epoch, and a validation, too; by the names of values."""
     trained = {}
-    for entry in fit.collection.entries.values():
+    for entry in training.entries.values():
         if entry.live and entry.metric is not None:
             trained[entry.name] = entry.metric
     if not trained:
         return {}
     validated = {id(entry.metric) for entry in validation.entries.values()}
-    if fit.validated_metrics:
+    if earlier_names:
         metrics = named_metrics(module)
-        validated.update(id(metrics.get(name)) for name in fit.validated_metrics)
+        validated.update(id(metrics.get(name)) for name in earlier_names)
     return {name: metric for name, metric in trained.items() if id(metric) in validated}
