@@ -11,6 +11,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, di
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
 from equipoise.interop.metric_names import find_names
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.interop.refusal import refusal
 
 __all__ = [
@@ -151,19 +152,18 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
     link_collections(module)
     states = {}
-    for name, child in module.named_modules():
-        if isinstance(child, Metric):
-            state = _copied(child.metric_state)
-            states[name] = {"state": state, "count": child.update_count}
+    for name, metric in named_metrics(module).items():
+        state = _copied(metric.metric_state)
+        states[name] = {"state": state, "count": metric.update_count}
     return states
 
 
 def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
     """Load the states of metrics onto the metrics' devices."""
-    children = dict(module.named_modules())
+    metrics = named_metrics(module)
     for name, saved in states.items():
-        metric = children.get(name)
-        if not isinstance(metric, Metric):
+        metric = metrics.get(name)
+        if metric is None:
             continue
         # A checkpoint is read to the CPU, while the next update computes on the metric's device.
         copies = _copied(saved["state"], metric.device)
@@ -536,12 +536,12 @@ def merge_saved_states(
         ConfigurationError: If a metric does not say how one of its states is merged, and there are too few processes.
     """
     _check_names()
-    children = dict(module.named_modules())
+    metrics = named_metrics(module)
     merged = {}
     for name, first in of_processes[0].items():
         updated = _updated_states(name, of_processes)
-        metric = children.get(name)
-        if not isinstance(metric, Metric) or not updated:
+        metric = metrics.get(name)
+        if metric is None or not updated:
             merged[name] = first
         elif not _has_separate_state(metric, updated[0]):
             merged[name] = _merged_for_rank(metric, updated, rank)

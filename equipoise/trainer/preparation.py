@@ -87,7 +87,7 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         module=module,
         datamodule=request.datamodule,
         strategy_name=type(parts.strategy).__name__,
-        validation=parts.fit_loop if request.fitting else None,
+        fit=parts.fit_loop if request.fitting else None,
     )
     return RunContext(
         state=parts.state,

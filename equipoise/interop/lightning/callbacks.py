@@ -5,14 +5,15 @@ Each name stands here with the reason why nothing public does, and is read with 
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from equipoise.interop.lightning.checkpoint_hooks import Fit
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
 
@@ -24,6 +25,7 @@ __all__ = [
     "load_saving_states",
     "looks_after_training_epochs",
     "saving_states",
+    "without_skipped_steps",
 ]
 
 
@@ -44,6 +46,36 @@ def cannot_fire(callback: Callback, hook: str) -> bool:
     saves_by_steps = getattr(callback, "_every_n_train_steps", 1) >= 1
     saves_by_time = getattr(callback, "_train_time_interval", 0) is not None
     return not saves_by_steps and not saves_by_time
+
+
+# The step at which WeightAveraging has updated its weights last. Nothing public lets it pass over a step.
+_LATEST_UPDATE = "_latest_update_step"
+
+
+def without_skipped_steps(
+    callback: Callback, hook: str, method: Callable[..., Any], fit: Fit | None
+) -> Callable[..., Any]:
+    """Return a hook of a callback as it is to be called; that of an average leaves out steps that changed no weight.
+
+    Without the name, such steps are averaged, as by Lightning.
+
+    Args:
+        callback: Any callback.
+        hook: The hook's name.
+        method: The hook.
+        fit: The fit; None outside of one.
+    """
+    if fit is None or hook != "on_train_batch_end" or not is_a(callback, WeightAveraging):
+        return method
+    if not hasattr(callback, _LATEST_UPDATE):
+        return method
+
+    def average(trainer: Any, *args: Any) -> None:
+        if fit.has_skipped_step():
+            setattr(callback, _LATEST_UPDATE, trainer.global_step)
+        method(trainer, *args)
+
+    return average
 
 
 def looks_after_training_epochs(callback: Any) -> bool:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
-__all__ = ["Validation", "finish_save", "with_true_values"]
+__all__ = ["Fit", "finish_save", "with_true_values"]
 
 Hook = Callable[..., Any]
 
@@ -32,7 +34,7 @@ _NAMES = (
 )
 
 
-class Validation(Protocol):
+class Fit(Protocol):
     """What the hooks ask the fit.
 
     Attributes:
@@ -47,38 +49,41 @@ class Validation(Protocol):
     def validates_next(self) -> bool:
         """Return True if validation follows the present batch at once."""
 
+    def has_skipped_step(self) -> bool:
+        """Return True if the scaler of the loss has skipped the last optimiser step."""
 
-def with_true_values(callback: Callback, name: str, method: Hook, validation: Validation | None) -> Hook:
+
+def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | None) -> Hook:
     """Return a hook of a callback as it is to be called; that of a ModelCheckpoint saves weights with their value.
 
     Args:
         callback: Any callback.
         name: The hook's name.
         method: The hook.
-        validation: The fit; None outside of one.
+        fit: The fit; None outside of one.
     """
-    if validation is None or name not in _SAVING_HOOKS or not isinstance(callback, ModelCheckpoint):
+    if fit is None or name not in _SAVING_HOOKS or not isinstance(callback, ModelCheckpoint):
         return method
     if not all(hasattr(callback, needed) for needed in _NAMES):
         return method
-    hooks = _CheckpointHooks(callback, validation)
+    hooks = _CheckpointHooks(callback, fit)
     if callback.monitor is not None:
         if name == "on_train_batch_end":
             method = hooks.at_batch_end(method)
         elif name == "on_validation_end":
             method = hooks.at_validation_end(method)
-    if validation.later_files:
+    if fit.later_files:
         method = hooks.replacing_files(method)
     return method
 
 
-def finish_save(callback: Callback, trainer: Any, validation: Validation, state: dict[str, Any]) -> None:
+def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any]) -> None:
     """Do what a checkpoint callback does behind a write, in a run that goes on from the file: the rest of the files.
 
     Args:
         callback: The callback.
         trainer: The trainer.
-        validation: The fit.
+        fit: The fit.
         state: What the file says of its writer; see `saving_states`.
     """
     if not isinstance(callback, ModelCheckpoint) or state.get("dirpath") != callback.dirpath:
@@ -89,14 +94,14 @@ def finish_save(callback: Callback, trainer: Any, validation: Validation, state:
         if callback._should_remove_checkpoint(trainer, path, ""):
             callback._remove_checkpoint(trainer, path)
     if callback.save_last and not state["is_last"]:
-        save_last = _CheckpointHooks(callback, validation).replacing_files(callback._save_last_checkpoint)
+        save_last = _CheckpointHooks(callback, fit).replacing_files(callback._save_last_checkpoint)
         save_last(trainer, callback._monitor_candidates(trainer))
 
 
 class _CheckpointHooks:
-    def __init__(self, callback: Any, validation: Validation) -> None:
+    def __init__(self, callback: Any, fit: Fit) -> None:
         self._callback = callback
-        self._validation = validation
+        self._fit = fit
 
     # A value of the validation.
 
@@ -121,13 +126,21 @@ class _CheckpointHooks:
         """Return the values that belong to the present weights; called when a save is due."""
         callback = self._callback
         values: dict[str, Any] = type(callback)._monitor_candidates(callback, trainer)
-        if trainer.strategy.broadcast(self._validation.is_validated(callback.monitor)):
-            values.pop(callback.monitor, None)
+        name = callback.monitor
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            value = value.cpu()
+        is_validated, value = trainer.strategy.broadcast((self._fit.is_validated(name), value))
+        if is_validated:
+            values.pop(name, None)
+        elif name not in values and value is not None:
+            # The main process alone has logged it.
+            values[name] = torch.as_tensor(value, device=trainer.strategy.root_device)
         return values
 
     def _save_last_now(self, trainer: Any) -> None:
         """Write the last file without its rank. The step counts as not saved, so that the validation may save it."""
-        if self._validation.validates_next():
+        if self._fit.validates_next():
             return
         callback = self._callback
         before = (callback._last_global_step_saved, callback._last_checkpoint_saved)
@@ -168,7 +181,7 @@ class _CheckpointHooks:
         if not type(self._callback).file_exists(self._callback, filepath, trainer):
             return False
         # Names with values may differ between processes; the main one writes.
-        later_files = self._validation.later_files
+        later_files = self._fit.later_files
         is_replaced: bool = trainer.strategy.broadcast(str(filepath) in later_files)
         later_files.discard(str(filepath))
         return not is_replaced

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise.interop.metrics import MetricState, restore_metric_state, take_metric_state
+from equipoise.interop.module_metrics import named_metrics
 
 __all__ = ["Metrics"]
 
@@ -16,7 +17,7 @@ class Metrics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._metrics = list(named_metrics(module).values())
         self._states: list[MetricState] = []
 
     def mark(self) -> None:

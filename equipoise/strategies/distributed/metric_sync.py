@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.communication.object_exchange import gather_objects
 
 __all__ = ["synchronise_metrics"]
@@ -26,11 +27,7 @@ def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
         A function that restores the metrics.
     """
     # 1. Note the settings of all metrics.
-    settings_of_metrics = []
-    for child in module.modules():
-        if isinstance(child, Metric):
-            settings = _MetricSettings(child)
-            settings_of_metrics.append(settings)
+    settings_of_metrics = [_MetricSettings(metric) for metric in named_metrics(module).values()]
     # 2. Change them.
     for settings in settings_of_metrics:
         settings.change()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, shards_and_wholes, unshard_by_hand
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.strategies.fsdp.root_switches import RootSwitches
 from equipoise.strategies.fsdp.state.gathering import whole
 from equipoise.strategies.fsdp.units import Unit
 
@@ -53,6 +54,11 @@ class ShardedModule:
     Args:
         units: The units; the module itself is the last.
         sharding: How it is sharded.
+
+    Attributes:
+        module: The module.
+        units: The units.
+        switches: What the user's step switches.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -62,6 +68,7 @@ class ShardedModule:
         # Methods that are attributes of the object and not of its class.
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
+        self.switches = RootSwitches(self.module)
         try:
             check_names(sharding.mesh)
             for unit in units:
@@ -91,6 +98,9 @@ class ShardedModule:
 
     def _wrap_steps(self) -> None:
         """Let the user's steps gather the root's weights, as its forward would."""
+        training_step: Any = getattr(self.module, "training_step", None)
+        if training_step is not None:
+            vars(self.module)["training_step"] = self._watched(training_step)
         for name in _STEPS:
             if hasattr(self.module, name):
                 register_fsdp_forward_method(self.module, name)
@@ -110,11 +120,24 @@ class ShardedModule:
 
         @wraps(backward)
         def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.switches.follow()
             # As an argument, the loss itself would mark the end of the backward.
             loss = as_output(lambda: loss)
             return backward(loss, *args, **kwargs)
 
         self.module.manual_backward = manual_backward  # type: ignore[assignment]
+
+    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step after which shards follow what it switches by hand."""
+
+        @wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.switches.begin()
+            result = step(*args, **kwargs)
+            self.switches.follow()
+            return result
+
+        return watched
 
     def _wrap_switches(self) -> None:
         """Let whole weights follow where the user switches `requires_grad` of an optimiser's shards."""

@@ -26,12 +26,14 @@ class SteppedByHand(StrategyOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser; see `StrategyOptimizer.step`."""
+        self._sharded.switches.follow()
         result = super().step(closure, **kwargs)
         self._sharded.gather_root()
         return result
 
     def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
         """Step the optimiser unless a gradient is not finite; see `StrategyOptimizer.scaled_step`."""
+        self._sharded.switches.follow()
         result = super().scaled_step(scaler, **kwargs)
         self._sharded.gather_root()
         return result

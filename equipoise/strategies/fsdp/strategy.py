@@ -275,7 +275,7 @@ class FSDPStrategy(ProcessStrategy):
                 part.to(device)
         weight = OnHost(device) if reading_waits(device) else Apart(device)
         groups = ExitStack()
-        portable = ShardedState(self._group, self._folders(groups))
+        portable = ShardedState(module, self._group, self._folders(groups))
         steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
         return _Run(
             sharded=sharded,

@@ -299,7 +299,7 @@ class EvaluationLoop(SentState):
         logs.leave_loaders()
         hooks.call(f"on_{self.word}_epoch_end")
         # Values logged in that hook belong to all loaders.
-        logs.end_hooks()
+        logs.share_values()
         at_end: dict[str, Any] = {}
         if not sanity_checking:
             at_end = logs.metrics()

@@ -14,8 +14,8 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.callbacks.callback import Callback
-from equipoise.interop.lightning.callbacks import cannot_fire
-from equipoise.interop.lightning.checkpoint_hooks import Validation, with_true_values
+from equipoise.interop.lightning.callbacks import cannot_fire, without_skipped_steps
+from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
@@ -89,7 +89,7 @@ class Hooks:
         module: The user's module.
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
-        validation: The fit, which checkpoint callbacks ask for its validation. Default: None, they save at once.
+        fit: The fit, which callbacks of Lightning ask for validations and steps. Default: None, they act at once.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Hooks:
         module: LightningModule,
         datamodule: LightningDataModule | None,
         strategy_name: str,
-        validation: Validation | None = None,
+        fit: Fit | None = None,
     ) -> None:
         self.trainer = trainer
         self.state = state
         self.module = module
         self.datamodule = datamodule
-        self.validation = validation
+        self.fit = fit
         self.profiler: Profiler = state.profiler
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
@@ -309,7 +309,8 @@ class Hooks:
         for callback in callbacks:
             if not overrides(callback, name, Callback) or cannot_fire(callback, name):
                 continue
-            method = with_true_values(callback, name, getattr(callback, name), self.validation)
+            method = with_true_values(callback, name, getattr(callback, name), self.fit)
+            method = without_skipped_steps(callback, name, method, self.fit)
             hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")
             hooks.append(hook)
         return hooks

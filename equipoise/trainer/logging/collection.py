@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.logging.entry import Entry
 
 __all__ = ["Captures", "Collection", "Logged"]
@@ -48,6 +49,7 @@ class Collection:
         """
         present = self.entries.get(entry.key)
         if present is None:
+            self._warn_of_namesake(entry)
             self.add(entry)
             return entry
         if present.options != entry.options or present.dataloader_idx != entry.dataloader_idx:
@@ -58,6 +60,19 @@ class Collection:
             )
         present.arguments = entry.arguments
         return present
+
+    def _warn_of_namesake(self, entry: Entry) -> None:
+        """Warn if a value will hide that of another hook, of a step or of an epoch."""
+        for other in self.entries.values():
+            hides_step = entry.options.on_step and other.options.on_step and entry.step_name == other.step_name
+            hides_epoch = entry.options.on_epoch and other.options.on_epoch and entry.epoch_name == other.epoch_name
+            # "step" is the x-axis of loggers.
+            if entry.name != "step" and entry.key[0] != other.key[0] and (hides_step or hides_epoch):
+                rank_zero_warn(
+                    f"{entry.name!r} is logged in `{other.key[0]}` and in `{entry.key[0]}`: loggers and callbacks see"
+                    " the value of the latter alone. Give each a name of its own."
+                )
+                return
 
     def names(self) -> set[str]:
         """Return the names of all values that were ever logged here, of steps and of epochs."""

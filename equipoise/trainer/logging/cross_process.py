@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.trainer.logging.collection import Collection
-from equipoise.trainer.logging.entry import Entry, neutral_value
+from equipoise.trainer.logging.entry import Entry, neutral_value, on_cpu
 
 __all__ = ["LogReduction", "merge_saved_entries"]
 
@@ -27,7 +27,8 @@ class _Report:
 
     Attributes:
         key, options, dataloader_idx, total, weight: Those of the entry, with the total on the CPU.
-        metric: The name of the entry's metric in the module; None without a metric.
+        step: The latest value, on the CPU, of an entry that the main process alone logs; else None.
+        metric: The name of the entry's metric in the module, "" for one that is not found there; None without a metric.
     """
 
     key: tuple[str, str, int | None]
@@ -36,6 +37,7 @@ class _Report:
     metric: str | None
     total: Tensor | None
     weight: int
+    step: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,54 +57,34 @@ class LogReduction:
     device: torch.device
 
     def reduce_epoch_values(self, collection: Collection, dataloader_idx: int | None) -> None:
-        """Compute the epoch's values of all that any process has logged.
+        """Compute the epoch's values of all that any process has logged, and that are not computed yet.
 
         Args:
             collection: What this process has logged. Entries of other processes are added.
             dataloader_idx: The loader whose values are reduced; None if there is one loader.
 
         Raises:
-            MisconfigurationException: If a logged metric is no attribute of the module.
+            MisconfigurationException: If a process cannot find a metric that only others have logged.
         """
-        names = self._names_of_metrics()
-        reports = []
-        for entry in collection.entries.values():
-            if entry.live and entry.options.on_epoch and entry.dataloader_idx == dataloader_idx:
-                reports.append(_report_of(entry, names))
-        self._exchange(collection, reports)
-
-    def reduce_hook_values(self, collection: Collection) -> None:
-        """Compute the values that any process has logged in hooks of the epoch's end.
-
-        Args:
-            collection: What this process has logged. Entries of other processes are added.
-        """
-        names = self._names_of_metrics()
-        reports = []
-        for entry in collection.entries.values():
-            is_new = entry.live and entry.computed is None
-            # Other processes cannot know a metric that is no attribute of the module.
-            is_known = entry.metric is None or id(entry.metric) in names
-            if is_new and is_known and entry.options.on_epoch and entry.dataloader_idx is None:
-                reports.append(_report_of(entry, names))
-        self._exchange(collection, reports)
-
-    def _exchange(self, collection: Collection, reports: list[_Report]) -> None:
-        """Set the values of all entries that any process reports."""
         # 1. Report the entries of this process to all, and receive theirs.
+        gathered = self.gather(self._reports_of(collection, dataloader_idx))
         reports_by_key: dict[Any, list[_Report]] = {}
-        for reports_of_process in self.gather(reports):
+        for reports_of_process in gathered:
             for report in reports_of_process:
                 reports_by_key.setdefault(report.key, []).append(report)
         # 2. Compute each value. The order is the same in all processes, which metrics need.
-        modules = dict(self.module.named_modules())
         for key, reports in reports_by_key.items():
+            if len(reports) < len(gathered):
+                _check_names(reports)
             entry = collection.entries.get(key)
             if entry is None:
-                entry = _entry_from(reports[0], modules)
+                entry = _entry_from(reports[0], self.module)
                 collection.add(entry)
             value = self._epoch_value(entry, reports)
             entry.set_epoch_value(value)
+            step = reports[0].step
+            if entry.step is None and step is not None:
+                entry.set_step_value(step.to(self.device))
 
     def sync_step_values(self, collection: Collection) -> None:
         """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
@@ -132,13 +114,19 @@ class LogReduction:
                 reduced = _combine(stacked, entry.options.reduce_fx)
                 entry.set_step_value(reduced)
 
-    def _names_of_metrics(self) -> dict[int, str]:
-        """Return the names of the module's metrics, by identity."""
+    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[_Report]:
+        """Describe the entries that other processes must know."""
+        entries = []
+        for entry in collection.entries.values():
+            if not entry.live or entry.dataloader_idx != dataloader_idx:
+                continue
+            is_unknown = entry.options.on_epoch and entry.computed is None
+            if is_unknown or entry.options.rank_zero_only:
+                entries.append(entry)
         names = {}
-        for name, part in self.module.named_modules():
-            if isinstance(part, Metric):
-                names[id(part)] = name
-        return names
+        if any(entry.metric is not None for entry in entries):
+            names = {id(metric): name for name, metric in named_metrics(self.module).items()}
+        return [_report_of(entry, names) for entry in entries]
 
     def _epoch_value(self, entry: Entry, reports: list[_Report]) -> Any:
         """Return the value over all processes; None if it is that of this process alone."""
@@ -148,7 +136,8 @@ class LogReduction:
                 warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
                 return entry.metric.compute()
         if entry.options.rank_zero_only:
-            return None
+            # Callbacks of a process that has not logged it decide by the value of the one that has.
+            return None if entry.total is not None else self._merge(entry, reports[:1])
         return self._merge(entry, reports)
 
     def _merge(self, entry: Entry, reports: list[_Report]) -> Tensor | None:
@@ -178,31 +167,36 @@ def _report_of(entry: Entry, names: dict[int, str]) -> _Report:
     """
     metric = None
     if entry.metric is not None:
-        metric = names.get(id(entry.metric))
-        if metric is None:
-            raise MisconfigurationException(
-                f"The metric logged as {entry.name!r} is no attribute of the module, so other processes cannot know it."
-                " Make it one."
-            )
-    total = entry.total
-    if total is not None:
-        total = total.detach().cpu()
+        metric = names.get(id(entry.metric), "")
+    values = on_cpu({"total": entry.total, "step": entry.step if entry.options.rank_zero_only else None})
     return _Report(
         key=entry.key,
         options=tuple(entry.options),
         dataloader_idx=entry.dataloader_idx,
         metric=metric,
-        total=total,
         weight=entry.weight,
+        **values,
     )
 
 
-def _entry_from(report: _Report, modules: dict[str, nn.Module]) -> Entry:
+def _check_names(reports: list[_Report]) -> None:
+    """Check that processes which have not logged a metric can find it.
+
+    Raises:
+        MisconfigurationException: In all processes, if they cannot.
+    """
+    for report in reports:
+        if report.metric == "":
+            raise MisconfigurationException(
+                f"The metric logged as {report.key[1]!r} is no attribute of the module, so processes that have not"
+                " logged it cannot know it. Make it one, or log it in all processes."
+            )
+
+
+def _entry_from(report: _Report, module: nn.Module) -> Entry:
     """Return a new entry for a name that only other processes have logged."""
     hook, name, _ = report.key
-    metric: Any = None
-    if report.metric is not None:
-        metric = modules[report.metric]
+    metric = None if report.metric is None else named_metrics(module)[report.metric]
     options = LogOptions(*report.options)
     return Entry(hook, name, options, report.dataloader_idx, metric, arguments=tuple(options))
 

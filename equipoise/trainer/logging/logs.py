@@ -278,19 +278,24 @@ class Logs:
         self.in_batches = False
         self._batch = None
         self._size = None
-        self._stale = DICTIONARIES
-        if self._reduction is not None and self.collection is not None:
-            self._reduction.reduce_epoch_values(self.collection, self.dataloader_idx)
+        self.share_values()
         if show:
             self.refresh()
 
-    def end_hooks(self) -> None:
-        """End the hooks of an epoch's end. All processes must call this together, whatever they have logged there."""
+    def share_values(self) -> None:
+        """Let all processes know what some have logged since the batches ended. All processes must call this together.
+
+        A hook of the epoch's end may log in the main process alone, and callbacks of all processes monitor the value.
+        """
         if self.pending:
             self.commit()
-        if self._reduction is not None and self.collection is not None:
-            self._reduction.reduce_hook_values(self.collection)
-            self._stale = DICTIONARIES
+        self._stale = DICTIONARIES
+        if self._reduction is None or self.collection is None:
+            return
+        self._reduction.reduce_epoch_values(self.collection, self.dataloader_idx)
+        for name, value, entry in self.collection.values_of_step(self.dataloader_idx):
+            if entry.options.rank_zero_only:
+                self._shown.callback[name] = value
 
     def leave_loaders(self) -> None:
         """End the last loader: from now on, values belong to all loaders."""

@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
+from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
+from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
@@ -56,6 +58,7 @@ class FitLoop:
         loss_watch: Reports a loss that is not finite; None outside of a run.
         later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
+        uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
     """
 
     context: "RunContext"
@@ -71,6 +74,7 @@ class FitLoop:
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
         self.step_class: CompiledSteps | None = None
+        self.uncounted_steps: UncountedSteps | None = None
         self.later_files: set[str] = set()
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
@@ -84,6 +88,7 @@ class FitLoop:
             "resumption": None,
             "loss_watch": None,
             "step_class": None,
+            "uncounted_steps": None,
             "later_files": set(),
             "_close_epoch_hooks": None,
         }
@@ -156,6 +161,8 @@ class FitLoop:
             lacks_end = self.resumption.lacks_end
         if is_finished and not lacks_end:
             self.stopping.say_why()
+            if self.resumption is None:
+                self.stopping.warn_of_earlier_fit()
             return
         # 3. Train.
         if not is_finished:
@@ -182,6 +189,8 @@ class FitLoop:
         self._load_validation_data()
         warn_of_eval_mode(self.context.module)
         self.loss_watch = LossWatch(self.context, self.fit.batches_done)
+        by_hand = not self.context.module.automatic_optimization
+        self.uncounted_steps = UncountedSteps(self.context) if by_hand else None
 
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
@@ -213,6 +222,7 @@ class FitLoop:
         self._close_epoch_hooks = None
         self.loss_watch = None
         self.step_class = None
+        self.uncounted_steps = None
         call_all(closing)
 
     # Data.
@@ -306,8 +316,15 @@ class FitLoop:
         self.optimization = epoch.optimization
         self._close_epoch_hooks = self.optimization.close
         if not epoch.is_stopped():
-            epoch.run()
+            self._run_batches(epoch)
         self._close_epoch_hooks()
+
+    def _run_batches(self, epoch: TrainingEpoch) -> None:
+        if self.uncounted_steps is not None:
+            self.uncounted_steps.begin_epoch()
+        epoch.run()
+        if self.uncounted_steps is not None:
+            self.uncounted_steps.end_epoch()
 
     def _after_batch(self) -> AfterBatch:
         return AfterBatch(self.context, self.fit, self.schedulers, self._validate)
@@ -327,7 +344,7 @@ class FitLoop:
         call_module = hooks.bind_module("on_train_epoch_end")
         if call_module is not None:
             call_module()
-        self.context.logs.end_hooks()
+        self.context.logs.share_values()
         if epoch.processed == 1:
             check_monitors(self.context, has_validated=self.val_loop.has_run)
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
@@ -345,7 +362,7 @@ class FitLoop:
             self.context.logger_output.log_metrics(self.context.logs.metrics())
         self.context.logs.reset()
 
-    # Validation.
+    # Validation, and what callbacks ask.
 
     def _validate(self, window_ended: bool) -> None:
         """Validate between two batches.
@@ -362,11 +379,17 @@ class FitLoop:
         if window_ended:
             context.hooks.call_module("on_validation_model_zero_grad")
         outer = context.logs.enter(self.val_loop.collection)
-        self.val_loop.run(context)
+        earlier_names = self.fit.validated_metrics
+        with separated_metrics(context.module, self.fit.collection, self.val_loop.collection, earlier_names):
+            self.val_loop.run(context)
         context.logs.leave(outer)
         self.fit.restart_clock()
         self.fit.switches.leave_validation()
         self.state.end_validation()
+
+    def has_skipped_step(self) -> bool:
+        """Return True if the scaler of the loss has skipped the last optimiser step."""
+        return self.optimization.has_skipped
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; the training may log one of the same name.

@@ -32,6 +32,7 @@ class FitState(SentState):
         last_validation: Time of the last validation, or of the first batch, in seconds of a monotonic clock.
         before_validation: State that the present or last validation changes, as it was before.
         validated: Names of the values that the validation of an earlier process has logged.
+        validated_metrics: Names of the module's metrics that it has logged.
         kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
         switches: What the training has turned in the module beside its weights.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
@@ -57,6 +58,7 @@ class FitState(SentState):
     last_validation: float = field(default=0.0, metadata=RESULT)
     before_validation: dict[str, Any] = field(default_factory=dict)
     validated: frozenset[str] = frozenset()
+    validated_metrics: frozenset[str] = frozenset()
     kept_files: dict[str, set[str]] = field(default_factory=dict)
 
     # The end.
@@ -163,6 +165,7 @@ class FitState(SentState):
         self.has_ended_early = position.get("has_ended_early", False)
         self.has_validated_in_epoch = position.get("has_validated_in_epoch", False)
         self.validated = frozenset(position.get("validated", ()))
+        self.validated_metrics = frozenset(position.get("metrics_of_validation", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `fit_loop` entry of a checkpoint: counters, and the states of loaders that have one."""

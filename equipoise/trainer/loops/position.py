@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
@@ -37,7 +38,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
     """
     module = context.module
     data = fit.data
-    names = {id(child): name for name, child in module.named_modules()}
+    names = {id(metric): name for name, metric in named_metrics(module).items()}
     pulled = None
     if takes_iterator(module, "training_step"):
         pulled = fit.progress.pulled.state_dict()
@@ -51,7 +52,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "gradients": _gradients(context, fit),
         "logs": context.logs.state_dict(fit.collection, names),
         "metrics": metric_states(module),
-        "metrics_of_validation": _metrics_of_validation(val_loop, names),
+        "metrics_of_validation": sorted(fit.validated_metrics.union(_metrics_of_validation(val_loop, names))),
         "validated": sorted(fit.validated | val_loop.collection.names()),
         "before_validation": fit.before_validation,
         "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},

@@ -16,12 +16,12 @@ yields them now.
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
@@ -280,8 +280,7 @@ class Resumption:
         if self.position is None:
             return
         module = self.context.module
-        modules = dict(module.named_modules())
-        self.context.logs.load_state_dict(self.position["logs"], self.fit.collection, modules)
+        self.context.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(module))
         load_metric_states(module, self.position["metrics"])
 
     def load_gradients(self) -> None:
@@ -305,12 +304,17 @@ class Resumption:
         state.begin_validation()
         self.finish_hook("on_validation_end")
         state.end_validation()
-        # 2. The metrics that the validation has logged.
-        modules = dict(self.context.module.named_modules())
+        # 2. The metrics that the validation has logged. Training goes on with those that it logs, too.
+        metrics = named_metrics(self.context.module)
+        trained = {id(entry.metric) for entry in self.fit.collection.entries.values()}
+        before = self.position["before_validation"].get("metrics", {})
+        states = {}
         for name in self.position["metrics_of_validation"]:
-            metric = modules.get(name)
-            if isinstance(metric, Metric):
-                metric.reset()
+            if name in metrics:
+                metrics[name].reset()
+                if id(metrics[name]) in trained and name in before:
+                    states[name] = before[name]
+        load_metric_states(self.context.module, states)
 
     def finish_hook(self, name: str, *args: Any) -> None:
         """Finish the hook in which a checkpoint callback wrote the file, and call that of those behind it.
@@ -324,8 +328,8 @@ class Resumption:
         hooks = self.context.hooks
         key = self.written_in[1]
         for callback in hooks.callbacks:
-            if state_key_of(callback) == key and hooks.validation is not None:
-                finish_save(callback, hooks.trainer, hooks.validation, self.saving_states.get(key, {}))
+            if state_key_of(callback) == key and hooks.fit is not None:
+                finish_save(callback, hooks.trainer, hooks.fit, self.saving_states.get(key, {}))
         call = hooks.bind_checkpoints_after(name, key)
         if call is not None:
             call(*args)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.loops.fit_state import FitState
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class Stopping:
         self.context = context
         self.state = context.state
         self.fit = fit
-        self._notice = ""
+        # The name of the limit that is reached.
+        self._limit = ""
 
     def is_over(self) -> bool:
         """Return True if training ends here, between two epochs."""
@@ -32,19 +34,29 @@ class Stopping:
         epoch = self.fit.progress.epoch.current
         # 1. The limits.
         if 0 <= state.max_steps <= self.context.global_step:
-            self._notice = f"`Trainer.fit` stopped: `max_steps={state.max_steps}` reached."
+            self._limit = "max_steps"
             return True
         if state.max_epochs is not None and 0 <= state.max_epochs <= epoch.processed:
             epoch.complete()
-            self._notice = f"`Trainer.fit` stopped: `max_epochs={state.max_epochs}` reached."
+            self._limit = "max_epochs"
             return True
         # 2. A request to stop.
         return bool(state.should_stop) and self.can_stop_early()
 
     def say_why(self) -> None:
         """Report the limit that has ended training, if one has."""
-        if self._notice:
-            rank_zero_info(self._notice)
+        if self._limit:
+            rank_zero_info(f"`Trainer.fit` stopped: `{self._limit}={getattr(self.state, self._limit)}` reached.")
+
+    def warn_of_earlier_fit(self) -> None:
+        """Warn that this fit trains nothing, if an earlier one has reached the limit."""
+        has_trained = self.fit.progress.epoch.current.processed > 0 or self.context.global_step > 0
+        if self._limit and has_trained:
+            rank_zero_warn(
+                f"`fit` trains nothing: an earlier fit of this Trainer has reached"
+                f" {self._limit}={getattr(self.state, self._limit)}, and its counters go on. Create a new Trainer with"
+                f" new callbacks to train a module from the start, or raise `trainer.fit_loop.{self._limit}` to go on."
+            )
 
     def can_stop_early(self) -> bool:
         """Return True if `min_epochs` and `min_steps` are reached."""

@@ -32,6 +32,7 @@ from equipoise.trainer.optimization.configuration.optimizers import takes_no_clo
 from equipoise.trainer.optimization.manual import ManualOptimization
 from equipoise.trainer.optimization.savers.step_in_backward import StepInBackward
 from equipoise.trainer.optimization.savers.step_obstacles import check_clipping
+from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
@@ -87,10 +88,7 @@ class AutomaticOptimization:
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
-        has_skipped: Whether the scaler has skipped the last step; False where no schedule depends on it.
     """
-
-    has_skipped = False
 
     def __init__(
         self,
@@ -111,6 +109,7 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
+        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
@@ -180,9 +179,16 @@ class AutomaticOptimization:
         """Do nothing: the gradients are unscaled before the user sees them."""
 
     def close(self) -> None:
-        """Remove the hooks on the parameters, at the end of the epoch or after a failure."""
+        """Remove the hooks on parameters and optimisers, at the end of the epoch or after a failure."""
         if self._in_backward is not None:
             self._in_backward.close()
+        if self._scaled_steps is not None:
+            self._scaled_steps.close()
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the scaler has skipped the last step of the optimiser."""
+        return self._scaled_steps is not None and self._scaled_steps.are_skipped
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Compute the gradients of a batch and, if it is the last of its window, step the optimiser."""
@@ -274,16 +280,14 @@ class AutomaticOptimization:
     def _take_step(self, optimizer: Optimizer, skipped: bool, **kwargs: Any) -> Any:
         """Step the optimiser after its gradients are finished. A scaler cannot step without any gradient."""
         strategy_optimizer = self._optimizers.of(optimizer)
-        if self._scaler is None:
+        scaled_steps = self._scaled_steps
+        if scaled_steps is None:
             return strategy_optimizer.step(**kwargs)
+        scaled_steps.begin()
         if skipped:
             return None
-        # The scale is read for schedules only: that waits for the device.
-        reads_scale = bool(self._state.lr_scheduler_configs)
-        scale = self._scaler.get_scale() if reads_scale else 0.0
-        result = strategy_optimizer.scaled_step(self._scaler, **kwargs)
-        self._scaler.update()
-        self.has_skipped = reads_scale and self._scaler.get_scale() < scale
+        result = scaled_steps.take(strategy_optimizer, **kwargs)
+        scaled_steps.scaler.update()
         return result
 
     def _visible_loss(self, result: StepResult) -> Tensor | None:

@@ -18,6 +18,7 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOpt
 from equipoise.trainer.optimization.backward import Backward
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.module_step import ModuleStep
+from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 from equipoise.trainer.recovery.micro_batching import is_armed
 
@@ -35,11 +36,10 @@ class ManualOptimization:
         backward: The backward, for Lightning's `manual_backward`.
     """
 
-    has_skipped = False
-
     def __init__(self, context: "RunContext") -> None:
         strategy = context.strategy
         self._scaler = context.precision.scaler
+        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
         self._counts = context.state.progress.manual_step.current
         # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
         # the scale was updated.
@@ -56,13 +56,22 @@ class ManualOptimization:
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Run the training step on a batch."""
         self.step.begin_batch(batch_idx)
+        if self._scaled_steps is not None:
+            self._scaled_steps.begin()
         return self._forward_backward(self.step, parts, last)
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the scaler has skipped all steps of the batch, of which there was at least one."""
+        return self._scaled_steps is not None and self._scaled_steps.are_skipped
 
     def end_window(self, batch_idx: int) -> None:
         """Do nothing: the user steps the optimisers."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to remove at the end of an epoch."""
+        """Remove the hooks on the optimisers, at the end of the epoch or after a failure."""
+        if self._scaled_steps is not None:
+            self._scaled_steps.close()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step an optimiser, with the hooks and the scaler; a LightningOptimizer calls this."""
@@ -74,9 +83,9 @@ class ManualOptimization:
         # 1. The step, with everything that the user's closure computes.
         self._counts.make_ready()
         self.step.enter_phase("optimizer step")
-        if self._scaler is not None:
+        if self._scaled_steps is not None:
             # A scaler takes no closure.
-            result = self._take_scaled_step(strategy_optimizer, compute, self._scaler, **kwargs)
+            result = self._take_scaled_step(strategy_optimizer, compute, self._scaled_steps, **kwargs)
         elif closure is no_closure and takes_no_closure(optimizer):
             # A closure costs more than a small step, so it is left out if neither the optimiser nor the user can tell.
             compute()
@@ -105,18 +114,22 @@ class ManualOptimization:
         return loss
 
     def _take_scaled_step(
-        self, strategy_optimizer: StrategyOptimizer, compute: Callable[[], Any], scaler: GradScaler, **kwargs: Any
+        self,
+        strategy_optimizer: StrategyOptimizer,
+        compute: Callable[[], Any],
+        scaled_steps: ScaledSteps,
+        **kwargs: Any,
     ) -> Any:
         """Step an optimiser, and update the scale once no gradients of another are unscaled by the present one."""
         key = id(strategy_optimizer.optimizer)
         if key in self._stepped:
-            self._update_scale(scaler)
+            self._update_scale(scaled_steps.scaler)
         compute()
-        result = strategy_optimizer.scaled_step(scaler, **kwargs)
+        result = scaled_steps.take(strategy_optimizer, **kwargs)
         self._unscaled.discard(key)
         self._stepped.add(key)
         if not self._unscaled:
-            self._update_scale(scaler)
+            self._update_scale(scaled_steps.scaler)
         return result
 
     def _update_scale(self, scaler: GradScaler) -> None:

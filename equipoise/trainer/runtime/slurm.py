@@ -9,6 +9,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel.communication.rank import slurm_job
@@ -19,18 +20,24 @@ from equipoise.trainer.state.run_state import RunState
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
 
 # Number of fits that this program has begun, by their folder.
-_fits: Counter[Path] = Counter()
+_fits: Counter[Path | str] = Counter()
 
 
 def count_fit(state: RunState) -> None:
     """Note that a run begins, before it goes to other processes."""
     if slurm_job() is not None and state.fitting:
-        folder = Path(state.default_root_dir).absolute()
+        folder = _folder(state)
         _fits[folder] += 1
         state.number_of_fit = _fits[folder]
 
 
-def checkpoint_path(state: RunState) -> Path:
+def _folder(state: RunState) -> Path | str:
+    """Return `default_root_dir` as an absolute path, or as a URL without a slash at its end."""
+    folder = state.default_root_dir
+    return folder.rstrip("/") if "://" in folder else Path(folder).absolute()
+
+
+def checkpoint_path(state: RunState) -> Path | str:
     """Return where the state of an interrupted fit is saved: in `default_root_dir`, named after the job.
 
     The names of the second fit and later ones in a folder hold their numbers.
@@ -38,10 +45,15 @@ def checkpoint_path(state: RunState) -> Path:
     name = f"slurm-{slurm_job()}"
     if state.number_of_fit > 1:
         name += f"-fit-{state.number_of_fit}"
-    return Path(state.default_root_dir, f"{name}.ckpt")
+    return _file(state, f"{name}.ckpt")
 
 
-def interrupted_checkpoint(state: RunState) -> Path | None:
+def _file(state: RunState, name: str) -> Path | str:
+    folder = _folder(state)
+    return f"{folder}/{name}" if isinstance(folder, str) else folder / name
+
+
+def interrupted_checkpoint(state: RunState) -> Path | str | None:
     """Return the checkpoint from which a job goes on that Slurm has started once more; None if there is none."""
     # 1. Only a fit in a job that Slurm has started again goes on.
     if not state.fitting or slurm_job() is None:
@@ -51,16 +63,17 @@ def interrupted_checkpoint(state: RunState) -> Path | None:
 
     # 2. The file of this fit.
     path = checkpoint_path(state)
-    if path.exists():
+    filesystem = get_filesystem(path)
+    if filesystem.exists(os.fspath(path)):
         rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
         return path
 
     # 3. Another fit of the program may have been interrupted.
     for pattern in (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt"):
-        for another in path.parent.glob(pattern):
+        for another in filesystem.glob(os.fspath(_file(state, pattern))):
             rank_zero_info(
-                f"Slurm has started this job again. Fit {state.number_of_fit} of this program in {path.parent} begins"
-                f" as it did at first, since the interrupted one was another: {another.name}."
+                f"Slurm has started this job again. Fit {state.number_of_fit} of this program in {_folder(state)}"
+                f" begins as it did at first, since the interrupted one was another: {os.path.basename(another)}."
             )
             return None
     return None
@@ -75,10 +88,12 @@ def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
     """
     if slurm_job() is not None and state.fitting and is_main:
         path = checkpoint_path(state)
-        if is_sharded_checkpoint(path):
+        if isinstance(path, Path) and is_sharded_checkpoint(path):
             remove_folder(path)
-        else:
-            path.unlink(missing_ok=True)
+            return
+        filesystem = get_filesystem(path)
+        if filesystem.exists(os.fspath(path)):
+            filesystem.rm(os.fspath(path))
 
 
 def requeue() -> None:

@@ -172,7 +172,11 @@ class PublicState(StateFields, LightningNames):
 
     @property
     def global_step(self) -> int:
-        """Number of optimiser steps done, over all optimisers; it is not reset."""
+        """Number of optimiser steps done, over all optimisers and fits.
+
+        A step that a scaler skips counts. In manual optimisation, each step of what `self.optimizers()` returns
+        counts; a step of an optimiser that it wraps, or of another one, does not.
+        """
         return self.parts.global_step
 
     @property

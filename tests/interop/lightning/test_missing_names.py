@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -25,7 +26,12 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from equipoise import ConfigurationError
 from equipoise.interop import metrics as metric_names
 from equipoise.interop.lightning import finders
-from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, looks_after_training_epochs
+from equipoise.interop.lightning.callbacks import (
+    cannot_fire,
+    last_checkpoints,
+    looks_after_training_epochs,
+    without_skipped_steps,
+)
 from equipoise.interop.lightning.checkpoint_hooks import finish_save, with_true_values
 from equipoise.interop.lightning.loggers import csv_writer
 from tests.conftest import ignoring
@@ -210,6 +216,15 @@ def test_a_checkpoint_callback_that_works_otherwise_is_called_as_it_is(
     monkeypatch.delattr(ModelCheckpoint, name)
     assert with_true_values(callback, "on_validation_end", hook, fit) == hook
     finish_save(callback, None, fit, {"dirpath": None, "replaced": ["b.ckpt"], "is_last": True})
+
+
+def test_averaging_that_notes_no_step_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaging = WeightAveraging()
+    fit: Any = SimpleNamespace()
+    hook = averaging.on_train_batch_end
+    assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) != hook
+    hide(monkeypatch, WeightAveraging, "_latest_update_step")
+    assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) == hook
 
 
 def test_early_stopping_without_a_value_to_monitor(monkeypatch: pytest.MonkeyPatch) -> None:

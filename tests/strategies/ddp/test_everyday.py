@@ -6,11 +6,13 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from torchmetrics import Metric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
 from equipoise.parallel.communication.process_group import joined
@@ -200,6 +202,53 @@ def test_rates_are_the_same_in_all_processes() -> None:
     module = made(Watches)
     fit(module)
     assert module.same
+
+
+# A metric of a program, which no module knows.
+ELSEWHERE = MeanMetric()
+
+
+class Unregistered(L.LightningModule):
+    """Logs metrics that are no attributes of it. Rank 0 has a batch more than rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = [SumMetric()]
+        self.by_stage = {"val": {"all": CatMetric()}}
+        self.collections = (MetricCollection([MeanMetric(), SumMetric()]),)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.sums[0].update(batch)
+        self.by_stage["val"]["all"].update(batch)
+        self.collections[0].update(batch)
+        self.log("sum", self.sums[0])
+        self.log_dict(self.collections[0])
+
+    def on_test_epoch_end(self) -> None:
+        self.log("spread", self.by_stage["val"]["all"].compute().float().std())
+        self.log("sum again", self.sums[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_metrics_in_plain_containers_are_those_of_all_samples(strategy: str) -> None:
+    data = DataLoader(torch.arange(5.0, dtype=torch.float64), batch_size=1)
+    (values,) = trainer(strategy, 2).test(Unregistered(), data, verbose=False)
+    spread = torch.arange(5.0).std().item()
+    expected = {"sum": 10.0, "SumMetric": 10.0, "MeanMetric": 2.0, "spread": spread, "sum again": 10.0}
+    assert values == pytest.approx(expected)
+
+
+class Elsewhere(L.LightningModule):
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        ELSEWHERE.update(batch)
+        self.log("elsewhere", ELSEWHERE)
+
+
+def test_a_metric_that_no_module_holds() -> None:
+    data = DataLoader(torch.arange(5.0), batch_size=1)
+    assert trainer("ddp", 2).test(Elsewhere(), data, verbose=False) == [{"elsewhere": 2.0}]
+    with pytest.raises(MisconfigurationException, match="'elsewhere' is no attribute of the module"):
+        trainer("ddp", 2).test(Elsewhere(), DataLoader(torch.ones(1)), verbose=False)
 
 
 class Gathered(Metric):

@@ -63,3 +63,68 @@ def test_a_value_that_differs_between_processes(tmp_path: Path, step: int) -> No
     assert expected["score"] > min(VALUES[0]), "the processes agree on every value"
     fit(tmp_path / "parts", step)
     assert fit(tmp_path / "parts", 6, tmp_path / "parts" / f"at-step={step}.ckpt") == expected
+
+
+class LogsInTheMainProcess(L.LightningModule):
+    """Each hook logs a value in rank 0 alone: that of the second epoch is the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def log_alone(self, name: str, *, flagged: bool = True) -> None:
+        if self.trainer.is_global_zero:
+            self.log(name, (3.0, 1.0, 2.0, 0.0)[self.current_epoch], rank_zero_only=flagged)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log_alone("step")
+        return self.layer(batch).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log_alone("train end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_alone("val")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_alone("val end")
+        self.log_alone("val end without a flag", flagged=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+NAMES = ("step", "train end", "val", "val end", "val end without a flag")
+
+
+@pytest.fixture(scope="module")
+def kept_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], int]:
+    """The files that callbacks keep by values of the main process, and the epochs after which another one stopped."""
+    folder = tmp_path_factory.mktemp("alone")
+    keepers: list[Any] = [ModelCheckpoint(folder / name, "{epoch}", monitor=name) for name in NAMES]
+    keepers.append(ModelCheckpoint(folder / "steps", "{step}", monitor="step", every_n_train_steps=1))
+    trainer = Trainer(
+        strategy="ddp_spawn",
+        devices=["cpu", "cpu"],
+        max_epochs=4,
+        limit_train_batches=2,
+        callbacks=[*keepers, EarlyStopping("val end", patience=1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LogsInTheMainProcess(), DataLoader(torch.ones(4, 1)), DataLoader(torch.ones(2, 1)))
+    files = {path.name: sorted(file.name for file in path.iterdir()) for path in folder.iterdir()}
+    return files, trainer.current_epoch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_the_main_process_alone_logs_is_monitored(name: str, kept_alone: Any) -> None:
+    files, epochs = kept_alone
+    assert files[name] == ["epoch=1.ckpt"]
+    assert epochs == 3
+
+
+def test_a_value_of_a_step_that_the_main_process_alone_logs(kept_alone: Any) -> None:
+    files, _ = kept_alone
+    assert files["steps"] == ["step=3.ckpt"]

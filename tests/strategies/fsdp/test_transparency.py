@@ -155,6 +155,38 @@ class Toggling(ByHand):
         return first, torch.optim.AdamW(self.last.parameters(), lr=0.01)
 
 
+class Switching(Toggling):
+    """Switches `requires_grad` by hand, also between a backward and a step; one layer is frozen for a while."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        one.zero_grad()
+        other.zero_grad()
+        self.last.requires_grad_(False)
+        self.manual_backward(self.last(self(batch[0])).square().mean())
+        self.last.requires_grad_(True)
+        self.first.requires_grad_(False)
+        real = self.last(batch[0][:, :7]) - batch[1]
+        self.manual_backward((real.square() + self.last(self(batch[0]))).mean())
+        self.first.requires_grad_(True)
+        one.step()
+        if batch_idx == 1:
+            self.last.bias.requires_grad_(self.current_epoch == 1)
+        other.step()
+
+
+class SwitchedOnce(Net):
+    """Its step freezes a layer of the root, and thaws it in a later epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.first.requires_grad_(self.current_epoch == 1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("trained", float(self.first.weight.requires_grad), on_step=False, on_epoch=True)
+
+
 class Weighted(Net):
     """The mean over marked samples, whose number is the weight; some batches have none."""
 
@@ -186,6 +218,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "activation checkpointing around units": (Attention, {"activation_checkpointing": ["encoder"]}),
     "manual optimisation of two kinds": (Alternating, {"count": 48}),
     "toggled optimisers": (Toggling, {"count": 48}),
+    "switches by hand": (Switching, {"count": 48}),
+    "a switch in a step": (SwitchedOnce, {"count": 48}),
     "manual optimisation": (ByHand, {"count": 48, "again": True}),
 }
 # Those that run in every change.
@@ -197,6 +231,8 @@ OFTEN = [
     "attention",
     "manual optimisation",
     "toggled optimisers",
+    "switches by hand",
+    "a switch in a step",
 ]
 # Options of the strategy.
 STRATEGIES: dict[str, dict[str, Any]] = {

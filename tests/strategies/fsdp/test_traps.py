@@ -153,6 +153,7 @@ def run_often() -> dict[str, Any]:
     results["evaluations"] = evaluations(fsdp(), 2)
     for kind in MISTAKES:
         results[kind.__name__] = error_of(kind)
+    results["early optimizer"] = error_of(EarlyOptimizer)
     return results
 
 
@@ -203,6 +204,17 @@ class Overflows(Net):
         if batch_idx == 1:
             loss = loss + self.last.bias.sum() * 0 + self.first.weight[0, 0] * 1e38
         return loss
+
+
+class EarlyOptimizer(Net):
+    """Its optimiser knows the parameters that the shards replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
 
 
 class RunsOut(Net):
@@ -359,6 +371,13 @@ def test_mistakes_are_named(kind: Any, parts: list[str], often: dict[str, Any]) 
     error = often[kind.__name__]
     assert error.startswith("StepError")
     assert all(part in error for part in parts), error
+
+
+def test_an_optimizer_that_would_train_nothing_is_refused(often: dict[str, Any]) -> None:
+    error = often["early optimizer"]
+    assert error.startswith("ConfigurationError")
+    assert "SGD has no parameter of the sharded module" in error
+    assert "Create it in `configure_optimizers`" in error
 
 
 @pytest.mark.slow

@@ -432,6 +432,13 @@ def test_an_epoch_over_processes(reduce_fx: str, expected: float, here: bool) ->
     assert set(logs.callback_metrics) >= {"loss", "loss_epoch"}
 
 
+def test_a_value_that_the_main_process_alone_logs_is_known_to_all() -> None:
+    reports = [report_of(ELSEWHERE, rank_zero_only=True)]
+    logs = logs_of(reduction=Peers(reports).reduction())
+    logs.end_batches()
+    assert plain(logs.callback_metrics) == {"loss": 10.0, "loss_step": 10.0, "loss_epoch": 10.0}
+
+
 def test_rank_zero_only_stays_in_its_process() -> None:
     reports = [report_of(ELSEWHERE, rank_zero_only=True)]
     logs = logs_of(reduction=Peers(reports).reduction())
@@ -460,13 +467,27 @@ def test_a_metric_is_known_by_its_name_in_the_module() -> None:
     assert list(there.callback_metrics) == ["mean"]
 
 
-def test_a_metric_that_is_no_attribute_of_the_module_is_refused() -> None:
-    logs, metric = logs_of(reduction=Peers([]).reduction()), MeanMetric()
+def log_unknown_metric(peers: Peers) -> Logs:
+    """Log a metric that is no attribute of the module."""
+    logs, metric = logs_of(reduction=peers.reduction()), MeanMetric()
     logs.begin_batch([0])
     metric.update(1.0)
     log(logs, "mean", metric, on_step=False, on_epoch=True)
     logs.end_batch()
-    with pytest.raises(MisconfigurationException, match="'mean' is no attribute of the module"):
+    return logs
+
+
+def test_a_metric_that_all_processes_log_needs_no_name() -> None:
+    peers = Peers([])
+    log_unknown_metric(peers).end_batches()
+    logs = log_unknown_metric(Peers([peers.sent[0]]))
+    logs.end_batches()
+    assert plain(logs.metrics()) == {"mean": 1.0}
+
+
+def test_a_metric_that_another_process_cannot_find_is_refused() -> None:
+    logs = log_unknown_metric(Peers([[]]))
+    with pytest.raises(MisconfigurationException, match=r"'mean' is no attribute of the module, .* in all processes"):
         logs.end_batches()
 
 

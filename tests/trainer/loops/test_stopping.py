@@ -1,5 +1,6 @@
 """The end of training: each limit, and requests to stop before the minimum."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.state.run_state import RunState
+from tests.support.trainer_runs import Small, loader, trainer
 
 
 def stopping(epochs: int = 0, steps: int = 0, **settings: Any) -> Stopping:
@@ -63,3 +65,27 @@ def test_nothing_is_reported_where_training_may_stop(caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO"):
         assert stopping(should_stop=True).may_stop()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_a_module_that_an_earlier_fit_leaves_nothing_to_train_is_reported(limit: str, tmp_path: Path) -> None:
+    limits = {"max_epochs": -1, limit: 2}
+    run = trainer(**limits)
+    run.fit(Small(), loader(2))
+    path = tmp_path / "a.ckpt"
+    run.save_checkpoint(path)
+    second = Small()
+    with pytest.warns(UserWarning, match=rf"trains nothing: an earlier fit .* {limit}=2, .* new Trainer .*{limit}"):
+        run.fit(second, loader(2))
+    assert not second.ran
+    # The remedies.
+    setattr(run.fit_loop, limit, 4)
+    run.fit(second, loader(2))
+    assert second.ran
+    # A job that is started once more after its end is no mistake.
+    trainer(**limits).fit(Small(), loader(2), ckpt_path=path)
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_a_limit_of_zero_is_meant(limit: str) -> None:
+    trainer(**{limit: 0}).fit(Small(), loader(2))

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError
+from equipoise.interop.torch.optimizers import has_any_step_hooks
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 
@@ -161,3 +164,61 @@ def test_a_window_that_is_longer_than_an_epoch_is_named(
     assert run.global_step == 2
     named = [message for message in caplog.messages if f"accumulate_grad_batches={window}, but" in message]
     assert len(named) == (1 if is_named else 0)
+
+
+class Averaged(Small):
+    """The loss of the named batches overflows in float16; steps are automatic, or taken by hand with two optimisers."""
+
+    def __init__(self, overflows: tuple[int, ...], *, by_hand: bool = False, fused: bool = False) -> None:
+        super().__init__()
+        self.overflows = overflows
+        self.fused = fused
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch).float() * (1e30 if batch_idx in self.overflows else 1e-3)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD([weight], lr=1.0, fused=self.fused) for weight in self.parameters()]
+        if self.automatic_optimization:
+            return torch.optim.SGD(self.parameters(), lr=1.0, fused=self.fused)
+        return optimizers
+
+
+class Weights(Callback):
+    """Notes the weights of each batch in which a step was taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        window = trainer.accumulate_grad_batches
+        first = batch_idx // window * window
+        ends = (batch_idx + 1) % window == 0 or batch_idx + 1 == trainer.num_training_batches
+        if ends and not any(first <= overflow <= batch_idx for overflow in pl_module.overflows):
+            self.taken.append(pl_module.layer.weight.detach().clone())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("by_hand", "window"), [(False, 1), (False, 2), (True, 1)])
+def test_a_step_that_the_scaler_skips_is_not_averaged(by_hand: bool, fused: bool, window: int) -> None:
+    weights, module = Weights(), Averaged((0, 3, 6), by_hand=by_hand, fused=fused)
+    run = trainer(
+        precision="16-mixed",
+        detect_nonfinite=False,
+        accumulate_grad_batches=window,
+        max_epochs=2,
+        callbacks=[WeightAveraging(), weights],
+    )
+    run.fit(module, loader(7))
+    assert len(weights.taken) == (8 if window == 1 else 2)
+    expected = torch.stack(weights.taken).mean(0)
+    torch.testing.assert_close(module.layer.weight.detach(), expected, rtol=1e-6, atol=0)
+    assert not any(has_any_step_hooks(optimizer) for optimizer in run.optimizers)

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -244,6 +245,32 @@ def test_slurm_does_not_take_the_job_back(tmp_path: Path, monkeypatch: pytest.Mo
     run.fit(Small(), loader())
     assert str(run.loaded_ckpt_path) == str(tmp_path / "slurm-77.ckpt")
     assert run.global_step == 3
+
+
+@pytest.mark.usefixtures("job")
+def test_a_job_whose_folder_is_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(files, "store", {})
+    monkeypatch.chdir(tmp_path)
+    url = "memory://job/"
+    with pytest.raises(SIGTERMException):
+        trainer(default_root_dir=url).fit(Signalled(signal.SIGTERM), loader())
+    assert files.exists("memory://job/slurm-77.ckpt")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_program_again(monkeypatch)
+    run = trainer(default_root_dir=url)
+    run.fit(Small(), loader())
+    assert run.loaded_ckpt_path == "memory://job/slurm-77.ckpt"
+    assert run.global_step == 3
+    assert not files.exists("memory://job/slurm-77.ckpt")
+    # Another fit was interrupted.
+    files.touch("memory://job/slurm-77-fit-3.ckpt")
+    with caplog.at_level("INFO"):
+        trainer(default_root_dir=url).fit(Small(), loader())
+    assert "the interrupted one was another: slurm-77-fit-3.ckpt" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("job")

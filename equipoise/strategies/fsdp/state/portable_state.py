@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.errors import CheckpointError
+from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.shards.reading import ShardReader
 from equipoise.parallel.shards.sources import placeholder_for, source_of
@@ -35,6 +35,7 @@ class ShardedState(PortableState):
     processes receive such tensors, and nothing is gathered.
 
     Args:
+        module: The module in shards.
         group: The processes.
         folders: Writes checkpoints as folders of shards. Default: None, they are whole.
 
@@ -45,13 +46,27 @@ class ShardedState(PortableState):
     is_sharded: ClassVar[bool] = True
     folders: ShardFolders | None = None
 
-    def __init__(self, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
+    def __init__(self, module: nn.Module, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
+        self._module = module
         self._group = group
         self.folders = folders
         self.optimizers: list[Optimizer] = []
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note the optimisers; see `PortableState.connect_optimizers`."""
+        """Note the optimisers; see `PortableState.connect_optimizers`.
+
+        Raises:
+            ConfigurationError: If one has parameters that were made before the module was sharded.
+        """
+        shards = set(map(id, self._module.parameters()))
+        for optimizer in optimizers:
+            trained = [parameter for parameter in optimizer_parameters(optimizer) if parameter.requires_grad]
+            if trained and not any(id(parameter) in shards for parameter in trained):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has no parameter of the sharded module, so it would train nothing"
+                    " under strategy='fsdp'. Create it in `configure_optimizers`, not in `__init__`: the module's"
+                    " parameters are replaced by shards in between."
+                )
         self.optimizers = list(optimizers)
 
     def _check_complete(self) -> None:

@@ -1,0 +1,98 @@
+"""One metric that training and validation log has a value of each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, trainer
+
+pytestmark = ignoring("Checkpoint directory", "The ``compute`` method of metric MeanMetric")
+
+TRAIN, VAL = torch.arange(4.0)[:, None].repeat(1, 2), torch.arange(10.0, 13.0)[:, None].repeat(1, 2)
+
+
+class Shares(Small):
+    def __init__(self, *, sums: bool = True) -> None:
+        super().__init__()
+        self.both = MetricCollection([MeanMetric(), SumMetric()]) if sums else MeanMetric()
+
+    def log_all(self, batch: Any) -> None:
+        self.both.update(batch)
+        if isinstance(self.both, MetricCollection):
+            self.log_dict(self.both, on_step=False, on_epoch=True)
+        else:
+            self.log("MeanMetric", self.both, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_all(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_all(batch)
+
+
+class Values(Callback):
+    """Notes the values at the ends of validations and of epochs."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def note(self, trainer: Any, pl_module: Any) -> None:
+        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        self.values.append({name: value for name, value in values.items() if name != "loss"})
+
+    on_validation_end = note
+    on_train_epoch_end = note
+
+
+def fit(module: Any, *callbacks: Any, **options: Any) -> list[dict[str, float]]:
+    values = Values()
+    defaults = {"num_sanity_val_steps": 1, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
+    run = trainer(**{**defaults, **options}, callbacks=[values, *callbacks])
+    run.fit(module, DataLoader(TRAIN), DataLoader(VAL))
+    return values.values[1:] if run.num_sanity_val_steps else values.values
+
+
+@pytest.mark.parametrize("interval", [1.0, 2])
+def test_each_has_its_own_value(interval: Any) -> None:
+    train, val = {"MeanMetric": 1.5, "SumMetric": 12.0}, {"MeanMetric": 11.0, "SumMetric": 66.0}
+    validations = [val] if interval == 1.0 else [val, val]
+    assert fit(Shares(), val_check_interval=interval) == [*validations, train] * 2
+
+
+def test_without_a_sanity_check_the_first_validation_warns() -> None:
+    with pytest.warns(UserWarning, match=r"log the same metric, here as 'MeanMetric': .* Give each"):
+        values = fit(Shares(sums=False), num_sanity_val_steps=0)
+    assert values[-2:] == [{"MeanMetric": 11.0}, {"MeanMetric": 1.5}]
+
+
+class Kill(Exception):
+    """Ends a run."""
+
+
+class Kills(ModelCheckpoint):
+    """Ends the run behind the checkpoint of a validation, at a step."""
+
+    killed_at = -1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.global_step == self.killed_at and not trainer.sanity_checking:
+            raise Kill
+
+
+def test_a_run_that_is_resumed_from_a_validation_goes_on_with_both(tmp_path: Path) -> None:
+    kills, values = Kills(tmp_path, save_last=True), Values()
+    kills.killed_at = 2
+    with pytest.raises(Kill):
+        fit(Shares(), kills, val_check_interval=2)
+    kills = Kills(tmp_path, save_last=True)
+    run = trainer(max_epochs=1, val_check_interval=2, callbacks=[values, kills], enable_checkpointing=True)
+    run.fit(Shares(), DataLoader(TRAIN), DataLoader(VAL), ckpt_path=tmp_path / "last.ckpt")
+    assert [each["MeanMetric"] for each in values.values] == [11.0, 1.5]
