@@ -44,18 +44,19 @@ def is_archive(file: IO[bytes]) -> bool:
 # Zip archives
 
 
-def read_archive(file: IO[bytes]) -> Any:
+def read_archive(file: IO[bytes], *, values: bool = True) -> Any:
     """Return the content of a zip archive of torch, with all tensors on the CPU.
 
     Args:
         file: The archive.
+        values: Whether to read the values of tensors. Default: True. False: all tensors are on the meta device.
 
     Raises:
         CheckpointError: If it is damaged; the message names the damage. Damage may raise other errors as well.
     """
     with zipfile.ZipFile(file) as archive:
         size = _size_of(file)
-        reader = _ArchiveReader(archive, size)
+        reader = _ArchiveReader(archive, size, values=values)
         return reader.read()
 
 
@@ -85,10 +86,12 @@ class _ArchiveReader:
     Args:
         archive: The archive.
         size: Its size in bytes; the members cannot be larger than it, as nothing in it is compressed.
+        values: Whether to read the content of storages. Default: True.
     """
 
-    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+    def __init__(self, archive: zipfile.ZipFile, size: int, *, values: bool = True) -> None:
         self.archive = archive
+        self.reads_values = values
         self.storages: dict[str, torch.UntypedStorage] = {}
         self.members = {member.filename: member for member in archive.infolist()}
         self._check_members(size)
@@ -173,6 +176,8 @@ class _ArchiveReader:
         if name not in self.members:
             raise CheckpointError(f"it lacks {name!r}")
         size = self.members[name].file_size
+        if not self.reads_values:
+            return torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
         content = torch.empty(size, dtype=torch.uint8)
         with self.archive.open(name) as member:
             _fill(content, member)

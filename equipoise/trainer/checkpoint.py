@@ -22,6 +22,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.agreements import agree_to_save
 from equipoise.parallel.shards.placeholders import place_without_values
 from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
@@ -31,9 +32,7 @@ from equipoise.trainer.state.progress import Progress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
-__all__ = ["OUR_KEY", "dump_checkpoint", "save_checkpoint"]
-
-OUR_KEY = "equipoise"
+__all__ = ["dump_checkpoint", "save_checkpoint"]
 
 # Callbacks that compare a logged value with earlier ones.
 _MONITORS = (Checkpoint, EarlyStopping)
@@ -124,6 +123,8 @@ def dump_checkpoint(
     }
 
     # 2. The state of the training.
+    if state.fitting:
+        checkpoint[OUR_KEY] = {"version": 1, "run": parts.fit_loop.fit.run}
     if not weights_only:
         checkpoint["callbacks"] = _callback_states(state.callbacks)
         checkpoint["optimizer_states"] = [
@@ -134,7 +135,7 @@ def dump_checkpoint(
         if precision_state:
             checkpoint[context.precision.checkpoint_key] = precision_state
         if state.fitting:
-            checkpoint[OUR_KEY] = _exact_position(parts, context, path)
+            checkpoint[OUR_KEY].update(_exact_position(parts, context, path))
 
     # 3. Hyperparameters and data module.
     _dump_hyperparameters(context, checkpoint)
@@ -177,13 +178,12 @@ def _callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) -> dict[str, Any]:
-    """Return the entry for exact resumption, which Lightning's checkpoints do not have."""
+    """Return what exact resumption needs beside Lightning's entries."""
     state = context.state
     processes = context.strategy.processes
     fit = parts.fit_loop.fit
     position = position_of(context, fit, parts.fit_loop.val_loop)
     entry: dict[str, Any] = {
-        "version": 1,
         "position": position,
         "steps": fit.data.steps.state_dict(),
         "strategy": context.strategy.state_dict(),

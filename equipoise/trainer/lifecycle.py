@@ -28,8 +28,8 @@ from equipoise.parallel.activation_checkpointing import checkpoint_activations, 
 from equipoise.parallel.replicas.device_threads import on_device
 from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.single_device import SingleDeviceStrategy
-from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.choice import select_checkpoint
+from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh

@@ -11,9 +11,8 @@ from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.interop.lightning.callbacks import files_written_after, kept_files, load_saving_states
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.checkpoint import OUR_KEY
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of

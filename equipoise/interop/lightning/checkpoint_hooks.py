@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 __all__ = ["Fit", "finish_save", "with_true_values"]
@@ -38,10 +39,13 @@ class Fit(Protocol):
     """What the hooks ask the fit.
 
     Attributes:
-        later_files: Files that a former run has written after the checkpoint that this one goes on from.
+        later_files: Files that are newer than the checkpoint that this run goes on from.
     """
 
     later_files: set[str]
+
+    def is_of_this_run(self, path: str) -> bool:
+        """Return True if this run wrote a checkpoint, or the run that it goes on from; the main process reads it."""
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; called in all processes together."""
@@ -91,7 +95,8 @@ def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any
     if "replaced" not in state or not all(hasattr(callback, needed) for needed in _NAMES):
         return
     for path in state["replaced"]:
-        if callback._should_remove_checkpoint(trainer, path, ""):
+        is_ours: bool = trainer.strategy.broadcast(trainer.is_global_zero and fit.is_of_this_run(path))
+        if is_ours and callback._should_remove_checkpoint(trainer, path, ""):
             callback._remove_checkpoint(trainer, path)
     if callback.save_last and not state["is_last"]:
         save_last = _CheckpointHooks(callback, fit).replacing_files(callback._save_last_checkpoint)
@@ -165,10 +170,10 @@ class _CheckpointHooks:
 
         return save_what_waits
 
-    # Files of a former run.
+    # Files that the run wrote before it was resumed.
 
     def replacing_files(self, method: Hook) -> Hook:
-        """Return a hook that replaces files which the former run wrote later; Lightning leaves them, and counts on."""
+        """Return a hook that replaces files which this run wrote later; Lightning leaves them, and counts on."""
 
         def save(*args: Any) -> None:
             with _replaced(self._callback, "file_exists", self._is_kept):
@@ -180,11 +185,14 @@ class _CheckpointHooks:
         """Return True if a file exists that this run must not replace."""
         if not type(self._callback).file_exists(self._callback, filepath, trainer):
             return False
-        # Names with values may differ between processes; the main one writes.
+        path = str(filepath)
         later_files = self._fit.later_files
-        is_replaced: bool = trainer.strategy.broadcast(str(filepath) in later_files)
-        later_files.discard(str(filepath))
-        return not is_replaced
+        # Names with values may differ between processes; the main one writes.
+        is_replaced = trainer.is_global_zero and path in later_files and self._fit.is_of_this_run(path)
+        later_files.discard(path)
+        if is_replaced:
+            rank_zero_info(f"ModelCheckpoint replaces {path!r}, which this run wrote before it was resumed.")
+        return not trainer.strategy.broadcast(is_replaced)
 
 
 @contextmanager

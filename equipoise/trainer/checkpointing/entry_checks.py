@@ -29,6 +29,7 @@ __all__ = [
     "optional",
     "positive_count",
     "random_state",
+    "text",
     "texts",
     "unless_empty",
 ]
@@ -74,11 +75,11 @@ def loading(place: str, owner: object = None) -> Iterator[None]:
 
 def damaged(place: str, expected: str, value: Any) -> CheckpointError:
     """Return the error for a value that is not of the expected kind."""
-    text = f"a {type(value).__name__}"
+    found = f"a {type(value).__name__}"
     # Only these are short for certain.
     if isinstance(value, str | int | float | StandIn | None):
-        text = f"{value!r:.60}"
-    return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {text}. Take another one.")
+        found = f"{value!r:.60}"
+    return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {found}. Take another one.")
 
 
 # Checks of one value
@@ -114,6 +115,12 @@ def flag(value: Any, place: str) -> None:
         raise damaged(place, "True or False", value)
 
 
+def text(value: Any, place: str) -> None:
+    """Check a text."""
+    if not isinstance(value, str):
+        raise damaged(place, "a text", value)
+
+
 def mapping(value: Any, place: str) -> None:
     """Check a dictionary."""
     if not isinstance(value, dict):
@@ -124,8 +131,7 @@ def named_entries(value: Any, place: str) -> None:
     """Check a dictionary whose keys are texts."""
     mapping(value, place)
     for key in value:
-        if not isinstance(key, str):
-            raise damaged(f"a key of {place}", "a text", key)
+        text(key, f"a key of {place}")
 
 
 def any_list(value: Any, place: str) -> None:
@@ -138,8 +144,7 @@ def texts(value: Any, place: str) -> None:
     """Check a list of texts."""
     any_list(value, place)
     for index, item in enumerate(value):
-        if not isinstance(item, str):
-            raise damaged(f"{place}[{index}]", "a text", item)
+        text(item, f"{place}[{index}]")
 
 
 # Checks that contain other checks

@@ -8,8 +8,9 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -166,13 +167,15 @@ def is_plain(value: Any) -> bool:
 # Reading
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, values: bool = True) -> dict[str, Any]:
     """Read a checkpoint, with all tensors on the CPU.
 
     Args:
         path: A local path, or a URL that fsspec knows.
         weights_only: True: no code in the file is run, and objects that are not data become stand-ins. False: all
             objects are created, which runs any code that the file names. Default: True.
+        values: Whether to read the values of tensors. Default: True. False: tensors of a file that is read as data are
+            on the meta device, which makes it fast for a file of any size.
 
     Returns:
         The content.
@@ -182,7 +185,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
     """
     check_is_file(path)
     path_text = os.fspath(path)
-    read = _read_data
+    read: Callable[[IO[bytes]], Any] = partial(_read_data, values=values)
     if not weights_only:
         read = _read_objects
     try:
@@ -203,10 +206,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
     return checkpoint
 
 
-def _read_data(file: IO[bytes]) -> Any:
+def _read_data(file: IO[bytes], *, values: bool) -> Any:
     """Read a file without running any code in it."""
     if is_archive(file):
-        return read_archive(file)
+        return read_archive(file, values=values)
     return read_legacy(file)
 
 

@@ -28,17 +28,23 @@ from equipoise.trainer.checkpointing.entry_checks import (
     optional,
     positive_count,
     random_state,
+    text,
     texts,
     unless_empty,
 )
 
 __all__ = [
+    "OUR_KEY",
     "check_layout",
     "check_like",
     "check_optimizer_shapes",
     "check_optimizer_state",
     "check_version",
 ]
+
+
+# The entry that Lightning's checkpoints do not have.
+OUR_KEY = "equipoise"
 
 
 def check_layout(checkpoint: dict[str, Any]) -> None:
@@ -244,6 +250,7 @@ _STEPS = fields(
 # The entry of Equipoise, and the whole file.
 _EQUIPOISE = fields(
     {
+        "run": text,
         "position": optional(_POSITION),
         "positions": list_of(_POSITION),
         "left": optional(_LEFT),
@@ -263,6 +270,6 @@ _CHECKPOINT = fields(
         "loops": fields(
             {"fit_loop": _FIT_LOOP, "validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _EVALUATION}
         ),
-        "equipoise": _EQUIPOISE,
+        OUR_KEY: _EQUIPOISE,
     }
 )

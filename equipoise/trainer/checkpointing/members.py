@@ -10,12 +10,10 @@ from torch import Tensor
 from equipoise.errors import CheckpointError
 from equipoise.strategies.ensemble.portable_state import MEMBERS
 from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 
 __all__ = ["split_ensemble"]
-
-# The entry under which everything for an exact resumption stands.
-_OUR_KEY = "equipoise"
 
 
 def split_ensemble(
@@ -62,7 +60,7 @@ def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
     own = {key: value for key, value in checkpoint.items() if key != MEMBERS}
     if member:
         own["state_dict"] = checkpoint[MEMBERS][member - 1]
-    ours = checkpoint.get(_OUR_KEY)
+    ours = checkpoint.get(OUR_KEY)
     if ours is None:
         return own
 
@@ -76,7 +74,7 @@ def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
     for position in positions:
         if position is not None:
             _set_position(position, strategy, member)
-    own[_OUR_KEY] = ours
+    own[OUR_KEY] = ours
     return own
 
 

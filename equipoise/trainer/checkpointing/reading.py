@@ -14,10 +14,10 @@ from equipoise.parallel.shards.reading import ShardReader, folder_of_part, has_s
 from equipoise.parallel.shards.sources import connect_placeholders, fetch_placeholders
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
-from equipoise.trainer.checkpointing.layout import check_layout, check_version
+from equipoise.trainer.checkpointing.layout import OUR_KEY, check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
-__all__ = ["load_checkpoint", "read_folder"]
+__all__ = ["load_checkpoint", "read_folder", "run_of"]
 
 
 def load_checkpoint(
@@ -104,6 +104,30 @@ def read_folder(
     else:
         fetch_placeholders(checkpoint, reader)
     return checkpoint
+
+
+def run_of(path: Any, checkpoint_io: CheckpointIO | None = None) -> str | None:
+    """Return the identity of the run that wrote a checkpoint; values of tensors are not read, except by a plugin.
+
+    Args:
+        path: The path of the file, or of the folder of a sharded checkpoint.
+        checkpoint_io: The plugin that wrote the file. None: Equipoise or Lightning wrote it.
+
+    Returns:
+        The identity; None if the file has none, or cannot be read.
+    """
+    try:
+        if has_shards(path):
+            path = ShardReader(path).rest
+        if checkpoint_io is None or _reads_common_files(checkpoint_io):
+            checkpoint = read_checkpoint(path, values=False)
+        else:
+            checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=True)
+        run = checkpoint.get(OUR_KEY, {}).get("run")
+    except Exception:
+        # A damaged file, or a plugin, may raise any error.
+        return None
+    return run if isinstance(run, str) else None
 
 
 def _reads_common_files(checkpoint_io: CheckpointIO) -> bool:

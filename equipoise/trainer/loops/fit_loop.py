@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
+from equipoise.trainer.checkpointing.reading import run_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
@@ -56,7 +57,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
-        later_files: Checkpoints that an earlier process wrote after the one that this run goes on from.
+        later_files: Checkpoints that are newer than the one that this run goes on from.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
         uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
     """
@@ -107,7 +108,7 @@ class FitLoop:
         self.fit.data.forget()
 
     def note_later_files(self, paths: set[str]) -> None:
-        """Note the checkpoints that an earlier process wrote after the one that this run goes on from.
+        """Note the checkpoints that are newer than the one that this run goes on from.
 
         Args:
             paths: Their paths.
@@ -129,6 +130,7 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
+        self.fit.run = ours.get("run", self.fit.run)
         self.fit.switches.resume(ours.get("switches", {}))
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
@@ -390,6 +392,14 @@ class FitLoop:
     def has_skipped_step(self) -> bool:
         """Return True if the scaler of the loss has skipped the last optimiser step."""
         return self.optimization.has_skipped
+
+    def is_of_this_run(self, path: str) -> bool:
+        """Return True if this run wrote a checkpoint, or the run that it goes on from.
+
+        Args:
+            path: The path of the file, or of the folder of a sharded one.
+        """
+        return run_of(path, self.state.checkpoint_io) == self.fit.run
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; the training may log one of the same name.

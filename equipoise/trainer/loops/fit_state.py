@@ -1,6 +1,7 @@
 """FitState: what outlives an epoch and a fit, in plain data."""
 
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,11 @@ from equipoise.trainer.state.sent_state import RESULT, SentState
 __all__ = ["FitState"]
 
 
+def _new_identity() -> str:
+    # Of the operating system: no generator of the training may change.
+    return uuid.uuid4().hex
+
+
 def _training_values() -> Collection:
     return Collection(training=True)
 
@@ -23,6 +29,7 @@ class FitState(SentState):
     """State of training, with which a second `fit` or a resumed one continues.
 
     Attributes:
+        run: Identity of the training, which its checkpoints contain; a run that is resumed keeps it.
         progress: All counters.
         data: The training loaders, and the order of the present epoch.
         collection: Logged values of the epoch.
@@ -47,6 +54,7 @@ class FitState(SentState):
     """
 
     progress: FitProgress = field(metadata=RESULT)
+    run: str = field(default_factory=_new_identity, metadata=RESULT)
     data: TrainingData = field(default_factory=TrainingData)
     collection: Collection = field(default_factory=_training_values, metadata=RESULT)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)

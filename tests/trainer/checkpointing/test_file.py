@@ -33,6 +33,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_checkpoint(str(path))["more"] == []
 
 
+def test_values_can_be_left_unread(tmp_path: Path) -> None:
+    content = {"state_dict": {"a": torch.ones(3, 2)}, "run": "name", "rows": [1, 2]}
+    write_checkpoint(content, tmp_path / "a.ckpt")
+    read = read_checkpoint(tmp_path / "a.ckpt", values=False)
+    assert (read["run"], read["rows"]) == ("name", [1, 2])
+    assert read["state_dict"]["a"].is_meta
+    assert read["state_dict"]["a"].shape == (3, 2)
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)], ids=oct)
 def test_permissions_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     path = tmp_path / "x.ckpt"

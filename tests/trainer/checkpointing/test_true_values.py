@@ -1,5 +1,7 @@
 """Files of ModelCheckpoint hold what their names say: weights with their value, and no leftovers of a former run."""
 
+import io
+import os
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -211,15 +214,105 @@ def test_a_run_that_is_killed_behind_any_write_leaves_the_same_files(
         assert result == expected, f"from {written.name} in {copy.name}"
 
 
+def save_all(folder: Path, epochs: int, ckpt_path: Path | None = None, **options: Any) -> None:
+    keeper = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    run = trainer(max_epochs=epochs, callbacks=[keeper], enable_checkpointing=True, **options)
+    run.fit(Moving(), ckpt_path=ckpt_path, **data())
+
+
 def test_files_of_another_run_stay(tmp_path: Path) -> None:
     """Those in the folder that are older than the checkpoint belong to a run before."""
-    first = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    trainer(max_epochs=2, callbacks=[first], enable_checkpointing=True).fit(Moving(), **data())
+    save_all(tmp_path, 2)
     before = read(tmp_path / "epoch=1.ckpt")
-    second = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    trainer(max_epochs=1, callbacks=[second], enable_checkpointing=True).fit(Moving(), **data())
-    resumed = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    run = trainer(max_epochs=2, callbacks=[resumed], enable_checkpointing=True)
-    run.fit(Moving(), ckpt_path=tmp_path / "epoch=0-v1.ckpt", **data())
+    save_all(tmp_path, 1)
+    save_all(tmp_path, 2, tmp_path / "epoch=0-v1.ckpt")
     assert (tmp_path / "epoch=1-v1.ckpt").exists()
     assert read(tmp_path / "epoch=1.ckpt")["state_dict"] == before["state_dict"]
+
+
+def make_older(path: Path) -> None:
+    """Times of files may be the same where they are written at once."""
+    os.utime(path, (0, 0))
+
+
+def test_newer_files_of_another_run_stay(tmp_path: Path) -> None:
+    save_all(tmp_path, 1)
+    make_older(tmp_path / "epoch=0.ckpt")
+    save_all(tmp_path, 3)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    # The run is resumed twice: the second time its own files are newer, too.
+    for names in (["epoch=1-v1.ckpt", "epoch=2-v1.ckpt"], ["epoch=1-v1.ckpt", "epoch=2-v1.ckpt"]):
+        save_all(tmp_path, 3, tmp_path / "epoch=0.ckpt")
+        assert sorted({*tmp_path.iterdir()} - {*before}) == [tmp_path / name for name in names]
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("content", [b"no checkpoint", None], ids=["damaged", "of Lightning"])
+def test_newer_files_of_unknown_origin_stay(tmp_path: Path, content: bytes | None) -> None:
+    save_all(tmp_path, 1)
+    make_older(tmp_path / "epoch=0.ckpt")
+    unknown = tmp_path / "epoch=1.ckpt"
+    if content is None:
+        torch.save({"state_dict": {}}, unknown)
+    else:
+        unknown.write_bytes(content)
+    before = unknown.read_bytes()
+    save_all(tmp_path, 2, tmp_path / "epoch=0.ckpt")
+    assert unknown.read_bytes() == before
+    assert (tmp_path / "epoch=1-v1.ckpt").exists()
+
+
+class Shifted(TorchCheckpointIO):
+    """Writes files that it alone can read."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        Path(path).write_bytes(b"shifted" + buffer.getvalue())
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
+        return torch.load(io.BytesIO(Path(path).read_bytes().removeprefix(b"shifted")), weights_only=True)
+
+
+@pytest.mark.parametrize("plugins", [[], [Shifted()]], ids=["ours", "plugin"])
+def test_each_replaced_file_is_named_once(tmp_path: Path, plugins: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    save_all(tmp_path, 3, plugins=plugins)
+    make_older(tmp_path / "epoch=0.ckpt")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        save_all(tmp_path, 3, tmp_path / "epoch=0.ckpt", plugins=plugins)
+    said = [record.getMessage() for record in caplog.records if "replaces" in record.getMessage()]
+    paths = [str(tmp_path / f"epoch={epoch}.ckpt") for epoch in (1, 2)]
+    assert said == [f"ModelCheckpoint replaces {path!r}, which this run wrote before it was resumed." for path in paths]
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_files_of_weights_alone_are_replaced(tmp_path: Path) -> None:
+    def keepers(folder: Path) -> list[ModelCheckpoint]:
+        whole = ModelCheckpoint(folder, "whole-{epoch}", save_top_k=-1)
+        weights = ModelCheckpoint(folder, "weights-{epoch}", "value", save_top_k=-1, save_weights_only=True)
+        return [whole, weights]
+
+    _, expected = fit(keepers, tmp_path)
+    make_older(tmp_path / "whole-epoch=0.ckpt")
+    _, result = fit(keepers, tmp_path, tmp_path / "whole-epoch=0.ckpt")
+    assert result == expected
+
+
+def test_a_removal_that_was_cut_short_spares_the_file_of_another_run(tmp_path: Path) -> None:
+    """The killed run was to remove a file behind its write, and another run has written one of that name since."""
+
+    def keepers(folder: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(folder, "newest-{epoch}")]
+
+    folder = tmp_path / "files"
+    run, _ = fit(keepers, folder)
+    written, copy = run.copies[1]
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    other = folder / "newest-epoch=0.ckpt"
+    other.unlink()
+    save_all(tmp_path / "other", 1)
+    shutil.move(tmp_path / "other" / "epoch=0.ckpt", other)
+    fit(keepers, folder, written)
+    assert other.exists()
