@@ -12,7 +12,7 @@ from equipoise.strategies.distributed.extent import Extent, joined_extent, lengt
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
-from equipoise.trainer.data.loaders import Loaders, empty_loader
+from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.data.sample_counts import SampleCounts
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
@@ -91,11 +91,8 @@ class TrainingData(SentState):
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
         self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
-        processes = context.strategy.processes
-        self.together = processes.world_size > 1
-        self.extent = joined_extent(processes.gather_objects(self.loaders.extent))
-        if not self.extent.num_batches:
-            raise empty_loader(context.sources["train"])
+        self.together = context.strategy.processes.world_size > 1
+        self.extent = joined_extent(self.loaders.joint_extents)
         self.set_max_batches(self.extent.num_batches)
 
     def set_max_batches(self, max_batches: float) -> None:
@@ -107,7 +104,7 @@ class TrainingData(SentState):
         self.max_batches = max_batches
         self.end = max_batches
         if max_batches == self.extent.num_batches:
-            self.end = self.extent.end
+            self.end = self.extent.limit
 
     def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
         """Restore the epoch of the last request, and let persistent workers start as in an earlier process.
