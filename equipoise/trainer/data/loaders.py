@@ -47,6 +47,8 @@ class Source:
         self.loaders = loaders
         self.owner = owner
         self.method = f"{stage}_dataloader"
+        # Loaders may be requested several times in a run.
+        self._has_reported = False
 
     def is_defined(self) -> bool:
         """Return True if there are loaders."""
@@ -68,13 +70,37 @@ class Source:
         except ValueError as error:
             if not _is_about_arguments_of_torch(error):
                 raise
-            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.") from error
+            remedy = ""
+            if "num_samples=0" in str(error):
+                remedy = " Its data set is empty. Where other processes have samples, take shuffle=False in this one."
+            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.{remedy}") from error
 
     def describe(self) -> str:
         """Return the text by which an error names this source."""
         if self.loaders is not None:
             return f"the {self.stage} loader that was passed"
         return f"`{type(self.owner).__name__}.{self.method}()`"
+
+    def report_wrong_length(self, promised: int, came: int, rank: int | None) -> None:
+        """Warn once in a run that another number of batches came than was promised.
+
+        Args:
+            promised: Number that was promised.
+            came: Number that came.
+            rank: The rank of this process, if it alone knows this: data set and samplers were certain of the number.
+        """
+        if self._has_reported:
+            return
+        self._has_reported = True
+        told = f"{_capitalised(self.describe())} promised {promised} batches by its length, and gave {came}"
+        if rank is not None:
+            warn(f"{told} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
+            return
+        rank_zero_warn(
+            f"{told}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
+            " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
+            " batches."
+        )
 
 
 class Loaders:
@@ -145,7 +171,6 @@ class Loaders:
         # 3. Count their batches.
         self._source = source
         self._rank = strategy.processes.rank
-        self._has_reported = False
         self.extents: list[Extent] = []
         for loader, shard in zip(prepared, shards, strict=True):
             # In training a limit is that of each process, in an evaluation that of all together.
@@ -256,25 +281,8 @@ class Loaders:
         )
 
     def report_wrong_length(self, promised: int, came: int, certain: bool) -> None:
-        """Warn once that another number of batches came than was promised.
-
-        Args:
-            promised: Number that was promised.
-            came: Number that came.
-            certain: Whether data set and samplers were certain of the promise. Then this process alone knows it.
-        """
-        if self._has_reported:
-            return
-        self._has_reported = True
-        told = f"{_capitalised(self._source.describe())} promised {promised} batches by its length, and gave {came}"
-        if certain:
-            warn(f"{told} in process {self._rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
-            return
-        rank_zero_warn(
-            f"{told}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
-            " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
-            " batches."
-        )
+        """Warn that another number of batches came than was promised; see `Source.report_wrong_length`."""
+        self._source.report_wrong_length(promised, came, self._rank if certain else None)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch that begins to the samplers, which shuffle by it."""

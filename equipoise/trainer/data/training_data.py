@@ -8,7 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Extent, joined_extent, length_of
+from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of
+from equipoise.strategies.distributed.loaders import refuse_unequal_numbers
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
@@ -92,7 +93,14 @@ class TrainingData(SentState):
         overfit = state.overfit_batches > 0
         self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
         self.together = context.strategy.processes.world_size > 1
-        self.extent = joined_extent(self.loaders.joint_extents)
+        extents = self.loaders.joint_extents
+        self.extent = joined_extent(extents)
+        by_hand = context.strategy.exchanges_by_hand and not context.module.automatic_optimization
+        # A run of few steps may end before some process lacks a batch.
+        if self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
+            refuse_unequal_numbers(
+                [extent.num_batches for extent in extents], by_hand=by_hand, shares_statistics=state.sync_batchnorm
+            )
         self.set_max_batches(self.extent.num_batches)
 
     def set_max_batches(self, max_batches: float) -> None:

@@ -522,3 +522,12 @@ def test_a_method_may_return_no_loader_for_validation(none: Any) -> None:
     with pytest.warns(UserWarning, match=r"`NoneToday.val_dataloader\(\)` holds no loader"):
         run.fit(module, loader())
     assert module.ran == ["training"] * 6
+
+
+def test_a_shuffled_loader_without_samples_names_the_remedy() -> None:
+    class Empty(Small):
+        def train_dataloader(self) -> Any:
+            return DataLoader([], shuffle=True)  # type: ignore[var-annotated]
+
+    with pytest.raises(ConfigurationError, match=r"num_samples=0\. Its data set is empty\. .* shuffle=False"):
+        trainer().fit(Empty())

@@ -207,3 +207,15 @@ def test_a_stop_iteration_of_a_data_set_is_reported() -> None:
     module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="val loader that was passed promised 4 .* gave 2 in process 0"):
         run.validate(module, DataLoader(Stopping(4), batch_size=None), verbose=False)
+
+
+def test_notices_come_once_though_loaders_are_requested_anew(caplog: pytest.LogCaptureFixture) -> None:
+    class Requested(Small):
+        def train_dataloader(self) -> Any:
+            return stream(2, 3)
+
+    run = trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=8)
+    with pytest.warns(UserWarning, match="promised") as told, caplog.at_level("INFO"):
+        run.fit(Requested())
+    assert len([warning for warning in told if "promised" in str(warning.message)]) == 1
+    assert caplog.text.count("accumulate_grad_batches=8, but an epoch has 3 batches") == 1
