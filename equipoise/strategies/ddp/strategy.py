@@ -82,6 +82,7 @@ class DDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "ddp"
+    exchanges_by_hand: ClassVar[bool] = True
 
     _run: _Run | None = None
 

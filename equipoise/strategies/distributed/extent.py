@@ -36,7 +36,6 @@ _SAMPLERS = (
     WeightedRandomSampler,
     DistributedSampler,
     UnpaddedDistributedSampler,
-    AgreedOrder,
 )
 # Samplers that divide or join the batches of another.
 _AROUND_OTHERS = (BatchesInTurn, FirstBatches, SharedBatches, WholeSteps)
@@ -46,7 +45,7 @@ class Certainty(IntEnum):
     """When the number of batches of a pass is certain.
 
     Attributes:
-        AT_REQUEST: The data set and torch's own samplers determine it.
+        AT_REQUEST: The data set and torch's own samplers determine it, as long as the data set stays as it is.
         ONCE_DRAWN: The whole order is drawn when the pass begins.
         AT_END: The loader alone knows it; its length is a promise.
     """
@@ -61,7 +60,7 @@ class Extent:
     """Number of batches of a pass.
 
     Attributes:
-        promised: Number that the loaders promise, within the limit; infinite if they promise none.
+        promised: Number that the loaders promise, without a limit; infinite if they promise none.
         limit: Largest number that is read. Default: infinite.
         certainty: When the number is certain. Default: at the end of the pass.
     """
@@ -74,13 +73,6 @@ class Extent:
     def num_batches(self) -> float:
         """Number of batches as far as it is known beforehand; infinite if it is not."""
         return min(self.promised, self.limit)
-
-    @property
-    def end(self) -> float:
-        """Number of batches after which the pass ends in any case."""
-        if self.certainty is Certainty.AT_REQUEST:
-            return self.num_batches
-        return self.limit
 
 
 def joined_extent(extents: Sequence[Extent]) -> Extent:
@@ -133,7 +125,7 @@ def _certainty_of_sampler(sampler: Any) -> Certainty:
     kind = type(sampler)
     if kind in _SAMPLERS or kind in (list, tuple, range):
         return Certainty.AT_REQUEST
-    if kind is BatchSampler:
+    if kind in (BatchSampler, AgreedOrder):
         return _certainty_of_sampler(sampler.sampler)
     if kind in _AROUND_OTHERS:
         return _certainty_of_sampler(sampler.batch_sampler)
@@ -153,7 +145,9 @@ def draw_order(loader: Any) -> None:
         loader = loader.loader
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while not isinstance(sampler, SameOrder):
-        sampler = sampler.batch_sampler if isinstance(sampler, _AROUND_OTHERS) else sampler.sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        # A batch sampler around another one may have both.
+        sampler = sampler.sampler if inner is None else inner
     sampler.draw()
 
 

@@ -1,7 +1,7 @@
 """Loaders of strategies with several processes: the part of each process."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ __all__ = [
     "order_of_processes",
     "refuse_missing_batch",
     "refuse_missing_batch_by_hand",
+    "refuse_unequal_numbers",
     "seed_of_order",
     "shard_of_process",
     "share_loader",
@@ -171,6 +172,27 @@ def refuse_missing_batch_by_hand() -> NoReturn:
         "Some processes have no batch in this step, but the module optimises by hand, where only its step knows"
         " how often gradients are exchanged. Take a number of samples that all processes share evenly, or"
         " DataLoader(drop_last=True)."
+    )
+
+
+def refuse_unequal_numbers(numbers: Sequence[float], *, by_hand: bool, shares_statistics: bool) -> None:
+    """Check that all processes have a batch in every step where each needs one.
+
+    Args:
+        numbers: Number of batches of each process in an epoch.
+        by_hand: Whether gradients are exchanged in steps that the module optimises by hand.
+        shares_statistics: Whether layers of the module compute over the samples of all processes.
+
+    Raises:
+        ConfigurationError: If they have unequal numbers.
+    """
+    if len(set(numbers)) == 1 or not (by_hand or shares_statistics):
+        return
+    reason = "the module optimises by hand" if by_hand else "sync_batchnorm=True computes over all of them"
+    raise ConfigurationError(
+        f"The processes have {' and '.join(map(str, numbers))} batches in an epoch, but {reason}, so each needs a batch"
+        " in every step. Take a number of samples that they share evenly, DataLoader(drop_last=True), or"
+        f" limit_train_batches={min(numbers)}."
     )
 
 

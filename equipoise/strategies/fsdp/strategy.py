@@ -141,6 +141,7 @@ class FSDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    exchanges_by_hand: ClassVar[bool] = True
 
     _run: _Run | None = None
 

@@ -32,14 +32,16 @@ class BatchStream:
         before_opening: Called with a function that opens the loader, before the loader is opened for this pass.
         together: Whether all processes take part in each step, so that the pass ends when the last one has no batch
             left. A process without one reads `NO_BATCH`. Default: False.
-        on_wrong_length: Called with the number of batches that were promised and the number that came, if they differ.
-
+        limit_here: Largest number of batches that this process reads, where others may read more. Default: infinite.
+        on_wrong_length: Called with the number of batches that were promised and the number that came, if they differ,
+            and with whether the promise was certain.
         seed: Seed of the random numbers with which all processes read. Default: None, each draws numbers of its own.
 
     Attributes:
-        length: Number of batches; None until it is known. The batch with index `length - 1` is the last. If only the
-            end of the pass tells the number, `length` is what the loader promises, and one batch is read ahead from the
-            last promised one on. A loader without length is read one batch ahead from the beginning.
+        length: Number of batches; None until it is known. The batch with index `length - 1` is the last. A length that
+            is certain is read anew whenever the loader is opened. If only the end of the pass tells the number,
+            `length` is what the loader promises, and one batch is read ahead from the last promised one on. A loader
+            without length is read one batch ahead from the beginning.
         ahead: The batch that was read ahead.
         whole: Number of first batches that each process has. In later steps a process may be without one. Infinite if
             no process has been without a batch so far.
@@ -53,7 +55,8 @@ class BatchStream:
         combined: bool = False,
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
         together: bool = False,
-        on_wrong_length: Callable[[int, int], None] | None = None,
+        limit_here: float = math.inf,
+        on_wrong_length: Callable[[int, int, bool], None] | None = None,
         seed: int | None = None,
     ) -> None:
         self.loader = loader
@@ -61,6 +64,7 @@ class BatchStream:
         self.combined = combined
         self._before_opening = before_opening
         self._together = together
+        self._limit_here = min(limit_here, extent.limit)
         self._on_wrong_length = on_wrong_length
         self._seed = seed
         self.length: int | None = None
@@ -81,7 +85,8 @@ class BatchStream:
         """Create the iterator; for a loader without length, fetch the first batch and warn if there is none."""
         self._draw_order()
         self._begin(self._open(), 0)
-        if self.is_empty:
+        # Where none is promised, other processes have some.
+        if self.is_empty and self.extent.promised:
             rank_zero_warn(self.describe_empty())
 
     @property
@@ -112,28 +117,27 @@ class BatchStream:
         """
         self._draw_order()
         # 1. Pass over the batches that were read, if possible without loading them.
+        # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
+        passed_over = batches_read + (ahead is not NOTHING)
         if not stateful and not self.combined and _can_skip(self.loader):
-            batches = self._skip_unloaded(batches_read)
+            batches = self._skip_unloaded(passed_over)
         else:
             batches = self._open()
-            if not stateful:
-                for _ in range(batches_read):
-                    next(batches, None)
-            # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
-            if ahead is not NOTHING:
+            # A loader with a state stands behind those that were read.
+            for _ in range(batches_read if stateful else 0, passed_over):
                 next(batches, None)
             # A sampler draws its order when it is asked for the first batch.
-            elif not batches_read:
+            if not passed_over:
                 batches = _with_first_fetched(batches)
         # 2. Deliver the others.
         self._begin(batches, batches_read, ahead)
 
-    def _skip_unloaded(self, batches_read: int) -> Iterator[Any]:
-        """Return an iterator behind the batches that were read before, without loading them."""
+    def _skip_unloaded(self, count: int) -> Iterator[Any]:
+        """Return an iterator behind the first batches, without loading them."""
         sampler = self.loader.batch_sampler
         if self._counts is not None:
             sampler = self._counts.counting(sampler)
-        remaining = _RemainingBatches(sampler, batches_read)
+        remaining = _RemainingBatches(sampler, count)
         batches = open_loader(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
         return batches
@@ -176,21 +180,17 @@ class BatchStream:
         return open_loader(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
-        certainty = self.extent.certainty
-        if certainty is Certainty.ONCE_DRAWN:
-            self._find_length()
-        if certainty is not Certainty.AT_END:
-            assert self.length is not None
-            # A loader of certain length needs no look ahead, and no generator in Python between it and the loop.
-            if self._together:
-                batches = itertools.chain(batches, itertools.repeat(NO_BATCH))
-            self._iterator = itertools.islice(batches, max(0, self.length - read))
+        is_certain = self.extent.certainty is not Certainty.AT_END
+        # Some processes may have a batch ahead, and others none. All agree on each.
+        if ahead is not NOTHING and (is_certain or self._together):
+            batches = itertools.chain([ahead], batches)
+            ahead = NOTHING
+        if is_certain:
+            self._iterator = self._of_certain_length(batches, read)
             return
         if self._together:
-            # Some processes may have a batch ahead, and others none. All agree on each.
-            if ahead is not NOTHING:
-                batches = itertools.chain([ahead], batches)
-                ahead = NOTHING
+            if not math.isinf(self._limit_here):
+                batches = itertools.islice(batches, int(max(0, self._limit_here - read)))
             batches = self._until_all_are_done(batches, read)
         if self.length is not None and read < self.length and ahead is NOTHING:
             self._iterator = self._read_to_promise(batches, read, self.length)
@@ -202,22 +202,56 @@ class BatchStream:
             self._end(read)
         self._iterator = self._read_ahead(batches, read)
 
-    def _find_length(self) -> None:
-        """Read the length of the order that was drawn; the longest one if processes have orders of their own."""
+    def _of_certain_length(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
+        """Return batches whose number is certain: without look ahead, and no code in Python between them and the loop.
+
+        Args:
+            batches: The batches that are left.
+            read: Number of batches that were read before.
+        """
+        here, everywhere = self._find_length()
+        # Each number is drawn after its batch.
+        numbers = itertools.count(read + 1)
+        counted = itertools.compress(batches, numbers)
+        batches = itertools.islice(itertools.chain(counted, self._end_short(here, numbers)), max(0, here - read))
+        if self._together:
+            batches = itertools.chain(batches, itertools.repeat(NO_BATCH))
+        return itertools.islice(batches, max(0, everywhere - read))
+
+    def _find_length(self) -> tuple[int, int]:
+        """Read the length of a loader that is certain of it, and return that of this process and the longest."""
         length = length_of(self.loader)
         assert length is not None
+        here = everywhere = int(min(length, self._limit_here))
         if self._together:
-            lengths = exchange_number(length)
-            length = max(lengths)
+            lengths = exchange_number(here)
+            everywhere = max(lengths)
             self.whole = whole_steps(lengths)
-        self._end(int(min(length, self.extent.limit)))
+        self.length = everywhere
+        if self.extent.certainty is Certainty.ONCE_DRAWN:
+            self._end(everywhere)
+        return here, everywhere
+
+    def _end_short(self, promised: int, numbers: Iterator[int]) -> Iterator[Any]:
+        """Report that the batches of a certain length ended before it; asked for a batch only in this case.
+
+        Args:
+            promised: Their length.
+            numbers: Counts the batches.
+        """
+        came = next(numbers) - 1
+        if not self._together:
+            self.length = came
+        if self._on_wrong_length is not None:
+            self._on_wrong_length(promised, came, True)
+        yield from ()
 
     def _end(self, length: int) -> None:
         """Note the number of batches, and report it if another one was promised."""
         self.length = length
         promised = self.extent.num_batches
         if self._on_wrong_length is not None and not math.isinf(self.extent.promised) and length != promised:
-            self._on_wrong_length(int(promised), length)
+            self._on_wrong_length(int(promised), length, False)
 
     def _read_to_promise(self, batches: Iterator[Any], read: int, promised: int) -> Iterator[Any]:
         """Read until one batch is left of those promised, then one batch ahead."""

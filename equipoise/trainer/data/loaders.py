@@ -7,6 +7,7 @@ limited.
 import math
 from collections.abc import Callable, Sized
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.notices import rank_zero_warn
+from equipoise.notices import rank_zero_warn, warn
 from equipoise.parallel.batches.dealing import Turns
 from equipoise.parallel.batches.sampling import DrawnAlike
 from equipoise.parallel.batches.shard import Shard
@@ -31,7 +32,6 @@ from equipoise.trainer.data.loader_state import PersistentWorkers, has_state, se
 __all__ = [
     "Loaders",
     "Source",
-    "empty_loader",
     "set_epoch",
 ]
 
@@ -50,6 +50,8 @@ class Source:
         self.loaders = loaders
         self.owner = owner
         self.method = f"{stage}_dataloader"
+        # Loaders may be requested several times in a run.
+        self._has_reported = False
 
     def is_defined(self) -> bool:
         """Return True if there are loaders."""
@@ -71,13 +73,37 @@ class Source:
         except ValueError as error:
             if not _is_about_arguments_of_torch(error):
                 raise
-            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.") from error
+            remedy = ""
+            if "num_samples=0" in str(error):
+                remedy = " Its data set is empty. Where other processes have samples, take shuffle=False in this one."
+            raise ConfigurationError(f"torch refuses a loader in {self.describe()}: {error}.{remedy}") from error
 
     def describe(self) -> str:
         """Return the text by which an error names this source."""
         if self.loaders is not None:
             return f"the {self.stage} loader that was passed"
         return f"`{type(self.owner).__name__}.{self.method}()`"
+
+    def report_wrong_length(self, promised: int, came: int, rank: int | None) -> None:
+        """Warn once in a run that another number of batches came than was promised.
+
+        Args:
+            promised: Number that was promised.
+            came: Number that came.
+            rank: The rank of this process, if it alone knows this: data set and samplers were certain of the number.
+        """
+        if self._has_reported:
+            return
+        self._has_reported = True
+        told = f"{_capitalised(self.describe())} promised {promised} batches by its length, and gave {came}"
+        if rank is not None:
+            warn(f"{told} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
+            return
+        rank_zero_warn(
+            f"{told}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
+            " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
+            " batches."
+        )
 
 
 class Loaders:
@@ -96,6 +122,7 @@ class Loaders:
     Attributes:
         flat: The loaders of this process, in order.
         extents: Number of batches of each of them.
+        extents_everywhere: These extents in each process.
         sequential: Whether they are read one after another.
         single: Whether there is one loader, whose batches are not wrapped.
         workers: Workers that live from one pass to the next.
@@ -151,22 +178,17 @@ class Loaders:
 
         # 3. Count their batches.
         self._source = source
-        self._has_reported = False
-        may_be_empty = training and strategy.processes.world_size > 1
+        self._rank = strategy.processes.rank
         self.extents: list[Extent] = []
         for loader, shard in zip(prepared, shards, strict=True):
-            num_batches = None
-            most: float | None = None
             # In training a limit is that of each process, in an evaluation that of all together.
-            if share and not training:
-                num_batches = shard.num_batches(count_batches(loader, limit, source))
-                most = shard.num_batches(_most_batches(loader, limit))
-            if num_batches is None:
-                num_batches = count_batches(shard.loader, limit, source, may_be_empty=may_be_empty)
-            if most is None:
-                most = _most_batches(shard.loader, limit)
-            promised = math.inf if length_of(shard.loader) is None else num_batches
-            self.extents.append(Extent(promised, most, certainty_of(shard.loader)))
+            if not training and shard.num_shards > 1 and shard.in_turn:
+                self.extents.append(_extent_of_turns(loader, shard, limit, source))
+            else:
+                self.extents.append(extent_of(shard.loader, limit, source))
+        # All processes know them, so that all refuse the same.
+        self.extents_everywhere = strategy.processes.gather_objects(self.extents)
+        self._check_not_empty(limit)
         self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 
     @property
@@ -182,17 +204,49 @@ class Loaders:
     @property
     def extent(self) -> Extent:
         """Number of batches of one pass over loaders that are read together."""
+        return self._extent_together(self.extents)
+
+    @property
+    def joint_extents(self) -> list[Extent]:
+        """Number of batches of such a pass in each process."""
+        return [self._extent_together(extents) for extents in self.extents_everywhere]
+
+    def _extent_together(self, extents: list[Extent]) -> Extent:
         if self.single:
-            return self.extents[0]
+            return extents[0]
         longest = min if self._mode == "min_size" else max
-        certainty = max(extent.certainty for extent in self.extents)
+        certainty = max(extent.certainty for extent in extents)
         if certainty is not Certainty.AT_REQUEST:
             certainty = Certainty.AT_END
         return Extent(
-            longest(extent.promised for extent in self.extents),
-            longest(extent.limit for extent in self.extents),
+            longest(extent.promised for extent in extents),
+            longest(extent.limit for extent in extents),
             certainty,
         )
+
+    def _check_not_empty(self, limit: float) -> None:
+        """Check that each loader has batches in a process.
+
+        Args:
+            limit: The limit of the stage.
+
+        Raises:
+            ConfigurationError: If all processes have none, or the limit leaves none. Also if one process lacks those of
+                one loader alone, where its loaders begin anew until all are read.
+        """
+        for extents in zip_longest(*self.extents_everywhere, fillvalue=Extent(0)):
+            if not any(extent.num_batches for extent in extents):
+                raise nothing_to_read(max(extent.promised for extent in extents), limit, self._source)
+        if self.single or self._mode != "max_size_cycle":
+            return
+        for rank, extents_of_process in enumerate(self.extents_everywhere):
+            empty = [not extent.num_batches for extent in extents_of_process]
+            if any(empty) and not all(empty):
+                raise ConfigurationError(
+                    f"Loader {empty.index(True)} of those that {self._source.describe()} reads together is empty in"
+                    f" process {rank}, where others have batches. Give each process samples of it, or take"
+                    " CombinedLoader(mode='max_size'), which yields None for it."
+                )
 
     def streams(self, most: float = math.inf) -> list["BatchStream"]:
         """Return a stream for each loader that is read by itself, or one for all of them together.
@@ -236,25 +290,14 @@ class Loaders:
             combined=not self.single,
             before_opening=self.workers.starter(0),
             together=together,
+            limit_here=self.extent.limit,
             on_wrong_length=self.report_wrong_length,
             seed=self._seed_of_pass(self.flat),
         )
 
-    def report_wrong_length(self, promised: int, came: int) -> None:
-        """Warn once that another number of batches came than was promised.
-
-        Args:
-            promised: Number that was promised.
-            came: Number that came.
-        """
-        if self._has_reported:
-            return
-        self._has_reported = True
-        rank_zero_warn(
-            f"{_capitalised(self._source.describe())} promised {promised} batches by its length, and gave {came}. The"
-            " pass ends where the data ends. What was planned by the length, such as a learning-rate schedule over"
-            " `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of batches."
-        )
+    def report_wrong_length(self, promised: int, came: int, certain: bool) -> None:
+        """Warn that another number of batches came than was promised; see `Source.report_wrong_length`."""
+        self._source.report_wrong_length(promised, came, self._rank if certain else None)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch that begins to the samplers, which shuffle by it."""
@@ -345,64 +388,76 @@ def _may_shuffle(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.sampler, SequentialSampler)
 
 
-def count_batches(loader: Any, limit: float, source: Source, *, may_be_empty: bool = False) -> float:
-    """Return the number of batches of a loader that are used; infinite if unknown.
+def extent_of(loader: Any, limit: float, source: Source) -> Extent:
+    """Return the number of batches of a loader that are used.
 
     Args:
         loader: The loader.
-        limit: Number of batches (int) or a fraction of them (float).
+        limit: Number of batches (int) or a fraction of them (float), rounded down.
         source: Origin of the loader, for the messages.
-        may_be_empty: Whether the loader may be empty, because other processes have batches. Default: False.
+
+    Raises:
+        ConfigurationError: If the limit is a fraction of a loader without length.
+    """
+    length: float | None = length_of(loader)
+    certainty = certainty_of(loader)
+    if length is None:
+        length = math.inf
+        if not isinstance(limit, int) and limit != 1.0:
+            raise ConfigurationError(
+                f"limit_{source.stage}_batches={limit} is a fraction, but {source.describe()} has no length. Give a"
+                " number of batches, or 1.0."
+            )
+    if isinstance(limit, int):
+        most: float = limit
+    else:
+        most = math.inf if limit == 1.0 else int(length * limit)
+    return Extent(length, most, certainty)
+
+
+def _extent_of_turns(loader: Any, shard: Shard, limit: float, source: Source) -> Extent:
+    """Return the number of batches of a loader that this process reads, where processes take them in turn.
+
+    Args:
+        loader: The loader, the same in all processes.
+        shard: The part of this process.
+        limit: The limit of all processes together; see `extent_of`.
+        source: Origin of the loader, for the messages.
 
     Raises:
         ConfigurationError: If the loader is empty, or the limit leaves no batch or cannot be applied.
     """
-    length = length_of(loader)
-    name = f"limit_{source.stage}_batches"
-    if length == 0 and may_be_empty:
-        return 0
-    if length == 0:
-        raise empty_loader(source)
-    # 1. A number of batches.
-    if isinstance(limit, int):
-        if length is None:
-            return limit
-        return min(length, limit)
-    # 2. A fraction of a loader without length.
-    if length is None:
-        if limit == 1.0:
-            return math.inf
-        raise ConfigurationError(
-            f"{name}={limit} is a fraction, but {source.describe()} has no length. Give a number of batches, or 1.0."
-        )
-    # 3. A fraction of a known length, rounded down.
-    if limit > 0 and int(length * limit) == 0:
-        raise ConfigurationError(
-            f"{name}={limit} of the {length} batches of {source.describe()} is less than one. Give at least"
-            f" {name}={1 / length:.4g}, or a number."
-        )
-    return int(length * limit)
+    whole = extent_of(loader, limit, source)
+    if not whole.num_batches:
+        raise nothing_to_read(whole.promised, limit, source, divided=True)
+    promised = shard.num_batches(whole.num_batches if whole.promised < math.inf else math.inf)
+    most = shard.num_batches(whole.limit)
+    assert promised is not None
+    assert most is not None
+    return Extent(promised, most, certainty_of(shard.loader))
 
 
-def _most_batches(loader: Any, limit: float) -> float:
-    """Return the largest number of batches of a loader that a limit allows; infinite if there is none.
+def nothing_to_read(length: float, limit: float, source: Source, *, divided: bool = False) -> ConfigurationError:
+    """Return the error about a loader without a batch.
 
     Args:
-        loader: The loader.
-        limit: Number of batches (int) or a fraction of them (float), which `count_batches` has checked.
+        length: Its number of batches.
+        limit: Number of batches or a fraction of them; see `extent_of`.
+        source: Origin of the loader.
+        divided: Whether the trainer divides it among processes. Default: False.
     """
-    if isinstance(limit, int):
-        return limit
-    if limit == 1.0:
-        return math.inf
-    return int(len(loader) * limit)
-
-
-def empty_loader(source: Source) -> ConfigurationError:
-    """Return the error about a loader without a batch."""
+    name = f"limit_{source.stage}_batches"
+    if length:
+        return ConfigurationError(
+            f"{name}={limit} of the {length:.0f} batches of {source.describe()} is less than one. Give at least"
+            f" {name}={1 / length:.4g}, or a number."
+        )
+    remedy = ""
+    if divided:
+        remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)."
     return ConfigurationError(
-        f"A loader must give at least one batch, but {source.describe()} is empty. Set limit_{source.stage}_batches=0"
-        " to do without it."
+        f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
+        f"{remedy}"
     )
 
 

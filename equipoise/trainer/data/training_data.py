@@ -8,11 +8,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of, whole_steps
+from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of
+from equipoise.strategies.distributed.loaders import refuse_unequal_numbers
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
-from equipoise.trainer.data.loaders import Loaders, empty_loader
+from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.data.sample_counts import SampleCounts
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
@@ -34,7 +35,6 @@ class TrainingData(SentState):
         end: Number of batches after which an epoch ends in any case.
         extent: Number of batches of an epoch, of the process that has most of them.
         together: Whether several processes take part in each step.
-        whole: Number of first batches of an epoch that each process has, as far as it is known; see `BatchStream`.
         stream: The batches of the epoch; None before its order was drawn.
         epoch_random_state: State of every generator before that.
         workers_before_epoch: Generators with which persistent workers had started before that.
@@ -48,7 +48,6 @@ class TrainingData(SentState):
     end: float = math.inf
     extent: Extent = field(default_factory=lambda: Extent(math.inf))
     together: bool = False
-    whole: float = math.inf
     stream: BatchStream | None = field(default=None, metadata=LOCAL)
     epoch_random_state: dict[str, Any] = field(default_factory=dict)
     workers_before_epoch: list[Any] = field(default_factory=list)
@@ -93,15 +92,15 @@ class TrainingData(SentState):
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
         self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
-        processes = context.strategy.processes
-        self.together = processes.world_size > 1
-        extents = processes.gather_objects(self.loaders.extent)
+        self.together = context.strategy.processes.world_size > 1
+        extents = self.loaders.joint_extents
         self.extent = joined_extent(extents)
-        self.whole = math.inf
-        if self.together and self.extent.certainty is Certainty.AT_REQUEST:
-            self.whole = whole_steps([extent.num_batches for extent in extents])
-        if not self.extent.num_batches:
-            raise empty_loader(context.sources["train"])
+        by_hand = context.strategy.exchanges_by_hand and not context.module.automatic_optimization
+        # A run of few steps may end before some process lacks a batch.
+        if self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
+            refuse_unequal_numbers(
+                [extent.num_batches for extent in extents], by_hand=by_hand, shares_statistics=state.sync_batchnorm
+            )
         self.set_max_batches(self.extent.num_batches)
 
     def set_max_batches(self, max_batches: float) -> None:
@@ -113,7 +112,7 @@ class TrainingData(SentState):
         self.max_batches = max_batches
         self.end = max_batches
         if max_batches == self.extent.num_batches:
-            self.end = self.extent.end
+            self.end = self.extent.limit
 
     def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
         """Restore the epoch of the last request, and let persistent workers start as in an earlier process.
@@ -164,7 +163,6 @@ class TrainingData(SentState):
         """
         assert self.loaders is not None
         self.stream = self.loaders.stream_of_all(self.extent, together=self.together)
-        self.stream.whole = self.whole
         if counts is not None:
             self.stream.count_samples(counts)
 

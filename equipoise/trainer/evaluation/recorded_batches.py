@@ -28,7 +28,7 @@ class RecordedBatches:
     """
 
     def __init__(
-        self, loader: Any, extent: Extent, on_wrong_length: Callable[[int, int], None], *, record: bool
+        self, loader: Any, extent: Extent, on_wrong_length: Callable[[int, int, bool], None], *, record: bool
     ) -> None:
         self.record = record and isinstance(loader, DataLoader) and loader.batch_sampler is not None
         self._indices: list[list[int]] = []

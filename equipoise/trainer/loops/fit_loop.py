@@ -235,14 +235,16 @@ class FitLoop:
         data = self.fit.data
         if not data.is_request_due(state):
             return
-        is_repeated = data.loaders is not None or (state.current_epoch > 0 and self.resumption is None)
+        is_first = data.loaders is None
+        is_repeated = not is_first or (state.current_epoch > 0 and self.resumption is None)
         data.request(self.context)
         self.fit.schedule_validation(state.batches_between_validations(data.max_batches, has_length=data.has_length))
         # Lightning opens the loaders here, too: shuffles would differ without this draw.
         if is_repeated and data.loaders is not None:
             data.loaders.draw_seeds()
-        data.warn_of_rare_logs(state)
-        data.report_long_window(state)
+        if is_first:
+            data.warn_of_rare_logs(state)
+            data.report_long_window(state)
 
     def estimated_steps(self, context: "RunContext | None") -> int | float:
         """Return the number of optimiser steps of the whole training, as far as it can be known.

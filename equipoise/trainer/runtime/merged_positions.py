@@ -34,7 +34,8 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     position_here = first
     if rank < len(positions):
         position_here = positions[rank]
-    merged = dict(position_here)
+    # A batch that was read ahead was that of another number of processes.
+    merged = {**position_here, "ahead": []}
 
     # 2. What belongs to all of them together.
     is_main = rank == 0

@@ -582,8 +582,13 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
     trainer("single_device", 1).fit(one, DataLoader(Samples(8), batch_size=4))
     trainer("ddp", 2).fit(many, DataLoader(Samples(8), batch_size=2))
     assert_same_weights(one, many)
+    data = DataLoader(Samples(9), batch_size=2)
+    with pytest.raises(ConfigurationError, match=r"have 3 and 2 batches.*optimises by hand.*limit_train_batches=2"):
+        trainer("ddp", 2).fit(Manual(), data)
+    # The steps may be over before.
+    trainer("ddp", 2, max_steps=2).fit(Manual(), data)
     with pytest.raises(StepError, match=r"optimises by hand.*drop_last=True"):
-        trainer("ddp", 2).fit(Manual(), DataLoader(Samples(9), batch_size=2))
+        trainer("ddp", 2, max_steps=3).fit(Manual(), data)
 
 
 def test_shared_batch_statistics_are_refused_on_the_cpu() -> None:

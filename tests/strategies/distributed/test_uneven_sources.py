@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from equipoise import HogwildStrategy, PipelineStrategy
 from equipoise.errors import StepError
@@ -145,6 +145,78 @@ def test_data_sets_of_each_process(strategy: str, share: bool) -> None:
     assert values == pytest.approx(fit.validate(module, verbose=False)[0])
     if not share:
         assert len(torch.cat(fit.predict(module))) == 3 + 11
+
+
+class Counting(Module):
+    """Counts the batches that the main process reads; its data set may change with the epochs."""
+
+    lengths: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self.lengths:
+            return DataLoader(Changing(self.lengths), batch_size=None)
+        return self.own_loader()
+
+    def on_train_epoch_start(self) -> None:
+        if self.lengths:
+            self.trainer.train_dataloader.dataset.epoch = self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Changing(Dataset[Tensor]):
+    """Another number of batches in each epoch."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.lengths[self.epoch]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1, 3), float(index))
+
+
+@pytest.mark.parametrize(("limit", "read", "steps"), [(0.5, 1, 3), (0.4, 0, 2)])
+def test_a_fraction_is_that_of_each_process(limit: float, read: int, steps: int) -> None:
+    module = Counting()
+    fit = run(strategy="ddp", use_distributed_sampler=False, limit_train_batches=limit, limit_val_batches=0)
+    fit.fit(module)
+    # The processes have 2 and 6 batches.
+    assert (module.read, fit.global_step) == (2 * read, 2 * steps)
+
+
+def test_a_data_set_that_changes_between_epochs() -> None:
+    module = Counting()
+    module.lengths = (4, 2, 5)
+    fit = run(strategy="ddp", use_distributed_sampler=False, limit_val_batches=0, max_epochs=3)
+    fit.fit(module)
+    assert module.read == fit.global_step == 4 + 2 + 5
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
+    class OneEmpty(Module):
+        def own_loader(self) -> DataLoader[Any]:
+            count = 0 if self.trainer.global_rank == empty else 5
+            return DataLoader(torch.arange(3.0 * count).reshape(count, 3), batch_size=2)
+
+        val_dataloader = test_dataloader = predict_dataloader = own_loader
+
+    module = OneEmpty()
+    fit = run(strategy="ddp", use_distributed_sampler=False)
+    data = DataLoader(torch.arange(15.0).reshape(5, 3), batch_size=2)
+    (expected,) = trainer().validate(module, data, verbose=False)
+    assert fit.validate(module, verbose=False)[0] == pytest.approx(expected)
+    assert fit.test(module, verbose=False)[0] == pytest.approx(expected)
+    assert torch.equal(torch.cat(fit.predict(module)), torch.cat(trainer().predict(module, data)))
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("max_size_cycle", 6), ("max_size", 6), ("min_size", 4)])

@@ -23,9 +23,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from equipoise import Strategy, Trainer
+from equipoise import ConfigurationError, Strategy, Trainer
 from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
+from equipoise.parallel.communication.processes import SingleProcess
 from equipoise.strategies.distributed.extent import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
@@ -172,7 +173,88 @@ def test_lengths(loader: Any, length: int | None) -> None:
     assert length_of(loader) == length
 
 
+class Promising(Sampler[int]):
+    """Draws six samples, and promises another number, or none."""
+
+    def __init__(self, promised: int | None) -> None:
+        self.promised = promised
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def __len__(self) -> int:
+        if self.promised is None:
+            raise TypeError
+        return self.promised
+
+
+@pytest.mark.parametrize("promised", [None, 3, 6, 8])
+def test_a_batch_that_was_read_ahead_is_read_once(promised: int | None) -> None:
+    for seen in range(1, 6):
+        source = DataLoader(range(6), batch_size=1, sampler=Promising(promised))  # type: ignore[arg-type]
+        stream = stream_of(source)
+        begun = iter(stream)
+        for _ in range(seen):
+            next(begun)
+        resumed = stream_of(source)
+        resumed.resume(seen, ahead=stream.ahead)
+        assert [int(batch) for batch in resumed] == list(range(seen, 6)), seen
+
+
 # The loaders of a stage
+
+
+class Ranks(SingleProcess):
+    """One of two processes. It knows the extents of the other."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, other: list[Extent]) -> None:
+        self.rank = rank
+        self.other = other
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self.other] if self.rank == 0 else [self.other, value]
+
+
+def loaders_of_rank(
+    given: Any, other: list[Extent], rank: int = 0, limit: float = 1.0, stage: str = "train", share: bool = False
+) -> loaders.Loaders:
+    strategy = Strategy()
+    strategy.processes = Ranks(rank, other)
+    source = loaders.Source(stage, given, Small())
+    return loaders.Loaders(source, given, limit=limit, overfit=False, strategy=strategy, share=share)
+
+
+NO_SAMPLES: Any = DataLoader([], batch_size=1)
+
+
+@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_may_have_no_batch_where_another_has(stage: str, rank: int) -> None:
+    chosen = loaders_of_rank(NO_SAMPLES, [Extent(3)], rank, stage=stage)
+    assert chosen.extent.num_batches == 0
+    assert [extent.num_batches for extent in chosen.joint_extents] == ([0, 3] if rank == 0 else [3, 0])
+    assert numbers(chosen.streams()[0]) == []
+    with pytest.raises(ConfigurationError, match=rf"the {stage} loader that was passed is empty"):
+        loaders_of_rank(NO_SAMPLES, [Extent(0)], rank, stage=stage)
+
+
+def test_a_limit_may_leave_a_process_nothing() -> None:
+    assert loaders_of_rank(loader(1), [Extent(10, 5)], limit=0.5).extent.num_batches == 0
+    with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.5 of the 1 batches .* at least .*=1, or"):
+        loaders_of_rank(loader(1), [Extent(1, 0)], limit=0.5)
+
+
+def test_one_of_several_loaders_may_not_be_empty_in_one_process() -> None:
+    given = [NO_SAMPLES, loader(4)]
+    with pytest.raises(ConfigurationError, match=r"^Loader 0 of those .* is empty in process 0, where"):
+        loaders_of_rank(given, [Extent(2), Extent(3)])
+    with pytest.raises(ConfigurationError, match=r"^Loader 1 of those .* is empty in process 0, where"):
+        loaders_of_rank([loader(2), loader(4)], [Extent(2), Extent(0)], rank=1)
+    # All of them may be, and so may one that ends by itself.
+    assert loaders_of_rank([NO_SAMPLES, NO_SAMPLES], [Extent(2), Extent(3)]).extent.num_batches == 0
+    assert loaders_of_rank(CombinedLoader(given, "max_size"), [Extent(2), Extent(3)]).extent.num_batches == 4
 
 
 def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
@@ -440,3 +522,12 @@ def test_a_method_may_return_no_loader_for_validation(none: Any) -> None:
     with pytest.warns(UserWarning, match=r"`NoneToday.val_dataloader\(\)` holds no loader"):
         run.fit(module, loader())
     assert module.ran == ["training"] * 6
+
+
+def test_a_shuffled_loader_without_samples_names_the_remedy() -> None:
+    class Empty(Small):
+        def train_dataloader(self) -> Any:
+            return DataLoader([], shuffle=True)  # type: ignore[var-annotated]
+
+    with pytest.raises(ConfigurationError, match=r"num_samples=0\. Its data set is empty\. .* shuffle=False"):
+        trainer().fit(Empty())

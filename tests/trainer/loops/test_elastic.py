@@ -291,6 +291,18 @@ def test_stages_in_processes(before: Run, after: Run, tmp_path: Path) -> None:
     assert_same(expected, module, 1e-7)
 
 
+@ignoring(".* promised .* batches by its length")
+@pytest.mark.parametrize("length", [None, SAMPLES - 8, SAMPLES + 8])
+def test_samplers_of_unknown_length(length: int | None, tmp_path: Path) -> None:
+    """The checkpoint holds a batch that one process had read ahead."""
+    data = DataLoader(Samples(), batch_size=6, sampler=OwnOrder(length))
+    expected, module = Plain(), Plain()
+    count = fit(expected, data, *OTHERS["single"], callbacks=[Saves(tmp_path, (2,))]).global_step
+    assert fit(module, data, *OTHERS["ddp 2"], ckpt_path=tmp_path / "2.ckpt").global_step == count
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
 class InTurn(Sampler[list[int]]):
     """Batches of a sampler of the user's own, in random order."""
 
@@ -331,10 +343,15 @@ def test_loaders(kind: str, change: tuple[str, str], tmp_path: Path) -> None:
 
 
 class OwnOrder(Sampler[int]):
-    """A sampler of the user's own, which draws from a global generator."""
+    """A sampler of the user's own, which draws from a global generator, and may say a wrong length or none."""
+
+    def __init__(self, length: int | None = SAMPLES) -> None:
+        self.length = length
 
     def __len__(self) -> int:
-        return SAMPLES
+        if self.length is None:
+            raise TypeError
+        return self.length
 
     def __iter__(self) -> Any:
         return iter(torch.randperm(SAMPLES).tolist())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import ConfigurationError
 from tests.conftest import ignoring
@@ -144,3 +144,78 @@ def test_a_loader_that_begins_no_second_pass_is_not_read_for_ever() -> None:
     ):
         run.fit(Small(), DataLoader(Once(2, 2), batch_size=None))
     assert run.global_step == 2
+
+
+class Changing(Dataset[Tensor]):
+    """A data set with another number of batches from the second epoch on."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.lengths[self.epoch]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2, 2), float(index))
+
+
+class NextEpoch(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.train_dataloader.dataset.epoch = trainer.current_epoch
+
+
+@pytest.mark.parametrize(("second", "steps"), [(2, 6), (7, 11)])
+def test_a_data_set_may_change_between_epochs(second: int, steps: int) -> None:
+    module = Watched()
+    run = trainer(max_epochs=2, callbacks=[NextEpoch()], num_sanity_val_steps=0)
+    run.fit(module, DataLoader(Changing(4, second), batch_size=None), stream(1, 1))
+    assert module.events == [("validated", 4), ("epoch", 4, True), ("validated", steps), ("epoch", steps, True)]
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.25
+
+
+def test_loaders_that_are_read_together_may_change_between_epochs() -> None:
+    module = Watched()
+    module.training_step = lambda batch, batch_idx: Small.training_step(module, batch[0], batch_idx)  # type: ignore
+    changing = Changing(4, 2)
+
+    class Next(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            changing.epoch = trainer.current_epoch
+
+    loaders = [DataLoader(changing, batch_size=None), DataLoader(torch.ones(1, 2), batch_size=1)]
+    run = trainer(max_epochs=2, callbacks=[Next()], num_sanity_val_steps=0)
+    run.fit(module, loaders, stream(1, 1))
+    assert [event[1] for event in module.events] == [4, 4, 6, 6]
+
+
+class Stopping(Changing):
+    """Raises StopIteration for its third batch."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 2:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_a_stop_iteration_of_a_data_set_is_reported() -> None:
+    module = Watched()
+    run = trainer(max_epochs=1, accumulate_grad_batches=3, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match=r"promised 4 batches by its length, and gave 2 in process 0. A StopIteration"):
+        run.fit(module, DataLoader(Stopping(4), batch_size=None), stream(1, 1))
+    assert module.events == [("validated", 1), ("epoch", 1, True)]
+    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="val loader that was passed promised 4 .* gave 2 in process 0"):
+        run.validate(module, DataLoader(Stopping(4), batch_size=None), verbose=False)
+
+
+def test_notices_come_once_though_loaders_are_requested_anew(caplog: pytest.LogCaptureFixture) -> None:
+    class Requested(Small):
+        def train_dataloader(self) -> Any:
+            return stream(2, 3)
+
+    run = trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=8)
+    with pytest.warns(UserWarning, match="promised") as told, caplog.at_level("INFO"):
+        run.fit(Requested())
+    assert len([warning for warning in told if "promised" in str(warning.message)]) == 1
+    assert caplog.text.count("accumulate_grad_batches=8, but an epoch has 3 batches") == 1
