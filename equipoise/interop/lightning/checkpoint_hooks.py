@@ -40,9 +40,11 @@ class Fit(Protocol):
 
     Attributes:
         later_files: Files that are newer than the checkpoint that this run goes on from.
+        last_writes: The steps at which callbacks have written their last files before the validation, by their keys.
     """
 
     later_files: set[str]
+    last_writes: dict[str, int]
 
     def is_of_this_run(self, path: str) -> bool:
         """Return True if this run wrote a checkpoint, or the run that it goes on from; the main process reads it."""
@@ -113,8 +115,15 @@ class _CheckpointHooks:
     def at_batch_end(self, method: Hook) -> Hook:
         """Return a hook that waits for the validation which computes the value of the present weights."""
         callback = self._callback
+        # Without the names, a save may be due at any time.
+        every = getattr(callback, "_every_n_train_steps", 1)
+        by_time = getattr(callback, "_train_time_interval", 0) is not None
+        is_changed = type(callback).on_train_batch_end is not ModelCheckpoint.on_train_batch_end
+        saves_at_any_time = by_time or is_changed
 
         def save_or_wait(trainer: Any, *args: Any) -> None:
+            if not saves_at_any_time and (every < 1 or trainer.global_step % every):
+                return
             waited = callback._defer_save_until_validation
             callback._defer_save_until_validation = False
             with _replaced(callback, "_monitor_candidates", self._present_values):
@@ -145,9 +154,12 @@ class _CheckpointHooks:
 
     def _save_last_now(self, trainer: Any) -> None:
         """Write the last file without its rank. The step counts as not saved, so that the validation may save it."""
-        if self._fit.validates_next():
-            return
         callback = self._callback
+        key = callback.state_key
+        # A step is due in each micro-batch up to the next step.
+        if self._fit.last_writes.get(key) == trainer.global_step or self._fit.validates_next():
+            return
+        self._fit.last_writes[key] = trainer.global_step
         before = (callback._last_global_step_saved, callback._last_checkpoint_saved)
         callback._save_last_checkpoint(trainer, type(callback)._monitor_candidates(callback, trainer))
         callback._last_global_step_saved, callback._last_checkpoint_saved = before

@@ -58,6 +58,8 @@ class FitLoop:
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
         later_files: Checkpoints that are newer than the one that this run goes on from.
+        last_writes: The steps at which checkpoint callbacks have written their last files before the validation whose
+            value they rank, by their keys.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
         uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
     """
@@ -77,6 +79,7 @@ class FitLoop:
         self.step_class: CompiledSteps | None = None
         self.uncounted_steps: UncountedSteps | None = None
         self.later_files: set[str] = set()
+        self.last_writes: dict[str, int] = {}
         # Removes the hooks that an epoch has registered.
         self._close_epoch_hooks: Callable[[], None] | None = None
 
@@ -91,6 +94,7 @@ class FitLoop:
             "step_class": None,
             "uncounted_steps": None,
             "later_files": set(),
+            "last_writes": {},
             "_close_epoch_hooks": None,
         }
 
@@ -104,6 +108,7 @@ class FitLoop:
         """
         self.context = context
         self.later_files = set()
+        self.last_writes = {}
         self.fit.forget_switches()
         self.fit.data.forget()
 

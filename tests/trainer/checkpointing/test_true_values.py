@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
+from equipoise.interop.lightning.checkpoint_hooks import with_true_values
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
@@ -118,6 +120,53 @@ def test_the_last_file_does_not_wait_for_the_validation(tmp_path: Path) -> None:
     # Before the first batch of the second epoch, and before each of the later ones.
     assert steps.steps[-10:] == [10, 10, 12, 12, 14, 15, 16, 16, 18, 18]
     assert sorted(keeper.best_k_models) == sorted(str(tmp_path / f"step={step}.ckpt") for step in (5, 10, 15, 20))
+
+
+class Writes(Moving):
+    """Notes epoch, step and number of batches of each checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[tuple[int, int, int]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        batch = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+        self.writes.append((checkpoint["epoch"], checkpoint["global_step"], batch))
+
+
+def test_the_last_file_is_written_once_for_a_step(tmp_path: Path) -> None:
+    """A step of a window is due in each batch of the next window, also in that of the next epoch."""
+    keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_last=True)
+    module = Writes()
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2}
+    trainer(max_epochs=2, callbacks=[keeper], enable_checkpointing=True, **options).fit(module, **data())
+    # Four steps in each epoch. The last one is ranked after the validation, with its last file.
+    assert module.writes == [(0, 2, 6), (0, 4, 10), (1, 6, 6), (1, 8, 10), (1, 8, 10)]
+
+
+@pytest.mark.parametrize(
+    ("options", "called"),
+    [
+        ({"every_n_train_steps": 3}, [0, 3, 6]),
+        ({"train_time_interval": timedelta(days=1)}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"every_n_epochs": 1}, []),
+    ],
+)
+def test_a_batch_in_which_no_save_is_due_does_not_reach_the_callback(
+    options: dict[str, Any], called: list[int]
+) -> None:
+    class Changed(ModelCheckpoint):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+
+    for cls, expected in ((ModelCheckpoint, called), (Changed, [*range(7)])):
+        seen: list[int] = []
+        fit: Any = SimpleNamespace(later_files=set(), last_writes={})
+        callback = cls(monitor="value", **options)
+        hook = with_true_values(callback, "on_train_batch_end", lambda run, s=seen: s.append(run.global_step), fit)
+        for step in range(7):
+            hook(SimpleNamespace(global_step=step))
+        assert seen == expected
 
 
 def test_a_value_of_the_training_is_saved_at_once(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_copy_for_another_process_has_no_run() -> None:
     loop = fit_loop(Recorded(), loader(2))
     loop.run(loop.context)
     state = loop.__getstate__()
-    of_run = {"resumption", "loss_watch", "step_class", "uncounted_steps", "later_files", "_close_epoch_hooks"}
-    assert set(state) == {"state", "val_loop", "fit"} | of_run
+    of_run = {"resumption", "loss_watch", "step_class", "uncounted_steps", "_close_epoch_hooks"}
+    assert set(state) == {"state", "val_loop", "fit", "later_files", "last_writes"} | of_run
     assert state["_close_epoch_hooks"] is None
     assert state["loss_watch"] is None
