@@ -57,25 +57,25 @@ def split_ensemble(
 def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
     """Return the checkpoint of one member."""
     # 1. The weights.
-    own = {key: value for key, value in checkpoint.items() if key != MEMBERS}
+    of_member = {key: value for key, value in checkpoint.items() if key != MEMBERS}
     if member:
-        own["state_dict"] = checkpoint[MEMBERS][member - 1]
+        of_member["state_dict"] = checkpoint[MEMBERS][member - 1]
     ours = checkpoint.get(OUR_KEY)
     if ours is None:
-        return own
+        return of_member
 
     # 2. The optimisers, and the position in the epoch.
     ours = copy.deepcopy(ours)
     strategy = ours.get("strategy", {})
     ours["strategy"] = {}
     if member and strategy.get("optimizers"):
-        own["optimizer_states"] = [states[member - 1] for states in strategy["optimizers"]]
+        of_member["optimizer_states"] = [states[member - 1] for states in strategy["optimizers"]]
     positions = [ours.get("position"), *ours.get("left", {}).get("positions", [])]
     for position in positions:
         if position is not None:
             _set_position(position, strategy, member)
-    own[OUR_KEY] = ours
-    return own
+    of_member[OUR_KEY] = ours
+    return of_member
 
 
 def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: int) -> None:
@@ -108,9 +108,9 @@ def _set_random_state(state: dict[str, Any], member: int) -> None:
         return
     state["global"]["cpu"] = streams[member - 1].clone()
     # The rows of a private generator of the loader follow those of the global one.
-    others = len(streams) // 2
+    half = len(streams) // 2
     if generators:
-        state["generators"] = [streams[others + member - 1].clone()]
+        state["generators"] = [streams[half + member - 1].clone()]
 
 
 def _row(gradient: Tensor | None, present: list[int], member: int) -> Tensor | None:

@@ -291,7 +291,7 @@ def test_stages_in_processes(before: Run, after: Run, tmp_path: Path) -> None:
     assert_same(expected, module, 1e-7)
 
 
-@ignoring(".* promised .* batches by its length")
+@pytest.mark.filterwarnings("ignore:.* promised .* batches by its length")
 @pytest.mark.parametrize("length", [None, SAMPLES - 8, SAMPLES + 8])
 def test_samplers_of_unknown_length(length: int | None, tmp_path: Path) -> None:
     """The checkpoint holds a batch that one process had read ahead."""
