@@ -69,7 +69,7 @@ def killed_and_resumed(case: Case, folder: Path, calls: dict[int, int], limit: f
     kills = 0
     for number in range(planned):
         moment = choose.uniform(0.1, 1.0) / (number + 1)
-        rank = choose.randrange(2) if case.mode in ("ddp", "replicas") else 0
+        rank = choose.randrange(2) if case.mode in ("ddp", "uneven", "replicas") else 0
         at = int(calls[rank] * moment)
         kills_caller = case.mode in IN_PROCESSES and choose.random() < 0.3
 

@@ -1,6 +1,6 @@
 """Kills random training programs at random moments, resumes them, and compares them with undisturbed runs to the bit.
 
-python benchmarks/kills/main.py                                         100, 48, 30 and 20 programs, by mode
+python benchmarks/kills/main.py                                         100, 48, 30, 30, 20 and 20 programs, by mode
 python benchmarks/kills/main.py --modes persistent --first 17 --cases 1 one program again, by its number
 """
 
@@ -22,8 +22,8 @@ from rich.table import Table
 
 __all__ = ["compare", "main"]
 
-CASES = {"persistent": 100, "single": 48, "ddp": 30, "pipeline": 20, "replicas": 20}
-LIMITS = {"persistent": 120.0, "single": 120.0, "ddp": 400.0, "pipeline": 400.0, "replicas": 400.0}
+CASES = {"persistent": 100, "single": 48, "ddp": 30, "uneven": 30, "pipeline": 20, "replicas": 20}
+LIMITS = {"persistent": 120.0, "single": 120.0, "ddp": 400.0, "uneven": 400.0, "pipeline": 400.0, "replicas": 400.0}
 COLUMNS = ("mode", "programs", "kills", "not killed in time", "equal to the bit", "failed", "seconds")
 
 

@@ -23,8 +23,8 @@ from equipoise import DDPStrategy, PipelineStrategy, Trainer
 
 __all__ = ["IN_PROCESSES", "MODES", "Case", "Kill", "draw", "train"]
 
-MODES = ("single", "persistent", "ddp", "pipeline", "replicas")
-IN_PROCESSES = ("ddp", "pipeline", "replicas")
+MODES = ("single", "persistent", "ddp", "uneven", "pipeline", "replicas")
+IN_PROCESSES = ("ddp", "uneven", "pipeline", "replicas")
 FEATURES, CLASSES = 5, 3
 
 
@@ -37,7 +37,7 @@ class Case:
         mode: One of `MODES`.
         samples, batch_size, epochs, max_steps: The size; `max_steps` is -1 for none.
         workers: Worker processes of each loader; they persist in the mode "persistent".
-        loaders: "one", "two" that are read together, or "unsized".
+        loaders: "one", "two" that are read together, "unsized", or "split" into unequal parts by the processes.
         noise: Whether samples are distorted anew whenever they are read.
         dropout, norm: Layers of the network.
         precision, accumulate, clip: Arguments of the trainer.
@@ -81,7 +81,7 @@ def draw(seed: int, mode: str) -> Case:
     in_process = mode in ("single", "persistent")
     loaders = choose.choice(["one", "one", "two", "unsized"] if mode == "single" else ["one", "one", "two"])
     if mode in IN_PROCESSES:
-        loaders = "one"
+        loaders = "split" if mode == "uneven" else "one"
     workers = {"single": choose.choice([0, 0, 1]), "persistent": choose.choice([1, 1, 2])}.get(mode, 0)
     batch_size = choose.choice([2, 4])
     batches = choose.randint(3, 7)
@@ -150,6 +150,18 @@ class Unsized(IterableDataset[tuple[Tensor, Tensor, int]]):
         return (self.samples[index] for index in order)
 
 
+class Split(IterableDataset[tuple[Tensor, Tensor, int]]):
+    """The samples in two unequal parts, one for each process."""
+
+    def __init__(self, case: Case) -> None:
+        self.samples = Samples(case)
+        self.border = random.Random(case.seed).randint(0, case.samples)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        parts = (range(self.border), range(self.border, len(self.samples)))
+        return (self.samples[index] for index in parts[torch.distributed.get_rank()])
+
+
 def _loader(case: Case, offset: int = 0, *, shuffle: bool = True) -> DataLoader[Any]:
     persistent = case.mode == "persistent"
     return DataLoader(
@@ -165,6 +177,8 @@ def _loaders(case: Case) -> tuple[Any, Any]:
     val = None if case.validation is None else _loader(case, shuffle=False)
     if case.loaders == "unsized":
         return DataLoader(Unsized(case), batch_size=case.batch_size), val
+    if case.loaders == "split":
+        return DataLoader(Split(case), batch_size=case.batch_size), val
     if case.loaders == "two":
         return [_loader(case), _loader(case, 1000)], val
     return _loader(case), val
@@ -292,7 +306,7 @@ def _callbacks(case: Case, folder: Path, kill: Callback) -> list[Callback]:
 
 
 def _strategy(case: Case) -> dict[str, Any]:
-    if case.mode == "ddp":
+    if case.mode in ("ddp", "uneven"):
         return {"strategy": DDPStrategy(timeout=120), "devices": 2}
     if case.mode in ("pipeline", "replicas"):
         replicas = 2 if case.mode == "replicas" else 1
@@ -333,6 +347,7 @@ def train(
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         val_check_interval=case.validation,
+        use_distributed_sampler=case.loaders != "split",
         limit_val_batches=0 if case.validation is None else None,
         num_sanity_val_steps=case.sanity_steps,
         log_every_n_steps=case.log_every,
