@@ -122,8 +122,8 @@ def test_limits_hold(limit: float, count: int, read: int) -> None:
 @pytest.mark.parametrize(("interval", "steps"), [(4, [4, 8]), (2, [2, 4, 6, 8]), (1.0, [8])])
 def test_an_interval_in_batches_holds_in_a_longer_epoch(interval: float, steps: list[int]) -> None:
     module = Watched()
+    run = trainer(max_epochs=1, val_check_interval=interval, num_sanity_val_steps=0)
     with pytest.warns(UserWarning, match=PROMISED.format(4, 8)):
-        run = trainer(max_epochs=1, val_check_interval=interval, num_sanity_val_steps=0)
         run.fit(module, stream(8, 4), stream(1, 1))
     assert [step for name, step, *_ in module.events if name == "validated"] == steps
 
