@@ -30,7 +30,7 @@ from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
-from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
@@ -212,9 +212,8 @@ def _place(context: RunContext) -> None:
     """Move the module to its devices."""
     state = context.state
     changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
-    # Reading `hparams` of a module without any would add an attribute to it.
-    if changes_layers and state.fitting and context.module.hparams_initial:
-        context.note_hyperparameters(UnplacedHyperparameters(context.module, context.module.hparams))
+    if changes_layers and state.fitting:
+        context.unplaced = UnplacedHyperparameters(context.module, hyperparameters_of(context.module))
     if state.activation_checkpointing and state.fitting:
         checkpoint_activations(context.module, state.activation_checkpointing)
     with placing(context.module):

@@ -52,7 +52,9 @@ def log_hyperparams(trainer: Any) -> None:
 
 def _logs_hyperparams(owner: Any) -> bool:
     """Return True if `save_hyperparameters` was called, without logger=False if Lightning tells."""
-    return bool(getattr(owner, "_log_hyperparams", owner.hparams_initial))
+    logs = getattr(owner, "_log_hyperparams", None)
+    # This copies all of them.
+    return bool(owner.hparams_initial if logs is None else logs)
 
 
 def _differ(first: Any, second: Any) -> bool:

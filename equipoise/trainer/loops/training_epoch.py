@@ -173,7 +173,7 @@ class TrainingEpoch:
         if is_open:
             # A checkpoint of the step belongs to a batch that is not completed.
             progress.current.reopen()
-            self.optimization.end_window(index + 1)
+            self.optimization.end_window(index)
             self.schedulers.after_batch(index, ends=True, skipped=self.optimization.has_skipped)
             if self._idle_end is not None:
                 self._idle_end({}, None, index)

@@ -70,7 +70,8 @@ class ValidationSchedule:
             return self._is_time()
         if math.isinf(every):
             return self._is_at_limit(index)
-        if self.follows_last_batch:
+        is_fraction = not isinstance(self.state.val_check_interval, int)
+        if is_fraction and self.follows_last_batch:
             return batch.is_last_batch
         number = index + 1
         if self.state.check_val_every_n_epoch is None:

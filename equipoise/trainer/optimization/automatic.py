@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.batches.gathering import PartialOutputs
@@ -89,6 +89,11 @@ class AutomaticOptimization:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
     """
+
+    # The loss that the last closure returned. A step without a batch returns it again.
+    _last_loss: Tensor | None = None
+    # Whether the present step ends a window after its last batch.
+    _ends_early = False
 
     def __init__(
         self,
@@ -195,7 +200,10 @@ class AutomaticOptimization:
         step = self.step
         step.begin_batch(batch_idx)
         if not last:
-            return self._forward_backward(step, parts, False)
+            result = self._forward_backward(step, parts, False)
+            if not self._needs_no_closure:
+                self._loss_of_closure(parts, result)
+            return result
 
         # The window ends with this batch.
         counts = self._counts
@@ -226,15 +234,27 @@ class AutomaticOptimization:
         """Step the optimiser with the gradients of a window that ends before its last batch.
 
         Args:
-            batch_idx: The number of the batch that is missing.
+            batch_idx: The number of the epoch's last batch.
+
+        Raises:
+            StepError: If the optimiser is LBFGS, which computes batches again.
         """
+        if isinstance(self._optimizer, LBFGS):
+            raise StepError(
+                f"The epoch ended after {batch_idx + 1} batches, within a window of {self._window.parts}, while its"
+                " loader promised more by its length. LBFGS computes the batches of a step again, and they are gone."
+                " Give the loader its true length, choose accumulate_grad_batches=1, or another optimiser."
+            )
         usual = self._forward_backward
         if self._is_alone:
             self._forward_backward = _compute_nothing
+        self._ends_early = True
         try:
-            self((), batch_idx, True)
+            # The number of the missing batch: no window begins with it.
+            self((), batch_idx + 1, True)
         finally:
             self._forward_backward = usual
+            self._ends_early = False
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
         """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
@@ -248,11 +268,12 @@ class AutomaticOptimization:
             with torch.enable_grad():
                 result = self._forward_backward(self.step, parts, True)
             results[:] = [result]
-            return self._visible_loss(result)
+            return self._loss_of_closure(parts, result)
 
         # A LightningOptimizer calls `optimizer_step` below with the closure.
         if self._user_step is not None:
-            self._user_step(self._state.current_epoch, batch_idx, self._lightning_optimizer, closure)
+            last_idx = batch_idx - 1 if self._ends_early else batch_idx
+            self._user_step(self._state.current_epoch, last_idx, self._lightning_optimizer, closure)
         else:
             assert self._lightning_optimizer is not None
             self._lightning_optimizer.step(closure=closure)
@@ -262,6 +283,13 @@ class AutomaticOptimization:
             self._counts.complete_ready()
             raise closure_not_called()
         return results[0]
+
+    def _loss_of_closure(self, parts: Sequence[Any], result: StepResult) -> Tensor | None:
+        """Return the loss for optimisers and users that read it; without a batch that of the last one, or zero."""
+        if parts:
+            self._last_loss = self._visible_loss(result)
+            return self._last_loss
+        return torch.zeros(()) if self._last_loss is None else self._last_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this."""

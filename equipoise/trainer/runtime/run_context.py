@@ -93,14 +93,6 @@ class RunContext:
         every = self.state.check_val_every_n_epoch
         return every is None or (self.state.current_epoch + 1) % every == 0
 
-    def note_hyperparameters(self, unplaced: UnplacedHyperparameters) -> None:
-        """Note the hyperparameters before the strategy changes layers.
-
-        Args:
-            unplaced: The hyperparameters.
-        """
-        self.unplaced = unplaced
-
     def request_loaders(
         self, stage: str, limit: float, *, overfit: bool = False, steps: RunSteps | None = None
     ) -> Loaders:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import CheckpointError, FSDPStrategy, Trainer
-from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
 from tests.conftest import ignoring
-from tests.support.trainer_runs import trainer
+from tests.support.trainer_runs import Small, trainer
 
 pytestmark = ignoring(
     "Checkpoint directory", "Attribute '.*' is an instance of `nn.Module`", "The checkpoint holds states of callbacks"
@@ -147,3 +147,34 @@ def test_a_network_that_cannot_be_copied_stays_as_it_is(tmp_path: Path) -> None:
     run.fit(locked, batches())
     with pytest.raises(CheckpointError, match=r"\['net'\], a Network, cannot be pickled"):
         run.save_checkpoint(tmp_path / "a.ckpt")
+
+
+class Counted:
+    """Counts its copies."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def __deepcopy__(self, memo: Any) -> "Counted":
+        self.copies += 1
+        return self
+
+
+def test_a_fit_copies_no_hyperparameters() -> None:
+    class WithCounted(WithNetwork):
+        def __init__(self, counted: Counted) -> None:
+            super().__init__(Network(), [])
+            self.save_hyperparameters(logger=False)
+
+    counted = Counted()
+    module = WithCounted(counted)
+    by_lightning = counted.copies
+    trainer(strategy="dp", devices=["cpu", "cpu"]).fit(module, batches())
+    assert counted.copies == by_lightning
+
+
+def test_a_module_without_hyperparameters_gets_no_attribute() -> None:
+    module = Small()
+    before = {*vars(module)}
+    assert not hyperparameters_of(module)
+    assert {*vars(module)} == before

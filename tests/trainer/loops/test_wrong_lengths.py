@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from equipoise import ConfigurationError
+from equipoise import ConfigurationError, StepError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, trainer
 
@@ -118,6 +119,15 @@ def test_limits_hold(limit: float, count: int, read: int) -> None:
     assert run.global_step == read
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(4, [4, 8]), (2, [2, 4, 6, 8]), (1.0, [8])])
+def test_an_interval_in_batches_holds_in_a_longer_epoch(interval: float, steps: list[int]) -> None:
+    module = Watched()
+    run = trainer(max_epochs=1, val_check_interval=interval, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match=PROMISED.format(4, 8)):
+        run.fit(module, stream(8, 4), stream(1, 1))
+    assert [step for name, step, *_ in module.events if name == "validated"] == steps
+
+
 @pytest.mark.parametrize("length", [2, 5])
 def test_evaluations_read_what_comes(length: int) -> None:
     module = Watched()
@@ -219,3 +229,44 @@ def test_notices_come_once_though_loaders_are_requested_anew(caplog: pytest.LogC
         run.fit(Requested())
     assert len([warning for warning in told if "promised" in str(warning.message)]) == 1
     assert caplog.text.count("accumulate_grad_batches=8, but an epoch has 3 batches") == 1
+
+
+class Stepping(Watched):
+    """Reads the loss in `optimizer_step`, and notes it with the number of the batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def noted() -> Tensor:
+            loss = optimizer_closure()
+            self.events.append((batch_idx, loss.item()))
+            return loss  # type: ignore[no-any-return]
+
+        optimizer.step(closure=noted)
+
+
+@pytest.mark.parametrize(("count", "indices"), [(5, [1, 3, 4]), (7, [1, 3, 5, 6])])
+def test_a_step_after_the_last_batch_has_its_number_and_loss(count: int, indices: list[int]) -> None:
+    seen = []
+    for length in (count, count + 1):
+        torch.manual_seed(0)
+        module = Stepping()
+        with ExitStack() as stack:
+            if length > count:
+                stack.enter_context(pytest.warns(UserWarning, match=PROMISED.format(length, count)))
+            fit(module, stream(count, length), accumulate_grad_batches=2, limit_val_batches=0)
+        seen.append([event for event in module.events if event[0] != "epoch"])
+    assert [index for index, _ in seen[0]] == indices * 2
+    assert seen[0] == seen[1]
+
+
+class Searching(Watched):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+def test_a_search_after_the_last_batch_is_refused() -> None:
+    fit(Searching(), stream(5, 5), accumulate_grad_batches=2)
+    with (
+        pytest.warns(UserWarning, match=PROMISED.format(6, 5)),
+        pytest.raises(StepError, match=r"ended after 5 batches, within a window of 2.*LBFGS.*its true length"),
+    ):
+        fit(Searching(), stream(5, 6), accumulate_grad_batches=2)

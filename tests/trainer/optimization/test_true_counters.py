@@ -94,9 +94,9 @@ def test_an_epoch_whose_last_step_is_skipped_moves_the_schedule_of_epochs() -> N
 class Watching(Validated):
     """A scheduler halves the rate where a value has not become better."""
 
-    def __init__(self, monitor: str) -> None:
+    def __init__(self, monitor: str, **options: Any) -> None:
         super().__init__()
-        self.monitor = monitor
+        self.options = {"monitor": monitor, **options}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("value", 1.0)
@@ -104,7 +104,7 @@ class Watching(Validated):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, **self.options}}
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -113,6 +113,14 @@ def test_a_value_that_is_validated_rarely_is_awaited(every: int) -> None:
     run.fit(Watching("value"), loader(2), loader(1))
     validations = 6 // every
     assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.5 ** (validations - 1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_steps_wait_for_the_first_value_alone(strict: bool) -> None:
+    run = trainer(max_epochs=2, num_sanity_val_steps=0)
+    run.fit(Watching("value", interval="step", frequency=2, strict=strict), loader(4), loader(1))
+    # Nothing before the first validation, the best value behind it, and two steps of the second epoch with that one.
+    assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.25
 
 
 def test_a_value_that_no_validation_logs_is_an_error_after_the_first() -> None:

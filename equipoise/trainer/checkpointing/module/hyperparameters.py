@@ -10,10 +10,21 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["UnplacedHyperparameters"]
+__all__ = ["UnplacedHyperparameters", "hyperparameters_of"]
+
+
+def hyperparameters_of(module: LightningModule) -> Mapping[str, Any]:
+    """Return the hyperparameters of a module, which are not copied. A module without any gets no attribute by it."""
+    attributes = vars(module)
+    before = {*attributes}
+    hyperparameters: Mapping[str, Any] = module.hparams
+    for name in attributes.keys() - before:
+        del attributes[name]
+    return hyperparameters
 
 
 class UnplacedHyperparameters:

@@ -105,10 +105,13 @@ class Schedulers:
         Raises:
             ConfigurationError: If it is missing and may not be.
         """
-        if config.interval == "epoch" and self._awaits(config.monitor or ""):
-            return None
+        name = config.monitor or ""
         metrics = self._logs.callback_metrics
-        value = metrics.get(config.monitor or "")
+        # Between two validations, schedulers of batches go on with the last value.
+        needs_new_value = config.interval == "epoch" or name not in metrics
+        if needs_new_value and self._awaits(name):
+            return None
+        value = metrics.get(name)
         # Each process has a value of its own of a step, but the learning rate must be the same.
         if self._processes.world_size > 1:
             value = self._processes.broadcast(value)
