@@ -26,7 +26,9 @@ from equipoise import ConfigurationError, PipelineStrategy, Trainer
 from tests.conftest import ignoring
 from tests.support.all_cases import dealt
 
-pytestmark = ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")
+pytestmark = ignoring(
+    "Checkpoint directory", "The checkpoint holds states of callbacks", ".* promised .* batches by its length"
+)
 
 SAMPLES, FEATURES, CLASSES, EPOCHS = 29, 4, 3, 2
 # Samples of a step in every run.
@@ -291,7 +293,6 @@ def test_stages_in_processes(before: Run, after: Run, tmp_path: Path) -> None:
     assert_same(expected, module, 1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:.* promised .* batches by its length")
 @pytest.mark.parametrize("length", [None, SAMPLES - 8, SAMPLES + 8])
 def test_samplers_of_unknown_length(length: int | None, tmp_path: Path) -> None:
     """The checkpoint holds a batch that one process had read ahead."""
