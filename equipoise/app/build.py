@@ -187,8 +187,8 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
         if path is not None:
             return str(path)
         # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time.
-        is_first_start = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
-        if values["stage"] == "fit" and choice == "last" and is_first_start:
+        may_be_repeated = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
+        if values["stage"] == "fit" and choice == "last" and may_be_repeated:
             return choice
         way_out = "Give a path."
         if values["stage"] == "fit":

@@ -1,7 +1,7 @@
 """Constructors that a checkpoint may call: plain data, with checked arguments.
 
 Python's own classes would do much the same, but `bytearray(10**12)` takes a terabyte, and hashing tuples that are
-nested a hundred times takes for ever.
+nested a hundred times takes forever.
 """
 
 import collections

@@ -54,8 +54,8 @@ _SEVERAL_STAGES: dict[Schedule, Schedule] = {
 
 # Schedules of torch that are not supported, and the reason.
 _UNSUPPORTED = {
-    "zbv": "computes no evaluation in torch, and waits for ever after the error.",
-    "dualpipe": "computes no evaluation in torch, and waits for ever after the error.",
+    "zbv": "computes no evaluation in torch, and waits forever after the error.",
+    "dualpipe": "computes no evaluation in torch, and waits forever after the error.",
 }
 
 

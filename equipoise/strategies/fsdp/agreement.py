@@ -114,6 +114,7 @@ class UnitCalls:
 
 _RULE = (
     "Under strategy='fsdp' every process calls the same units in the same order, since all of them gather a unit's"
-    " weights together. Let what decides about a call be the same in all processes, or leave the unit out of"
+    " weights together. Let what decides about a call be the same in all processes: a random choice, such as LayerDrop,"
+    " draws from a generator of its own with a common seed, `torch.rand((), generator=...)`. Or leave the unit out of"
     " `FSDPStrategy(units=[...])`, so that its weights stay with a unit around it."
 )

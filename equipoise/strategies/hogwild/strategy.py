@@ -25,8 +25,6 @@ __all__ = ["HogwildStrategy"]
 
 preload(__name__)
 
-_SEEDS_OF_NUMPY = 2**32
-
 
 class HogwildStrategy(ProcessStrategy):
     """Processes of one machine that step shared parameters on CPUs, each without waiting for the others.

@@ -52,8 +52,8 @@ def check_name(path: str | os.PathLike[str]) -> None:
     """
     if os.fspath(path).endswith(".safetensors"):
         raise CheckpointError(
-            f"A checkpoint holds more than tensors, in the format of `torch.save`, which {os.fspath(path)!r} would not"
-            " say. Name it '.ckpt'. The weights alone are written by"
+            f"A checkpoint holds more than tensors, in the format of `torch.save`, but the name {os.fspath(path)!r}"
+            " promises tensors alone. Name it '.ckpt'. The weights alone are written by"
             " `safetensors.torch.save_model(module, path)`."
         )
 

@@ -204,7 +204,7 @@ class TrainingData(SentState):
             self.stream.resume(batches_read, ahead=ahead, stateful=bool(stateful))
 
     def check_not_empty(self, max_epochs: int | None) -> None:
-        """Check that an epoch without batches is not repeated for ever.
+        """Check that an epoch without batches is not repeated forever.
 
         Raises:
             ConfigurationError: If there is no batch, and no number of epochs ends the training.
@@ -212,7 +212,7 @@ class TrainingData(SentState):
         assert self.stream is not None
         if self.stream.is_empty and max_epochs == -1:
             raise ConfigurationError(
-                f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs for ever: give a number."
+                f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs forever: give a number."
             )
 
     def leave_stream(self) -> None:

@@ -167,7 +167,7 @@ class TrainingEpoch:
         if progress.is_last_batch:
             return
         progress.mark_last(True)
-        self.fit.end_early(early=True)
+        self.fit.has_ended_early = True
         # 1. The window that was left open.
         is_open = (index + 1) % self.state.accumulate_grad_batches != 0
         if is_open:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Measure", "MicroBatcher", "is_armed"]
 
-# Number of times that the same computation is tried. A callback may wait for memory, but not for ever.
+# Number of times that the same computation is tried. A callback may wait for memory, but not forever.
 _MOST_REPEATS = 5
 Shapes = tuple[tuple[int, ...], ...]
 

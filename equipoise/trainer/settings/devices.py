@@ -152,7 +152,7 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
         options = ", ".join(map(repr, _ACCELERATORS))
         raise ConfigurationError(
             f"accelerator={accelerator!r}: {unsupported} are not supported. Take one of {options}; 'auto' takes the"
-            " GPUs or the CPU that there are."
+            " GPUs if there are any, else the CPU."
         )
     name = check_choice("accelerator", accelerator, _ACCELERATORS)
     if name == "auto" and named_devices:

@@ -92,7 +92,7 @@ class StrategyView:
         return getattr(self._strategy, name)
 
     def __reduce__(self) -> Any:
-        """Pickle by the arguments: a view without attributes would look for them for ever."""
+        """Pickle by the arguments: a view without attributes would look for them forever."""
         return StrategyView, (self._strategy, self.run_state, self._parts)
 
     @property  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Some processes run out of memory, others do not: none waits for ever, and gradients are exact and the same in all."""
+"""Some processes run out of memory, others do not: none waits forever, and gradients are exact and the same in all."""
 
 import random
 import warnings

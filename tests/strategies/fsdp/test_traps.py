@@ -361,7 +361,11 @@ def test_a_validation_between_steps(rarely: dict[str, Any]) -> None:
     [
         (
             LeavesUnitOut,
-            ["Rank 0 is about to compute blocks.1, while rank 1 is about to compute blocks.2", "same order"],
+            [
+                "Rank 0 is about to compute blocks.1, while rank 1 is about to compute blocks.2",
+                "same order",
+                "common seed",
+            ],
         ),
         (LeavesLastUnitOut, ["Rank 0 is about to compute blocks.2, while rank 1 has ended"]),
         (UsesWeightElsewhere, ["blocks.1.up.weight was used outside of the forward of its unit blocks.1"]),

@@ -223,7 +223,7 @@ def test_a_second_run_continues_the_counters() -> None:
 
 def test_an_empty_epoch_is_not_repeated_for_ever() -> None:
     loop = fit_loop(Recorded(), DataLoader(Stream(0), batch_size=2), max_epochs=-1)
-    with pytest.warns(UserWarning, match="no batch"), pytest.raises(ConfigurationError, match="empty epochs for ever"):
+    with pytest.warns(UserWarning, match="no batch"), pytest.raises(ConfigurationError, match="empty epochs forever"):
         loop.run(loop.context)
 
 

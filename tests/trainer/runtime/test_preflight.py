@@ -248,7 +248,7 @@ def test_a_loader_without_length_that_turns_out_empty(stage: str, name: str) -> 
 def test_empty_epochs_without_end() -> None:
     module = Small()
     with pytest.warns(UserWarning, match="gave no batch in this pass"):
-        refuses_fit(module, "max_epochs=-1", "for ever", "a number", data=iter(()), max_epochs=-1, max_steps=5)
+        refuses_fit(module, "max_epochs=-1", "forever", "a number", data=iter(()), max_epochs=-1, max_steps=5)
 
 
 def test_one_of_several_loaders_is_empty() -> None:

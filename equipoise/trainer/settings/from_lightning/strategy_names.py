@@ -20,7 +20,7 @@ _LARGE_MODELS = (
     " or with strategy='pipeline', which cuts it; less memory on each take"
     " activation_checkpointing=['encoder.layers.*'] and precision='bf16-mixed'."
 )
-_NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs or the CPU that there are."
+_NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs if there are any, else the CPU."
 
 # Ends of messages about Lightning's strategies that have no counterpart, by the beginnings of their names.
 _ADVICE = {
