@@ -365,3 +365,14 @@ def test_a_removal_that_was_cut_short_spares_the_file_of_another_run(tmp_path: P
     shutil.move(tmp_path / "other" / "epoch=0.ckpt", other)
     fit(keepers, folder, written)
     assert other.exists()
+
+
+def test_a_file_is_replaced_once(tmp_path: Path) -> None:
+    def keepers(folder: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(folder, "same", save_top_k=-1)]
+
+    _, expected = fit(keepers, tmp_path)
+    make_older(tmp_path / "same.ckpt")
+    _, result = fit(keepers, tmp_path, tmp_path / "same.ckpt")
+    assert result == expected
+    assert len(result["steps"]) == 3
