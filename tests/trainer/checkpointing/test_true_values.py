@@ -342,9 +342,10 @@ def test_files_of_weights_alone_are_replaced(tmp_path: Path) -> None:
         weights = ModelCheckpoint(folder, "weights-{epoch}", "value", save_top_k=-1, save_weights_only=True)
         return [whole, weights]
 
-    _, expected = fit(keepers, tmp_path)
-    make_older(tmp_path / "whole-epoch=0.ckpt")
-    _, result = fit(keepers, tmp_path, tmp_path / "whole-epoch=0.ckpt")
+    folder = tmp_path / "files"
+    _, expected = fit(keepers, folder)
+    make_older(folder / "whole-epoch=0.ckpt")
+    _, result = fit(keepers, folder, folder / "whole-epoch=0.ckpt")
     assert result == expected
 
 
@@ -365,3 +366,15 @@ def test_a_removal_that_was_cut_short_spares_the_file_of_another_run(tmp_path: P
     shutil.move(tmp_path / "other" / "epoch=0.ckpt", other)
     fit(keepers, folder, written)
     assert other.exists()
+
+
+def test_a_file_is_replaced_once(tmp_path: Path) -> None:
+    def keepers(folder: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(folder, "same", "value", save_top_k=-1)]
+
+    folder = tmp_path / "files"
+    _, expected = fit(keepers, folder)
+    make_older(folder / "same.ckpt")
+    _, result = fit(keepers, folder, folder / "same.ckpt")
+    assert result == expected
+    assert len(result["steps"]) == 3
