@@ -51,8 +51,6 @@ class Strategy:
             for all.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
-        exchanges_by_hand: Whether a step that the module optimises by hand exchanges gradients, for which every process
-            needs a batch. Default: False.
         devices: The devices of this process, in order.
         dim: The dimension of a batch's tensors that holds its samples.
         processes: The processes that compute together; this one alone unless `connect` sets others.
@@ -61,7 +59,6 @@ class Strategy:
     name: ClassVar[str] = ""
     backward_per_micro_batch: ClassVar[bool] = False
     keeps_batches_whole: ClassVar[bool] = False
-    exchanges_by_hand: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     dim: int = 0

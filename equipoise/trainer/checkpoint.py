@@ -59,7 +59,7 @@ def save_checkpoint(
         check_name(path)
     processes = context.strategy.processes
     if parts.fit_loop.fit.is_uneven:
-        agree_to_save()
+        agree_to_save(processes)
     folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.
@@ -198,7 +198,7 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
     entry["checkpoint_callbacks"] = saving_states(
         state.callbacks, writer, path, context.global_step, hook, fit.kept_files
     )
-    fit.kept_files = kept_files(state.callbacks)
+    fit.note_files(kept_files(state.callbacks))
     entry["written_in"] = None
     if writer is not None:
         entry["written_in"] = [hook, writer.state_key]

@@ -16,8 +16,8 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.process_group import group_store
+from equipoise.parallel.communication.processes import Processes
 
 __all__ = ["agree_to_end", "agree_to_save", "is_true_in_any"]
 
@@ -78,27 +78,31 @@ def _elapsed(store: Store, key: str, batch: int) -> tuple[float, int]:
 # Steps for which only some processes have a batch
 
 
-def is_true_in_any(value: bool) -> bool:
+def is_true_in_any(value: bool, processes: Processes) -> bool:
     """Return True if the value is True in any process. All of them call this.
 
     Args:
         value: The value of this process.
+        processes: The processes.
 
     Raises:
         StepError: If another process is about to save a checkpoint.
     """
-    numbers = exchange_number(int(value))
+    numbers = processes.gather_objects(int(value))
     _check_saves(numbers)
     return any(numbers)
 
 
-def agree_to_save() -> None:
+def agree_to_save(processes: Processes) -> None:
     """Check that all processes are about to save a checkpoint.
+
+    Args:
+        processes: The processes.
 
     Raises:
         StepError: If one is not.
     """
-    _check_saves(exchange_number(_SAVES))
+    _check_saves(processes.gather_objects(_SAVES))
 
 
 def _check_saves(numbers: list[int]) -> None:

@@ -20,6 +20,7 @@ class Processes(ABC):
         local_rank: Number of this process on its machine.
         node_rank: Number of this machine.
         world_size: Number of processes that share the data.
+        step_together: Whether the processes exchange gradients in each step. Default: True.
         devices: Devices of the processes on this machine, by local rank; empty for a single process, whose devices are
             those of its strategy.
     """
@@ -29,6 +30,7 @@ class Processes(ABC):
     local_rank: int = 0
     node_rank: int = 0
     world_size: int = 1
+    step_together: bool = True
     devices: Sequence[torch.device] = ()
 
     @property

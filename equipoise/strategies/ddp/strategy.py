@@ -82,8 +82,6 @@ class DDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "ddp"
-    # Each backward exchanges gradients, so every process needs a batch in every step.
-    exchanges_by_hand: ClassVar[bool] = True
 
     _run: _Run | None = None
 

@@ -28,6 +28,7 @@ class ProcessGroup(ConnectedProcesses):
         timeout: Seconds for which processes wait for one another.
         backend: Torch's backend. None: "nccl" on CUDA, else "gloo".
         on_joined: Function that is called in a process that was started here, once its rank is known.
+        step_together: Whether the processes exchange gradients in each step. Default: True.
 
     Attributes:
         device: The device of this process.
@@ -45,12 +46,14 @@ class ProcessGroup(ConnectedProcesses):
         timeout: float,
         backend: str | None,
         on_joined: Callable[[], None],
+        step_together: bool = True,
     ) -> None:
         super().__init__()
         self.devices = tuple(devices)
         self._timeout = timeout
         self._backend = backend
         self._on_joined = on_joined
+        self.step_together = step_together
         # The rank of this process, if a launcher has started it.
         self._launched_rank = find_rank()
         if self._launched_rank is None:

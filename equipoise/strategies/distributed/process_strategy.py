@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -63,6 +63,8 @@ class ProcessStrategy(Strategy):
         ConfigurationError: If an argument is out of range.
     """
 
+    # Whether the processes exchange gradients in each step.
+    _steps_together: ClassVar[bool] = True
     # State of a run; None in a run of one process, which needs none.
     _run: ProcessRun | None = None
 
@@ -83,7 +85,12 @@ class ProcessStrategy(Strategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine; see `Strategy.connect`."""
         group = ProcessGroup(
-            devices, num_nodes, timeout=self.timeout, backend=self.backend, on_joined=self._use_device_of_process
+            devices,
+            num_nodes,
+            timeout=self.timeout,
+            backend=self.backend,
+            on_joined=self._use_device_of_process,
+            step_together=self._steps_together,
         )
         self._group = group
         self.processes = group

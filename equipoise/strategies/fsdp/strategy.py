@@ -141,7 +141,6 @@ class FSDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
-    exchanges_by_hand: ClassVar[bool] = True
 
     _run: _Run | None = None
 

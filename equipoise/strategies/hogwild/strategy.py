@@ -54,6 +54,7 @@ class HogwildStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "hogwild"
+    _steps_together: ClassVar[bool] = False
 
     def __init__(
         self,

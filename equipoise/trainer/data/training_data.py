@@ -95,7 +95,7 @@ class TrainingData(SentState):
         self.together = context.strategy.processes.world_size > 1
         extents = self.loaders.joint_extents
         self.extent = joined_extent(extents)
-        by_hand = context.strategy.exchanges_by_hand and not context.module.automatic_optimization
+        by_hand = context.strategy.processes.step_together and not context.module.automatic_optimization
         # A run of few steps may end before some process lacks a batch.
         if self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
             refuse_unequal_numbers(

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
-from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.checkpointing.reading import run_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
@@ -110,8 +109,16 @@ class FitLoop:
         self.context = context
         self.later_files = set()
         self.last_writes = {}
-        self.fit.switches = Switches()
+        self.fit.forget_switches()
         self.fit.data.forget()
+
+    def note_later_files(self, paths: set[str]) -> None:
+        """Note the checkpoints that are newer than the one that this run goes on from.
+
+        Args:
+            paths: Their paths.
+        """
+        self.later_files = paths
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
         """Go on with the steps of a checkpoint's run, which the number of batches depends on.
@@ -291,8 +298,8 @@ class FitLoop:
         if self.resumption is None:
             # An epoch that was left early may have left it open.
             self.fit.window.reset()
-            self.fit.has_ended_early = False
-            self.fit.has_validated_in_epoch = False
+            self.fit.end_early(early=False)
+            self.fit.note_validation(in_epoch=False)
             progress.epoch.current.make_ready()
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
@@ -373,7 +380,7 @@ class FitLoop:
             window_ended: Whether the gradients are not needed any more.
         """
         context = self.context
-        self.fit.has_validated_in_epoch = True
+        self.fit.note_validation(in_epoch=True)
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()
         self.fit.switches.enter_validation(context.module)

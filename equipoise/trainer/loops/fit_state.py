@@ -99,6 +99,26 @@ class FitState(SentState):
         """
         self.left = left
 
+    def forget_switches(self) -> None:
+        """Forget what earlier runs have turned in their modules."""
+        self.switches = Switches()
+
+    def note_validation(self, *, in_epoch: bool) -> None:
+        """Note whether a validation has begun in the present epoch.
+
+        Args:
+            in_epoch: Whether it has.
+        """
+        self.has_validated_in_epoch = in_epoch
+
+    def end_early(self, *, early: bool) -> None:
+        """Note whether the batches of the epoch ended before their promised number.
+
+        Args:
+            early: Whether they did.
+        """
+        self.has_ended_early = early
+
     def mark_uneven(self, is_uneven: bool) -> None:
         """Note whether a step is in progress for which some processes may have no batch.
 
@@ -114,6 +134,14 @@ class FitState(SentState):
             state: The state.
         """
         self.before_validation = state
+
+    def note_files(self, kept: dict[str, set[str]]) -> None:
+        """Note the files that checkpoint callbacks keep.
+
+        Args:
+            kept: The files, by the keys of the callbacks.
+        """
+        self.kept_files = kept
 
     def note_wait(self) -> bool:
         """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""

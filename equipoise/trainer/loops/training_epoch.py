@@ -142,13 +142,14 @@ class TrainingEpoch:
         if hook is None and not fit.data.together:
             return None
         stream = fit.data.open_stream
+        processes = self.context.strategy.processes
 
         def skips(batch: Any, index: int, has_batch: bool) -> bool:
             skipped = hook is not None and has_batch and hook(batch, index) == -1
             if index < stream.whole:
                 return skipped
             # A process without a batch calls no hook, so it learns from the others that the epoch ends.
-            skipped = is_true_in_any(skipped)
+            skipped = is_true_in_any(skipped, processes)
             fit.mark_uneven(not skipped)
             return skipped
 
@@ -167,7 +168,7 @@ class TrainingEpoch:
         if progress.is_last_batch:
             return
         progress.mark_last(True)
-        self.fit.has_ended_early = True
+        self.fit.end_early(early=True)
         # 1. The window that was left open.
         is_open = (index + 1) % self.state.accumulate_grad_batches != 0
         if is_open:

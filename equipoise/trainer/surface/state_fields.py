@@ -145,6 +145,7 @@ class StateFields:
     should_stop = StateField[bool]()
     received_sigterm = StateField[bool]()
     requeues = StateField[bool]()
+    requeues_on_signal = StateField[bool]()
 
     # Counters and checkpoints.
     progress = StateField[FitProgress]()

@@ -143,6 +143,7 @@ def test_the_batches_of_a_step_are_told(room: Any, told: list[str], prediction: 
     assert told[0].endswith("A step takes 1 batch of the loader, not 2.")
 
 
+@pytest.mark.filterwarnings("ignore:`fit` trains nothing")
 def test_it_is_chosen_once(room: Any, told: list[str], prediction: MemoryPrediction) -> None:
     room(peak_under(prediction, DDPStrategy()) - 1)
     trainer = Trainer(**OPTIONS)
