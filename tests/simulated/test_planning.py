@@ -16,8 +16,9 @@ from equipoise.planning.description.settings import StepSettings
 from equipoise.planning.prediction import predicted
 from equipoise.planning.tracing.tracer import trace_step
 from equipoise.strategies import Strategy
-from equipoise.trainer.optimization.tuning import step_prediction, strategy_choice
+from equipoise.trainer.optimization.tuning import strategy_choice
 from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
+from equipoise.trainer.optimization.tuning.trials import step_prediction
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.planning.steps import Step
