@@ -63,7 +63,7 @@ LIBRARIES = {
         needs=("pyarrow",),
         data=(("examples/data/stallion.parquet", "pytorch_forecasting/data/stallion.parquet"),),
     ),
-    "pytorch-tabular": Library("1.2.0", ("tests",), made="write_tables"),
+    "pytorch-tabular": Library("1.2.0", ("tests",), needs=("requests",), made="write_tables"),
     "lightly": Library("1.5.26", ("tests/utils",), needs=(TORCHVISION, "pytest-mock")),
     "neuralforecast": Library(
         "3.3.0",
