@@ -172,7 +172,7 @@ def run_tests(
         try:
             process.wait(timeout=60 * arguments.limit)
         except subprocess.TimeoutExpired:
-            process.kill()  # Lightning's Trainer goes on after SIGTERM
+            process.kill()  # Lightning's Trainer continues after SIGTERM
             process.wait()
             return f"ended after {arguments.limit:g} minutes"
     return ""

@@ -204,12 +204,12 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints from which a program may go on; the last one is the latest."""
+    """The checkpoints from which a program may continue; the last one is the latest."""
     return sorted((folder / "checkpoints").glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
 
 
 def _note_checkpoint(folder: Path, counts: Counter[str], processes: int) -> int | None:
-    """Counts where the checkpoint was written from which the next part goes on; returns by how many processes."""
+    """Counts where the checkpoint was written from which the next part continues; returns by how many processes."""
     files = _checkpoints(folder)
     if not files:
         return None

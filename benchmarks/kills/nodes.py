@@ -86,7 +86,7 @@ class Waits(Callback):
 
 
 def work(folder: Path, *, waits: bool) -> None:
-    """Trains, or goes on from the last checkpoint: what each process of torchrun runs."""
+    """Trains, or resumes from the last checkpoint: what each process of torchrun runs."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -188,7 +188,7 @@ def disturbed(folder: Path) -> None:
         _wait((folder / "waits-left").exists, "two nodes train")
         kill_node(nodes.pop(), folder)
         (folder / "left").touch()
-        _wait((folder / "waits-joined").exists, "one node goes on")
+        _wait((folder / "waits-joined").exists, "one node continues")
         nodes.append(start_node(folder, port, is_host=False))
         codes = [node.wait(2 * SECONDS) for node in nodes]
         assert codes == [0, 0], (folder / "output.txt").read_text()

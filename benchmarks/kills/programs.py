@@ -324,7 +324,7 @@ def train(
         case: The program.
         folder: Where its files go.
         kill: When it is killed.
-        resume: Whether it goes on from its last checkpoint, if there is one.
+        resume: Whether it resumes from its last checkpoint, if there is one.
         strategy: Arguments of the trainer that choose strategy and devices; None: those of the mode.
     """
     warnings.simplefilter("ignore")

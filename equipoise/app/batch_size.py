@@ -34,10 +34,10 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
             f"data.batch_size=auto searches for a fit, not for {values['stage']}. Give a number, which may be larger"
             " than that of the fit."
         )
-    # "last" may find no earlier run; with one, the batches of the first run go on.
+    # "last" may find no earlier run; with one, the batches of the first run continue.
     if values["ckpt_path"] is not None:
         raise ConfigurationError(
-            "data.batch_size=auto searches for a new fit, but ckpt_path goes on from a checkpoint. Give the number that"
+            "data.batch_size=auto searches for a new fit, but ckpt_path resumes from a checkpoint. Give the number that"
             " the first run has printed."
         )
     require_workers("data.batch_size=auto", "Give a number")

@@ -38,7 +38,7 @@ class RayReport(Callback):
 
     The metrics are `trainer.callback_metrics`, with "epoch" and "step". In Ray Train all workers report, as Ray waits
     for all of them; the first one alone writes the file and hands it over. With `FailureConfig(max_failures=...)` Ray
-    starts the workers anew after a failure, and `fit(..., ckpt_path="last")` goes on from the last report.
+    starts the workers anew after a failure, and `fit(..., ckpt_path="last")` resumes from the last report.
 
     Args:
         every_n_train_steps: Number of optimiser steps from one report to the next within an epoch. Default: None,
@@ -76,7 +76,7 @@ class RayReport(Callback):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the step from which a resumed run goes on: it has been reported."""
+        """Note the step from which a resumed run continues: it has been reported."""
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -577,7 +577,7 @@ def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> Save
             merged[name] = _default(metric, name)
         elif not is_list:
             merged[name] = _reduced(metric, name, values, counts)
-        # Lists stay lists, since the metric goes on appending.
+        # Lists stay lists, since the metric continues appending.
         elif interleaved:
             merged[name] = interleave(values)
         else:

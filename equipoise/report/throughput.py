@@ -49,7 +49,7 @@ class Throughput:
         self._batches_before = 0
 
     def begin(self, now: float) -> None:
-        """Begin a stretch: training goes on.
+        """Begin a stretch: training continues.
 
         Args:
             now: The time.

@@ -99,7 +99,7 @@ def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]
 def dump_checkpoint(
     parts: TrainerParts, context: RunContext, *, weights_only: bool = False, path: str | None = None
 ) -> dict[str, Any]:
-    """Return everything that a run needs to go on.
+    """Return everything that a run needs to continue.
 
     Args:
         parts: The objects of the trainer.
@@ -192,7 +192,7 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
     if fit.left is not None:
         entry["left"] = fit.left
 
-    # The callback that writes this file goes on behind the write.
+    # The callback that writes this file continues behind the write.
     writer = _writer(state, path)
     hook = vars(context.module)[CURRENT_HOOK]
     entry["checkpoint_callbacks"] = saving_states(

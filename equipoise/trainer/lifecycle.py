@@ -250,7 +250,7 @@ def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
 def _separate_random_numbers(context: RunContext) -> None:
     """Let each process, and each device of this process, draw other random numbers for its samples.
 
-    Rank 0 and its first device go on as one process does.
+    Rank 0 and its first device continue as one process does.
     """
     rank = context.strategy.processes.rank
     if rank:
@@ -272,7 +272,7 @@ def _unite_random_numbers(context: RunContext) -> None:
 
 def _check_sanity(parts: TrainerParts, context: RunContext) -> None:
     """Run a few validation batches, so that a mistake in them shows before hours of training."""
-    # 1. A run that goes on has passed the check.
+    # 1. A run that continues has passed the check.
     state = context.state
     resumption = parts.fit_loop.resumption
     goes_on = resumption is not None and (resumption.in_epoch or state.max_steps != -1)

@@ -26,10 +26,10 @@ __all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_stat
 # Number of keys of each kind that an error lists.
 _MOST_KEYS = 6
 
-# Where Lightning's WeightAveraging keeps the weights that training goes on with; those in "state_dict" are averaged.
+# Where Lightning's WeightAveraging keeps the weights that training continues with; those in "state_dict" are averaged.
 _TRAINED = "current_model_state"
 
-# Entries without which a training cannot go on.
+# Entries without which a training cannot continue.
 _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
 
 
@@ -110,8 +110,8 @@ def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: 
     absent = states.keys() - {state_key_of(callback) for callback in callbacks}
     if absent:
         rank_zero_warn(
-            f"The checkpoint holds states of callbacks that are not there now: {sorted(map(str, absent))}. Add them to"
-            " go on with them."
+            f"The checkpoint holds states of callbacks that are missing: {sorted(map(str, absent))}. Add them to"
+            " continue with them."
         )
     context.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in callbacks:
@@ -205,7 +205,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
     if state.max_epochs is not None and 0 <= state.max_epochs < state.current_epoch:
         raise ConfigurationError(
             f"The checkpoint is at epoch {state.current_epoch}, beyond max_epochs={state.max_epochs}. Raise"
-            " max_epochs to go on."
+            " max_epochs to continue."
         )
 
     # 3. The position in the epoch.
@@ -228,7 +228,7 @@ def _check_can_train(checkpoint: dict[str, Any]) -> None:
     lacking = [key for key in _REQUIRED_TO_TRAIN if key not in checkpoint]
     if lacking:
         raise CheckpointError(
-            f"Training cannot go on from this checkpoint: it lacks {', '.join(lacking)}. Was it saved with"
+            f"Training cannot resume from this checkpoint: it lacks {', '.join(lacking)}. Was it saved with"
             " save_weights_only=True? To start anew from"
             " its weights, load them with `load_from_checkpoint` and leave out ckpt_path."
         )
@@ -244,7 +244,7 @@ def _restore_counters(parts: TrainerParts, loop_states: dict[str, Any]) -> None:
                 progress.load_state_dict(saved["batch_progress"])
     except KeyError as error:
         raise CheckpointError(
-            f"Training cannot go on from this checkpoint: the counter {error} is missing. Take another one."
+            f"Training cannot resume from this checkpoint: the counter {error} is missing. Take another one."
         ) from error
 
 
@@ -307,7 +307,7 @@ def _restore_schedulers(state: RunState, saved_states: list[dict[str, Any]]) -> 
 
 
 def _check_length(scheduler: Any, state: dict[str, Any]) -> None:
-    """Check that a scheduler for a number of steps, such as OneCycleLR, can go on to the end of this run."""
+    """Check that a scheduler for a number of steps, such as OneCycleLR, can continue to the end of this run."""
     planned = getattr(scheduler, "total_steps", None)
     saved = state.get("total_steps")
     if not isinstance(planned, int) or not isinstance(saved, int):

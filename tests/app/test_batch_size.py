@@ -49,7 +49,7 @@ def test_only_a_new_fit_searches(sized, equipoise):
     assert "data.batch_size=auto searches for a fit, not for test" in err
     code, _, err = equipoise("fit", "data=sized", "data.batch_size=auto", "ckpt_path=last")
     assert code == 2
-    assert "ckpt_path goes on from a checkpoint" in err
+    assert "ckpt_path resumes from a checkpoint" in err
 
 
 def test_another_word_is_no_size(sized, equipoise):

@@ -87,9 +87,9 @@ def test_help_of_a_key_that_does_not_exist(project, equipoise):
 
 def test_arguments_of_a_docstring():
     assert arguments_in(
-        "One.\n\nArgs:\n    a: First,\n        goes on.\n    b, c (int): Both.\n\nReturns:\n    d: No.\n"
+        "One.\n\nArgs:\n    a: First,\n        continues.\n    b, c (int): Both.\n\nReturns:\n    d: No.\n"
     ) == {
-        "a": "First, goes on.",
+        "a": "First, continues.",
         "b": "Both.",
         "c": "Both.",
     }

@@ -67,7 +67,7 @@ def test_all_processes_use_one_folder(project: Path) -> None:
     assert "rank 0 has begun" in log
     assert "rank 1 has begun" in log
 
-    # 4. The next run goes on from its checkpoint, in a folder of its own that it uses again.
+    # 4. The next run resumes from its checkpoint, in a folder of its own that it uses again.
     again = ["module=logged", "ckpt_path=last", "hydra.run.dir=again"]
     fit = ["fit", *again, "trainer.max_epochs=2", "callbacks=[model_checkpoint]"]
     write(project, {"commands.py": COMMANDS})

@@ -17,7 +17,7 @@ from tests.test_transparency import CLASSES, FEATURES, TOKENS, assert_same
 
 pytestmark = ignoring(
     "Batch \\d+ of \\d+ samples.* ran out of memory",
-    "Measuring goes on with at most",
+    "Measuring continues with at most",
     "cuda.0 .* ran out of memory and receives fewer samples from now on",
 )
 

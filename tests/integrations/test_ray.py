@@ -257,7 +257,7 @@ def interrupted_once(folder: Path, *arguments: str) -> tuple[int, str]:
         if worker in readable:
             # The pipe ends when the process of the worker does.
             readable, _, _ = select.select([worker], [], [], LIMIT)
-            assert readable, "the worker goes on"
+            assert readable, "the worker continues"
             assert worker.read(5) == b""
     return program.returncode, out
 

@@ -54,7 +54,7 @@ def test_states_of_each_reduction(count: int) -> None:
         metrics.append(module["metric"])
     assert sum(float(metric.total) for metric in metrics) == 16
     assert max(float(metric.largest) for metric in metrics) == 8
-    # A mean is that of all processes in each of them, and goes on with as many batches as there were.
+    # A mean is that of all processes in each of them, and continues with as many batches as there were.
     assert [float(metric.mean) for metric in metrics] == [4.0] * count
     assert [metric.update_count for metric in metrics] == [2] * count
     assert [float(value) for metric in metrics for value in metric.values] == [1, 5, 2, 8]

@@ -1,4 +1,4 @@
-"""Trainings go on as before without any one private name; a feature that needs it is refused in one message."""
+"""Trainings continue as before without any one private name; a feature that needs it is refused in one message."""
 
 import json
 import subprocess

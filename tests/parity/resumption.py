@@ -1,4 +1,4 @@
-"""Stops a run at a checkpoint and goes on from it with either trainer; and the pieces whose state must survive that."""
+"""Stops a run at a checkpoint and resumes from it with either trainer; and the pieces whose state must survive that."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,7 @@ WHOLE = (*FINAL, "metrics", "generators")
 
 
 class Resumable:
-    """A loader that can say where it is and go on from there."""
+    """A loader that can say where it is and resume from there."""
 
     def __init__(self, batches: int, seed: int) -> None:
         self.batches = list(data.loader(batches, seed))
@@ -201,7 +201,7 @@ def resume(plan: Scenario, saved: Path, resumer: str, root: Path, watched: bool 
     Args:
         plan: What is trained.
         saved: The folder of the run that wrote the checkpoint.
-        resumer: The trainer that goes on.
+        resumer: The trainer that continues.
         root: The folder of the second run.
         watched: Whether its hooks are written down.
     """

@@ -133,7 +133,7 @@ class Runs:
             self.uninterrupted = run(longer(self.plan), "lightning", self.folder / "uninterrupted")
 
     def resumed(self, saver: str, resumer: str, watched: bool = False) -> Record:
-        """The run that goes on from the saver's checkpoint."""
+        """The run that resumes from the saver's checkpoint."""
         name = f"{saver}-to-{resumer}{'-watched' if watched else ''}"
         return resume(self.plan, self._saved(saver), resumer, self.folder / name, watched)
 

@@ -58,7 +58,7 @@ class StopsAtBatchEnd(Callback):
 
 
 class Fails(Classifier):
-    """Raises in the given hook once training has gone on for a while."""
+    """Raises in the given hook once training has continued for a while."""
 
     error: type[BaseException] = ArithmeticError
     hook = "training_step"

@@ -36,7 +36,7 @@ class Remembering(Callback):
 
 
 def resumed(kept: Any, folder: Path) -> Any:
-    """Return what a callback gets back from a checkpoint, with which a run goes on."""
+    """Return what a callback gets back from a checkpoint, with which a run continues."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*objects that")
         run = trainer(Trainer, callbacks=Remembering(kept))

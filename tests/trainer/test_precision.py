@@ -99,7 +99,7 @@ def test_scaled_float16(automatic: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:The loss is nan")
 def test_an_overflow_is_skipped() -> None:
-    """Gradients that are not finite change nothing, halve the scale, and the run goes on."""
+    """Gradients that are not finite change nothing, halve the scale, and the run continues."""
     module, expected = pair()
     data = batches(3)
     data[1] = (data[1][0] * 1e6, data[1][1])
@@ -114,7 +114,7 @@ def test_an_overflow_is_skipped() -> None:
 
 @pytest.mark.filterwarnings("ignore:The loss is nan")
 def test_the_scaler_is_resumed(tmp_path: Path) -> None:
-    """A resumed run has the scale of one that went on."""
+    """A resumed run has the scale of one that continued."""
     module, resumed = pair()
     data = batches(2)
     data[1] = (data[1][0] * 1e6, data[1][1])

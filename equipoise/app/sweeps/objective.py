@@ -205,7 +205,7 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
         if is_read and not math.isfinite(value):
             raise StepError(
                 f"This trial failed: its objective {name!r} ended as {value}, and the sweeper needs a finite"
-                " number. Narrow the ranges of the sweep, or let it go on after failed trials"
+                " number. Narrow the ranges of the sweep, or let it continue after failed trials"
                 " (Optuna: hydra.sweeper.max_failure_rate=0.5)."
             )
     values = [metrics[name] for name in objectives]

@@ -151,7 +151,7 @@ class PoolLauncher:
             _interrupt(list(running.values()))
             raise
         finally:
-            # 3. Nothing goes on after an interrupt or an error.
+            # 3. Nothing continues after an interrupt or an error.
             for process in running.values():
                 process.end()
             for job_result in results:

@@ -185,7 +185,7 @@ def _report(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class _Events:
-    """Fills in the results of jobs as their trials go on."""
+    """Fills in the results of jobs as their trials continue."""
 
     results: Sequence[JobResult]
     display: SweepDisplay

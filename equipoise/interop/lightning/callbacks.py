@@ -111,7 +111,7 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
 
 
 def files_written_after(path: str | Path, callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> set[str]:
-    """Return the files that are newer than a checkpoint, in the folders where checkpoint callbacks go on.
+    """Return the files that are newer than a checkpoint, in the folders where checkpoint callbacks continue.
 
     Args:
         path: The checkpoint.

@@ -39,7 +39,7 @@ class Fit(Protocol):
     """What the hooks ask the fit.
 
     Attributes:
-        later_files: Files that are newer than the checkpoint that this run goes on from.
+        later_files: Files that are newer than the checkpoint that this run resumes from.
         last_writes: The steps at which callbacks have written their last files before the validation, by their keys.
     """
 
@@ -47,7 +47,7 @@ class Fit(Protocol):
     last_writes: dict[str, int]
 
     def is_of_this_run(self, path: str) -> bool:
-        """Return True if this run wrote a checkpoint, or the run that it goes on from; the main process reads it."""
+        """Return True if this run wrote a checkpoint, or the run that it resumes from; the main process reads it."""
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; called in all processes together."""
@@ -84,7 +84,7 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
 
 
 def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any]) -> None:
-    """Do what a checkpoint callback does behind a write, in a run that goes on from the file: the rest of the files.
+    """Do what a checkpoint callback does behind a write, in a run that resumes from the file: the rest of the files.
 
     Args:
         callback: The callback.

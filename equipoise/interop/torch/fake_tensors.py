@@ -75,7 +75,7 @@ class _FakeMode(_Base):  # type: ignore[misc]
             value = False
         elif dtype.is_floating_point:
             value = 1.0
-        self._on_guess(f"the value of a tensor is read, which a trace does not have; it goes on with {value}")
+        self._on_guess(f"the value of a tensor is read, which a trace does not have; it continues with {value}")
         return value
 
     def _largest(self, func: Any, args: Any, kwargs: Any) -> Any:

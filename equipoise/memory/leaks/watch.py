@@ -243,7 +243,7 @@ class LeakWatch:
         return find_live_tensors(chain(earlier, gc.get_objects()), self._ages)
 
     def _check_growth(self, series: _Series, live: LiveTensors, step: int, *, with_graph: bool) -> list[Leak]:
-        """Begin to record at the first suspicion; return the leaks when growth goes on."""
+        """Begin to record at the first suspicion; return the leaks when growth continues."""
         if series.growths == _SUSPICIOUS and with_graph not in self._sizes_before:
             self._sizes_before[with_graph] = self._sizes(live, with_graph=with_graph)
             self._sites.start()

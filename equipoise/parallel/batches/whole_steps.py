@@ -1,6 +1,6 @@
 """Steps with the samples of all processes, which keep them whatever the number of processes is.
 
-A run that goes on with another number of processes reads its training data in this form. One process takes whole
+A run that continues with another number of processes reads its training data in this form. One process takes whole
 steps; several divide each of them (`SharedBatches`).
 """
 

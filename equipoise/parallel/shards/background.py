@@ -1,4 +1,4 @@
-"""Save in the background, one checkpoint after the other, while the training goes on."""
+"""Save in the background, one checkpoint after the other, while the training continues."""
 
 import threading
 from collections.abc import Callable

@@ -32,7 +32,7 @@ def capture() -> dict[str, Any]:
 def restore(modes: dict[str, Any]) -> None:
     """Set torch's modes in this process.
 
-    A mode that has its value already is left alone, so that an operator goes on following its backend.
+    A mode that has its value already is left alone, so that an operator continues following its backend.
 
     Args:
         modes: Modes by name, as `capture` returned them.

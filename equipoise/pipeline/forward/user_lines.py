@@ -22,7 +22,7 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
 
     Args:
         frame: The frame of the call.
-        last: Code at which to stop. Default: the search goes on to the outermost frame.
+        last: Code at which to stop. Default: the search continues to the outermost frame.
 
     Returns:
         Function, number and text of the line; empty if there is none.

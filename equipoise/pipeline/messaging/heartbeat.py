@@ -173,7 +173,8 @@ def _abort(timeout: float) -> None:
     The parent takes SIGABRT for a consequence of another failure.
     """
     print(
-        f"The first process of the pipeline has not gone on for {timeout:g} seconds and counts as hung; this one ends.",
+        f"The first process of the pipeline has made no progress for {timeout:g} seconds and counts as hung;"
+        " this one ends.",
         file=sys.stderr,
         flush=True,
     )

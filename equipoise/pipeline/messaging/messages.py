@@ -86,7 +86,7 @@ def as_late(error: BaseException, command: str) -> BaseException:
     """
     if not isinstance(error, (RuntimeError, MemoryError)):
         return error
-    late = WorkerError(f"{command!r} failed after the first process had gone on, so it cannot be done again: {error}")
+    late = WorkerError(f"{command!r} failed after the first process had continued, so it cannot be done again: {error}")
     late.__cause__ = error
     return late
 

@@ -200,7 +200,7 @@ class Recorder(_Base):  # type: ignore[misc]
                 # From Python 3.12 on, the traceback and the frame of `with` keep each other, and tensors of the step.
                 obstacle.with_traceback(None)
             except Exception as error:
-                # The user's code may catch it, and go on in another way than in the next call.
+                # The user's code may catch it, and continue in another way than in the next call.
                 self._running.note_obstacle(f"raises {type(error).__name__}")
                 raise
 
@@ -438,7 +438,7 @@ class Recorder(_Base):  # type: ignore[misc]
             result = call.run()
         except BaseException as error:
             self._running.pop()
-            # The user's code may catch it, and go on in another way than in the next call.
+            # The user's code may catch it, and continue in another way than in the next call.
             with self.paused():
                 self._running.note_obstacle(f"{call.class_name} raises {type(error).__name__}")
             raise

@@ -37,8 +37,8 @@ class Parting:
     """The first difference between a forward and its trace.
 
     Attributes:
-        written: Line with which the forward goes on; empty if unknown.
-        followed: Line with which the trace goes on; empty if unknown.
+        written: Line with which the forward continues; empty if unknown.
+        followed: Line with which the trace continues; empty if unknown.
         error: Error that the trace raised; None if it only computed something else.
         owners: Modules in whose forward they differ, the likeliest first, without the network itself.
     """
@@ -58,7 +58,10 @@ class Parting:
         if not line:
             return message
         if self.written and self.followed and self.written != self.followed:
-            return f"{message}. The forward goes on with {self.written}; what was followed goes on with {self.followed}"
+            return (
+                f"{message}. The forward continues with {self.written}; what was followed continues with"
+                f" {self.followed}"
+            )
         return f"{message}. They part at {line}"
 
 
@@ -191,7 +194,7 @@ class Comparison:
         self._outcome(run_forward)
         self._outcome(run_trace)
 
-        # 2. Find the call and the operation with which they go on.
+        # 2. Find the call and the operation with which they continue.
         node, index = self._first_difference(operations, calls, traced)
         owners: list[nn.Module] = []
         written = ""

@@ -66,7 +66,7 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
         share = 1.0
         if end < len(sizes):
             share = sum(row) / total
-        # 3. Lay it out, and go on in the rest.
+        # 3. Lay it out, and continue in the rest.
         row_cells, free = _lay_row(row, free, share)
         cells += row_cells
         total -= sum(row)

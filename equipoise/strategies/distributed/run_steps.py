@@ -1,4 +1,4 @@
-"""Steps of a training run, which stay the same if it goes on with another number of processes.
+"""Steps of a training run, which stay the same if it continues with another number of processes.
 
 Step k of W processes has the samples order[k·B : (k+1)·B], where B = batch_size·W. If B and the order stay what they
 were, then so do steps, counters and schedules, whatever the number of processes: only who computes which samples
@@ -20,7 +20,7 @@ __all__ = ["RunSteps"]
 
 
 class RunSteps:
-    """Steps with which a run began, and in which it goes on.
+    """Steps with which a run began, and in which it continues.
 
     Args:
         processes: Number of processes with which the run began; None if it begins now.
@@ -88,7 +88,7 @@ class RunSteps:
             if not self.obstacle:
                 return self._kept(loaders, processes)
             rank_zero_info(
-                f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}. A step has"
+                f"The run began with {_processes(self.processes)} and continues with {_processes(count)}. A step has"
                 f" other samples from now on: {self.obstacle}."
             )
         self._begin(loaders, count)
@@ -161,7 +161,7 @@ class RunSteps:
         if None not in self.step_sizes:
             samples = f"{_listed(self.step_sizes)} samples"
         rank_zero_info(
-            f"The run began with {_processes(self.processes)} and goes on with {_processes(count)}: a step keeps its"
+            f"The run began with {_processes(self.processes)} and continues with {_processes(count)}: a step keeps its"
             f" {samples}."
         )
 

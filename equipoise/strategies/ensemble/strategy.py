@@ -501,7 +501,7 @@ class EnsembleStrategy(Strategy):
         return states
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the members but the first need to go on: random numbers, optimisers, open windows."""
+        """Return what the members but the first need to continue: random numbers, optimisers, open windows."""
         run = self._run
         state: dict[str, Any] = {"optimizers": self._optimizer_states}
         if self._streams is not None:

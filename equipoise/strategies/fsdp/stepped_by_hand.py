@@ -1,4 +1,4 @@
-"""An optimiser of a module in shards that the user steps by hand, within a step that goes on afterwards."""
+"""An optimiser of a module in shards that the user steps by hand, within a step that continues afterwards."""
 
 from collections.abc import Callable
 from typing import Any

@@ -124,7 +124,7 @@ class FSDPStrategy(ProcessStrategy):
             GPUs. Default: False.
         checkpoints: "full": the main process gathers whole tensors and writes a file. "sharded": each process writes
             its shards to a folder, which any strategy loads on any number of processes. Default: "full".
-        save_in_background: Write sharded checkpoints while the training goes on, which needs the memory of the shards
+        save_in_background: Write sharded checkpoints while the training continues, which needs the memory of the shards
             on the host once more. A checkpoint begins after the last is complete. Default: False.
         compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
             few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that

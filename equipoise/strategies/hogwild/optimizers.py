@@ -22,7 +22,7 @@ class SharedOptimizer(StrategyOptimizer):
     """An optimiser of shared parameters with a shared state.
 
     An optimiser makes its state in its first step. So each process takes one step by itself, unless a checkpoint
-    brought a state; then all of them meet and go on with the state of the main process.
+    brought a state; then all of them meet and continue with the state of the main process.
 
     Args:
         optimizer: The user's optimiser, in this process.

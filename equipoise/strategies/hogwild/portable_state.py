@@ -27,7 +27,7 @@ class SharedState(PortableState):
         self._processes.barrier("shared state")
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return a copy of the module's state, since a plugin may write it while the processes go on."""
+        """Return a copy of the module's state, since a plugin may write it while the processes continue."""
         return copy.deepcopy(super().module_state(module))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

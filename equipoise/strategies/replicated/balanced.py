@@ -268,14 +268,14 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def _reduce_share(self, index: int, computed: Mapping[int, int]) -> None:
         """Reduce the share of the device that ran out of memory by a quarter; see `ReplicatedRecovery`."""
         name = self._name_of(index)
-        # 1. A measurement goes on with fewer samples for the device.
+        # 1. A measurement continues with fewer samples for the device.
         calibration = self._calibration
         batch_size = sum(computed.values())
         if calibration is not None and self._is_measurable(batch_size):
             reduced_size = int(_LESS * computed[index])
             most = max(1, reduced_size)
             calibration.limit(index, most)
-            rank_zero_warn(f"Measuring goes on with at most {most} samples for {name}, which ran out of memory.")
+            rank_zero_warn(f"Measuring continues with at most {most} samples for {name}, which ran out of memory.")
             return
 
         # 2. The present shares. Without any, the sizes of the batch that failed stand for them.

@@ -67,7 +67,7 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
 
 def _default_choice(state: "RunState", entry_point: str, *, module_given: bool) -> str | None:
     """Return "best", "last" or None, if the user has chosen nothing."""
-    # A fit goes on where an exception has ended the last one.
+    # A fit continues where an exception has ended the last one.
     if state.fitting:
         for callback in state.callbacks:
             if is_a(callback, OnExceptionCheckpoint):

@@ -163,7 +163,7 @@ class PersistentWorkers:
         if earlier is None:
             self._started[stream] = now
             return
-        # 2. Start them with the earlier generators, and go on with the present ones.
+        # 2. Start them with the earlier generators, and continue with the present ones.
         self._started[stream] = earlier
         load_random_state(self._loaders, earlier)
         open_loader()

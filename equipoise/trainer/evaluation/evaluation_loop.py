@@ -59,7 +59,7 @@ class EvaluationLoop(SentState):
     has_run: bool = field(default=False, init=False, metadata=RESULT)
     loaded_at: float = field(default=-math.inf, init=False)
     resumed: dict[str, Any] | None = field(default=None, init=False)
-    # The x-axis of values logged in steps, by loader; it goes on over epochs.
+    # The x-axis of values logged in steps, by loader; it continues over epochs.
     _steps_logged: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
     def __post_init__(self) -> None:

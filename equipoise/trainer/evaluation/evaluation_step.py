@@ -59,7 +59,7 @@ class Modes:
     """Training mode of each submodule, to be restored after an evaluation, or when that is interrupted.
 
     After an error the modes stay as the error left them, as under Lightning. After an interrupt they are restored,
-    since the user may go on.
+    since the user may continue.
     """
 
     def __init__(self, module: nn.Module) -> None:

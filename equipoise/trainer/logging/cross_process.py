@@ -220,7 +220,7 @@ def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: 
 
     Args:
         entries_of_processes: For each process, the results of `Entry.state_dict`, in the order of ranks.
-        rank: The rank of the process that goes on.
+        rank: The rank of the process that continues.
     """
     # 1. The entries of each key, by rank.
     states_by_key: dict[Any, dict[int, dict[str, Any]]] = {}

@@ -57,7 +57,7 @@ class FitLoop:
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
         loss_watch: Reports a loss that is not finite; None outside of a run.
-        later_files: Checkpoints that are newer than the one that this run goes on from.
+        later_files: Checkpoints that are newer than the one that this run resumes from.
         last_writes: The steps at which checkpoint callbacks have written their last files before the validation whose
             value they rank, by their keys.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
@@ -113,7 +113,7 @@ class FitLoop:
         self.fit.data.forget()
 
     def note_later_files(self, paths: set[str]) -> None:
-        """Note the checkpoints that are newer than the one that this run goes on from.
+        """Note the checkpoints that are newer than the one that this run resumes from.
 
         Args:
             paths: Their paths.
@@ -401,7 +401,7 @@ class FitLoop:
         return self.optimization.has_skipped
 
     def is_of_this_run(self, path: str) -> bool:
-        """Return True if this run wrote a checkpoint, or the run that it goes on from.
+        """Return True if this run wrote a checkpoint, or the run that it resumes from.
 
         Args:
             path: The path of the file, or of the folder of a sharded one.

@@ -105,7 +105,7 @@ def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
     """
     position = position_of(context, fit, val_loop)
     position["batch_is_done"] = True
-    # These go on changing.
+    # These continue changing.
     for name in ("logs", "gradients"):
         position[name] = deepcopy(position[name])
     return {"loop": fit.state_dict(), "positions": context.strategy.processes.gather_objects(position)}

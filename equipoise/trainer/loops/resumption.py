@@ -304,7 +304,7 @@ class Resumption:
         state.begin_validation()
         self.finish_hook("on_validation_end")
         state.end_validation()
-        # 2. The metrics that the validation has logged. Training goes on with those that it logs, too.
+        # 2. The metrics that the validation has logged. Training continues with those that it logs, too.
         metrics = named_metrics(self.context.module)
         trained = {id(entry.metric) for entry in self.fit.collection.entries.values()}
         before = self.position["before_validation"].get("metrics", {})

@@ -54,8 +54,9 @@ class Stopping:
         if self._limit and has_trained:
             rank_zero_warn(
                 f"`fit` trains nothing: an earlier fit of this Trainer has reached"
-                f" {self._limit}={getattr(self.state, self._limit)}, and its counters go on. Create a new Trainer with"
-                f" new callbacks to train a module from the start, or raise `trainer.fit_loop.{self._limit}` to go on."
+                f" {self._limit}={getattr(self.state, self._limit)}, and its counters continue. Create a new Trainer"
+                f" with new callbacks to train a module from the start, or raise `trainer.fit_loop.{self._limit}` to"
+                f" continue."
             )
 
     def can_stop_early(self) -> bool:
@@ -71,6 +72,6 @@ class Stopping:
         if self.fit.note_wait():
             rank_zero_info(
                 f"The Trainer was asked to stop, but min_epochs={self.state.min_epochs} or"
-                f" min_steps={self.state.min_steps} is not met yet: it goes on."
+                f" min_steps={self.state.min_steps} is not met yet: it continues."
             )
         return False

@@ -93,7 +93,7 @@ class ManualOptimization:
         else:
             result = strategy_optimizer.step(compute, **kwargs)
 
-        # 2. The training step goes on.
+        # 2. The training step continues.
         self._counts.complete_ready()
         self.step.enter_phase("training step")
         return result

@@ -18,7 +18,7 @@ Position = dict[str, Any]
 
 
 def merged_position(positions: list[Position], module: nn.Module, rank: int, count: int) -> Position:
-    """Return the position from which a process goes on.
+    """Return the position from which a process continues.
 
     Args:
         positions: The positions of the processes that wrote the checkpoint, in the order of ranks.

@@ -54,8 +54,8 @@ def _file(state: RunState, name: str) -> Path | str:
 
 
 def interrupted_checkpoint(state: RunState) -> Path | str | None:
-    """Return the checkpoint from which a job goes on that Slurm has started once more; None if there is none."""
-    # 1. Only a fit in a job that Slurm has started again goes on.
+    """Return the checkpoint from which a job continues that Slurm has started once more; None if there is none."""
+    # 1. Only a fit in a job that Slurm has started again continues.
     if not state.fitting or slurm_job() is None:
         return None
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
@@ -65,7 +65,7 @@ def interrupted_checkpoint(state: RunState) -> Path | str | None:
     path = checkpoint_path(state)
     filesystem = get_filesystem(path)
     if filesystem.exists(os.fspath(path)):
-        rank_zero_info(f"Slurm has started this job again: it goes on from {path}, where it was interrupted.")
+        rank_zero_info(f"Slurm has started this job again: it resumes from {path}, where it was interrupted.")
         return path
 
     # 3. Another fit of the program may have been interrupted.

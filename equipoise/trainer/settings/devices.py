@@ -168,7 +168,7 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
     if name != "cpu" and not _count(name):
         raise ConfigurationError(
             f"accelerator={name!r} was asked for, but torch finds no such device. Take accelerator='auto' to use"
-            " what there is, or 'cpu'."
+            " the devices that are present, or 'cpu'."
         )
     return name
 

@@ -33,7 +33,7 @@ MetricListener = Callable[[Any, dict[str, Any], int], None]
 
 @dataclass(eq=False)
 class RunState(SentState, Stages, Limits, Speed, Savers):
-    """The state of a trainer, from its constructor on; a second run goes on with it.
+    """The state of a trainer, from its constructor on; a second run continues with it.
 
     Limits, choices about speed and memory, and settings without a text here, are the checked arguments of the Trainer
     of the same names.
@@ -126,7 +126,7 @@ class RunState(SentState, Stages, Limits, Speed, Savers):
         self.callbacks = callbacks
 
     def note_checkpoint(self, path: Any) -> None:
-        """Note the checkpoint from which the run goes on; None if there is none."""
+        """Note the checkpoint from which the run continues; None if there is none."""
         self.loaded_ckpt_path = path
 
     def set_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:

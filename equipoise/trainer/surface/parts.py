@@ -56,7 +56,7 @@ class TrainerParts:
     logs: Logs
     logger_output: LoggerOutput
 
-    # The loops, whose states a second run goes on with.
+    # The loops, whose states a second run continues with.
     fit_loop: FitLoop
     evaluations: dict[str, EvaluationLoop]
     predict_loop: PredictionLoop

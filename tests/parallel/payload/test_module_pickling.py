@@ -1,4 +1,4 @@
-"""Parametrised and compiled modules arrive as they were sent, and go on as such."""
+"""Parametrised and compiled modules arrive as they were sent, and continue as such."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Steps that stop where they call the network, and go on with its output."""
+"""Steps that stop where they call the network, and continue with its output."""
 
 import threading
 from typing import Any

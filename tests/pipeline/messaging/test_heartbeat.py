@@ -1,4 +1,4 @@
-"""A process goes on while a thread that computes for it uses the processor, or while it waits for another process.
+"""A process continues while a thread that computes for it uses the processor, or while it waits for another process.
 
 Each loop ends as soon as what it waits for is so, and never where that is wrong.
 """

@@ -196,8 +196,8 @@ def test_a_wrong_trace_of_the_network_is_refused(monkeypatch, options):
         fit(lambda: Asked(network), SIZES, **pipelined(2, micro_batches=2, **options))
     told = str(raised.value)
     assert "Recorded cannot be cut into stages" in told
-    assert re.search(r"The forward goes on with Asking.forward, line \d+: `hidden = hidden \* 3`", told)
-    assert re.search(r"what was followed goes on with Asking.forward, line \d+: `return self.last\(", told)
+    assert re.search(r"The forward continues with Asking.forward, line \d+: `hidden = hidden \* 3`", told)
+    assert re.search(r"what was followed continues with Asking.forward, line \d+: `return self.last\(", told)
 
 
 def test_a_submodule_whose_trace_is_wrong_stays_whole(monkeypatch):

@@ -382,7 +382,7 @@ def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = modules
     assert many.found == one.found == ("yes", "high", True)
     assert many.drawn == one.drawn
-    assert later[0] == later[1]  # the caller's generators go on where the first process ended
+    assert later[0] == later[1]  # the caller's generators continue where the first process ended
 
 
 def test_datasets_travel_in_shared_memory() -> None:

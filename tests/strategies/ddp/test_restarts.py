@@ -1,4 +1,4 @@
-"""A process is killed, the run goes on from its last checkpoint, and ends as one that nothing ever happened to."""
+"""A process is killed, the run resumes from its last checkpoint, and ends as one that nothing ever happened to."""
 
 import os
 import random
@@ -83,7 +83,7 @@ class Killed(L.LightningModule):
 
 
 def train(folder: Path, rank: int, step: int, engine: Any = "torch", accumulate: int = 1, seed: int = 5) -> Killed:
-    """Trains, or goes on from the last checkpoint in a folder."""
+    """Trains, or resumes from the last checkpoint in a folder."""
     torch.manual_seed(seed)
     module = Killed(rank, step, folder / "marker")
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: each process writes its shards, and any strategy and number of processes goes on from them."""
+"""Sharded checkpoints: each process writes its shards, and any strategy and number of processes resumes from them."""
 
 import json
 import os
@@ -100,9 +100,9 @@ def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, checkpoint: 
     ids=["one device", "ddp", "pipeline"],
 )
 def test_there_and_back(strategy: Callable[[], Any], processes: int, expected: dict[str, Any], tmp_path: Path) -> None:
-    """A file of another strategy, from which three processes go on to a folder, which the other one reads."""
+    """A file of another strategy, from which three processes continue to a folder, which the other one reads."""
     file, folder = tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
-    # That of each process that began; a run that goes on keeps the samples of a step.
+    # That of each process that began; a run that continues keeps the samples of a step.
     batch_size = STEP if isinstance(strategy(), PipelineStrategy) else STEP // processes
     options = {"batch_size": batch_size, **WINDOW}
     fit(Net, strategy(), processes, callbacks=[SavesAfter(file, 0)], **options)

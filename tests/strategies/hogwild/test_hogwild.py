@@ -128,9 +128,9 @@ def test_a_checkpoint_holds_weights_that_nobody_changes(tmp_path: Path) -> None:
     trainer(HogwildStrategy(processes=2), default_root_dir=tmp_path, max_epochs=1).fit(module, loader(), loader())
     saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert int(saved["state_dict"]["steps"]) == 8
-    # After the file was written nobody had gone on yet: all left the save together.
+    # After the file was written nobody had continued yet: all left the save together.
     assert saved["state_dict"]["net.weight"].shape == (1, 4)
-    # It goes on under one process, from its own position, and under two.
+    # It continues under one process, from its own position, and under two.
     again = Linear()
     run = trainer(HogwildStrategy(processes=2), max_epochs=2)
     run.fit(again, loader(), loader(), ckpt_path=tmp_path / "x.ckpt")

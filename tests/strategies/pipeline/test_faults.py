@@ -102,7 +102,7 @@ ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
     ("stage", "phase", "error", "threads"), pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True])
 )
 def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads):
-    """They name the stage; no thread is left, no forward is caught any more, and the same trainer can go on."""
+    """They name the stage; no thread is left, no forward is caught any more, and the same trainer can continue."""
     module = Failing(stage, phase=phase, error=error).double()
     options = pipelined(3, threads=threads, **CUT)
     trainer = quiet(**options)

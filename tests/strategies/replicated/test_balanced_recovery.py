@@ -13,7 +13,7 @@ from tests.strategies.replicated.test_balanced import Module, loader
 from tests.test_transparency import Base, Batches, Gradients, Masked, Mlp, assert_same
 
 pytestmark = [
-    *ignoring("Batch \\d+ of \\d+ samples", ".* ran out of memory and receives fewer samples", "Measuring goes on"),
+    *ignoring("Batch \\d+ of \\d+ samples", ".* ran out of memory and receives fewer samples", "Measuring continues"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 
@@ -98,7 +98,7 @@ def test_while_measuring() -> None:
 
     batches = [torch.cat((torch.zeros(16, 4), torch.full((16, 4), 99.0))) for _ in range(16)]
     strategy, recovery = BalancedDataParallelStrategy(), OOMRecovery()
-    with pytest.warns(UserWarning, match=rf"Measuring goes on with at most 12 samples for {SECOND}"):
+    with pytest.warns(UserWarning, match=rf"Measuring continues with at most 12 samples for {SECOND}"):
         trainer(strategy, callbacks=[recovery]).fit(Late(), DataLoader(batches, batch_size=None))
     assert strategy.shares is not None
     assert recovery.events

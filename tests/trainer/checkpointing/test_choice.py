@@ -32,7 +32,7 @@ def test_last_asks_ray_first(worker, tmp_path, monkeypatch):
     first.fit(BoringModel(), loader(), ckpt_path="last")
     first.save_checkpoint(tmp_path / "reported" / "checkpoint.ckpt")
 
-    # 2. The second goes on from the report.
+    # 2. The second resumes from the report.
     monkeypatch.setattr(worker, "get_checkpoint", lambda: SimpleNamespace(path=str(tmp_path / "reported")))
     second = Trainer(max_epochs=2, default_root_dir=tmp_path, **OPTIONS)
     second.fit(BoringModel(), loader(), ckpt_path="last")

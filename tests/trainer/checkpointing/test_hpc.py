@@ -23,7 +23,7 @@ def write(folder: Path, *names: str, cls: Any = None) -> None:
 
 
 def chosen(folder: Path, **options: Any) -> str:
-    """Return the name of the checkpoint from which a fit goes on."""
+    """Return the name of the checkpoint from which a fit continues."""
     run = trainer(default_root_dir=folder, max_steps=10, max_epochs=-1, **options)
     run.fit(Small(), loader(8), ckpt_path="hpc")
     return Path(run.ckpt_path).name

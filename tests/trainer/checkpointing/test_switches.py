@@ -141,7 +141,7 @@ def test_on_several_devices(tmp_path: Path, kind: str, strategy: str) -> None:
 
 
 def test_what_the_program_sets_before_training_is_no_matter_of_the_checkpoint(tmp_path: Path) -> None:
-    """A user may freeze a part in the run that goes on."""
+    """A user may freeze a part in the run that continues."""
     module = AllOptimized()
     first = trainer(max_epochs=1)
     data = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), batch_size=2)

@@ -176,11 +176,11 @@ def test_a_value_of_the_training_is_saved_at_once(tmp_path: Path) -> None:
     assert written["current"]["completed"] == 0, "written after the validation"
 
 
-# A run that ends anywhere and goes on
+# A run that ends anywhere and continues
 
 
 class Copying(Trainer):
-    """Copies the folder of the checkpoints behind each one that it writes, unless it goes on from one."""
+    """Copies the folder of the checkpoints behind each one that it writes, unless it resumes from one."""
 
     folder: Path
     copies: list[tuple[Path, Path]]
@@ -257,7 +257,7 @@ def test_a_run_that_is_killed_behind_any_write_leaves_the_same_files(
             continue
         _, result = fit(keepers, folder, written, **options)
         if written.name not in expected["steps"]:
-            # Lightning keeps the file that a run went on from.
+            # Lightning keeps the file that a run resumed from.
             written.unlink()
             del result["steps"][written.name]
         assert result == expected, f"from {written.name} in {copy.name}"

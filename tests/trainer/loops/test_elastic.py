@@ -1,7 +1,7 @@
-"""A run goes on with another number of processes, or another strategy, and ends as one that nothing ever happened to.
+"""A run continues with another number of processes, or another strategy, and ends as one that nothing ever happened to.
 
 One run of each writer notes what it computes, and saves a checkpoint in the middle of an epoch and of an accumulation
-window. Others go on from there.
+window. Others resume from there.
 """
 
 import csv
@@ -141,7 +141,7 @@ class Run:
     accumulate: int = 1
 
     def fit(self, module: Watched, checkpoint: Path | None = None, callbacks: Any = (), **options: Any) -> Any:
-        """Train, or go on; return the trainer."""
+        """Train, or continue; return the trainer."""
         # Nothing depends on the generators of the new process.
         torch.manual_seed(5 if checkpoint is None else 99)
         writes = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)

@@ -293,7 +293,7 @@ class Recorded(Overdraws):
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_step_that_was_not_completed(sized: bool) -> None:
-    """The epoch ends as any other: it is validated, and schedulers go on. The step does not count."""
+    """The epoch ends as any other: it is validated, and schedulers continue. The step does not count."""
     module, run = Recorded(2), trainer(max_epochs=2, num_sanity_val_steps=0)
     data = loader(3) if sized else DataLoader(Stream(6), batch_size=2)
     with pytest.warns(UserWarning, match=r"last step was not completed; 1 of 3 batches were pulled in it"):

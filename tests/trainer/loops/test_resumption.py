@@ -98,7 +98,7 @@ class SaveEverywhere(L.Callback):
 
     Args:
         folder: Where the files go.
-        hooks: The names of the hooks. Default: those of which a run goes on as if it had not been killed.
+        hooks: The names of the hooks. Default: those of which a run continues as if it had not been killed.
 
     Attributes:
         saved: The files, each with the batches that had been seen.
@@ -258,7 +258,7 @@ def test_killed_while_a_batch_is_computed(tmp_path: Path) -> None:
         train("shuffled", resumed, [], path)
         done = seen_before if "start" in path.name else seen_before[:-1]
         seen, ended = done + resumed.seen, 7 * (len(done) // 7 + 1)
-        assert seen[:ended] == module.seen[:ended], path.name  # the epoch in which it was killed goes on in its order
+        assert seen[:ended] == module.seen[:ended], path.name  # the epoch in which it was killed continues in its order
         for epoch in range(3):
             assert sorted(index for batch in seen[7 * epoch : 7 * epoch + 7] for index in batch) == list(range(SAMPLES))
 

@@ -225,7 +225,7 @@ def stopping(folder: Path) -> list[Any]:
 
 
 def test_a_run_that_early_stopping_has_ended(tmp_path: Path) -> None:
-    """It has ended when it is resumed, too; without the callback it goes on."""
+    """It has ended when it is resumed, too; without the callback it continues."""
     make = LOADERS["shuffled"]
     expected = fit(make(), stopping(tmp_path / "whole"), max_epochs=4)
     with pytest.raises(Killed):

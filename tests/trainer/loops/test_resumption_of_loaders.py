@@ -108,7 +108,7 @@ def fit(make: Any, callbacks: list[Any], path: Path | None = None, seed: int = 1
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_persistent_workers(name: str, tmp_path: Path) -> None:
-    """Every sample once per epoch, in the order of the undisturbed run, from whichever hook the run goes on."""
+    """Every sample once per epoch, in the order of the undisturbed run, from whichever hook the run continues."""
     make, options = CASES[name]
     saver = SaveEverywhere(
         tmp_path, ("on_train_epoch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end")

@@ -19,7 +19,7 @@ from tests.support.trainer_runs import Validated, loader, trainer
 pytestmark = ignoring()
 PATIENCE = 300.0  # seconds for what ends after the program
 
-# In a process of its own: it says "ready" where it is to be interrupted, and goes on when it reads a line.
+# In a process of its own: it says "ready" where it is to be interrupted, and continues when it reads a line.
 SCRIPT = """
 import json, multiprocessing, os, signal, sys, threading
 import lightning as L
@@ -104,7 +104,7 @@ class Interrupted:
         os.killpg(self.program.pid, number)
 
     def finish(self) -> dict[str, Any]:
-        """Lets the script go on, and returns what it reports when it has ended."""
+        """Lets the script continue, and returns what it reports when it has ended."""
         out, err = self.program.finish("\n\n")
         assert out, err
         report: dict[str, Any] = json.loads(out.splitlines()[-1])
@@ -222,7 +222,7 @@ def test_the_run_ends_after_the_batch_at_the_latest(step: str, number: int, erro
     assert run.interrupted
     assert run.received_sigterm == (number == signal.SIGTERM)
     assert all(part.training for part in module.modules())
-    call(run, module)  # the same trainer goes on
+    call(run, module)  # the same trainer continues
     assert not run.interrupted
     assert not run.received_sigterm
 

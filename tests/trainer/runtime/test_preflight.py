@@ -238,7 +238,7 @@ def test_an_empty_validation_loader_in_a_fit(name: str, sanity: int) -> None:
 @pytest.mark.parametrize("name", UNSIZED)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loader_without_length_that_turns_out_empty(stage: str, name: str) -> None:
-    """It may have something in the next pass, so the run goes on, as Lightning's does."""
+    """It may have something in the next pass, so the run continues, as Lightning's does."""
     module = Validated() if stage == "val" else Small()
     with pytest.warns(UserWarning, match="without length gave no batch in this pass"):
         getattr(trainer(), STAGES[stage])(module, UNSIZED[name]())
@@ -294,7 +294,7 @@ def test_a_validation_loader_without_validation_step() -> None:
 
 
 def test_a_validation_loader_of_a_shared_data_module() -> None:
-    """Others may validate with it: one warning, and training goes on."""
+    """Others may validate with it: one warning, and training continues."""
     module = Small()
     with pytest.warns(UserWarning, match="Small has no `validation_step`: it will not be validated") as caught:
         trainer(num_sanity_val_steps=2).fit(module, datamodule=Data())

@@ -28,7 +28,7 @@ pytestmark = ignoring()
 
 
 class Waiting(L.LightningModule):
-    """Rank 0 says in its third batch that it is there, rank 1 in its fifth; each goes on when it was signalled.
+    """Rank 0 says in its third batch that it is there, rank 1 in its fifth; each continues when it was signalled.
 
     Args:
         folder: Where it says so, in pipes that are there. None: nobody signals, and nothing is said.
@@ -63,7 +63,7 @@ def train(folder: Path, *, waits: bool = False, **options: Any) -> Path | None:
     """Train in each task; the first process of all writes weights and steps into the folder.
 
     Returns:
-        The checkpoint from which it went on.
+        The checkpoint from which it continued.
     """
     torch.manual_seed(0)
     module, data = Waiting(folder if waits else None), TensorDataset(torch.randn(24, 3))

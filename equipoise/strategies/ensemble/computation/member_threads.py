@@ -1,4 +1,4 @@
-"""Threads in which the members' steps run until they call a network, and go on with its output.
+"""Threads in which the members' steps run until they call a network, and continue with its output.
 
 Only one of them runs at a time: the caller waits until a step pauses or ends. A thread lasts as long as a run.
 """
@@ -13,7 +13,7 @@ __all__ = ["MemberThread"]
 
 
 class _Abandoned(BaseException):
-    """Ends a step that will not go on. No `except Exception` of the user's catches it."""
+    """Ends a step that will not continue. No `except Exception` of the user's catches it."""
 
 
 class MemberThread:
@@ -70,7 +70,7 @@ class MemberThread:
         self._switch()
 
     def resume(self, reply: Any) -> None:
-        """Let the step go on to its next call, or to its end.
+        """Let the step continue to its next call, or to its end.
 
         Args:
             reply: The result of `pause`.

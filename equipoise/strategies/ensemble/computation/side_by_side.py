@@ -295,7 +295,7 @@ class SideBySide:
         return outputs[0]
 
     def _let_others_go(self, reply: Any, name: str) -> Any:
-        """Let the steps that wait with a call of the same network go on to their next calls."""
+        """Let the steps that wait with a call of the same network continue to their next calls."""
         for thread in self._threads:
             if thread.call is not None and thread.call[0] == name:
                 thread.resume(reply)

@@ -39,7 +39,7 @@ class InitialMember(NamedTuple):
 
     Attributes:
         state: Its parameters and buffers, by name.
-        random_state: The state of torch's generator after it was constructed, with which its run goes on.
+        random_state: The state of torch's generator after it was constructed, with which its run continues.
     """
 
     state: dict[str, Tensor]

@@ -26,7 +26,7 @@ class Switches:
 
     Attributes:
         at_start: All switches when the training began; None before.
-        turned: What the run had turned from which this one goes on, until the training begins.
+        turned: What the run had turned from which this one continues, until the training begins.
         modes: The modes of submodules before a validation, which changes them; None outside of one.
     """
 
@@ -35,7 +35,7 @@ class Switches:
     modes: dict[str, bool] | None = None
 
     def resume(self, turned: _Values) -> None:
-        """Note what the run had turned from which this one goes on.
+        """Note what the run had turned from which this one continues.
 
         Args:
             turned: The result of `turned_in`.

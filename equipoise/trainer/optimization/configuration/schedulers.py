@@ -107,7 +107,7 @@ class Schedulers:
         """
         name = config.monitor or ""
         metrics = self._logs.callback_metrics
-        # Between two validations, schedulers of batches go on with the last value.
+        # Between two validations, schedulers of batches continue with the last value.
         needs_new_value = config.interval == "epoch" or name not in metrics
         if needs_new_value and self._awaits(name):
             return None

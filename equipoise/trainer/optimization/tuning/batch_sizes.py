@@ -24,7 +24,7 @@ from equipoise.trainer.runtime.request import Request
 __all__ = ["FINDER", "check_processes", "check_settings", "find_batch_size"]
 
 FINDER = "BatchSizeFinder"
-# Part of a size that did not fit with which the search goes on.
+# Part of a size that did not fit with which the search continues.
 _NEXT = 0.9
 
 

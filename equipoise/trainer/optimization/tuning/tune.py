@@ -46,7 +46,7 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
         elif not request.fitting:
             find_evaluation_size(trainer, make, request, finder)
         elif request.ckpt_path is not None:
-            rank_zero_info(f"The fit goes on from a checkpoint, so {name} does not search.")
+            rank_zero_info(f"The fit resumes from a checkpoint, so {name} does not search.")
         elif searches_learning_rate(finder):
             find_learning_rate(trainer, make, request, finder)
         else:

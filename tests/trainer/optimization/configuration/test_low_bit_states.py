@@ -120,7 +120,7 @@ def test_resumed_to_the_bit(kind: type[Optimizer], tmp_path: Path) -> None:
 
 
 def test_a_state_of_the_usual_dtype_follows_its_parameter(tmp_path: Path) -> None:
-    """A run that goes on in another precision has its states in that precision, as in torch."""
+    """A run that continues in another precision has its states in that precision, as in torch."""
     saves = ModelCheckpoint(tmp_path, save_last=True)
     fit(Module(SGD), callbacks=[saves], enable_checkpointing=True, max_epochs=1, precision="bf16-true")
     with pytest.warns(UserWarning, match="states of callbacks that are not there"):
