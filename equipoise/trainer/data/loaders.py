@@ -52,6 +52,7 @@ class Source:
         self.method = f"{stage}_dataloader"
         # Loaders may be requested several times in a run.
         self._has_reported = False
+        self._has_reported_difference = False
 
     def is_defined(self) -> bool:
         """Return True if there are loaders."""
@@ -103,6 +104,23 @@ class Source:
             f"{told}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
             " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
             " batches."
+        )
+
+    def report_different_data(self, index: int, lengths: list[int | None]) -> None:
+        """Warn once in a run that processes have loaders of different lengths, each of which is divided among all.
+
+        Args:
+            index: Number of the loader.
+            lengths: Number of its samples in each process.
+        """
+        if self._has_reported_difference:
+            return
+        self._has_reported_difference = True
+        rank_zero_warn(
+            f"Loader {index} of {self.describe()} has {' and '.join(map(str, lengths))} samples in processes 0 to"
+            f" {len(lengths) - 1}. The trainer divides it as if it were the same in all, so each process reads only a"
+            " part of its own samples. If each process has data of its own, say"
+            " Trainer(use_distributed_sampler=False)."
         )
 
 
@@ -187,8 +205,11 @@ class Loaders:
             else:
                 self.extents.append(extent_of(shard.loader, limit, source))
         # All processes know them, so that all refuse the same.
-        self.extents_everywhere = strategy.processes.gather_objects(self.extents)
+        lengths = [_divided_length(loader, shard) for loader, shard in zip(prepared, shards, strict=True)]
+        everywhere = strategy.processes.gather_objects((self.extents, lengths))
+        self.extents_everywhere = [extents for extents, _ in everywhere]
         self._check_not_empty(limit)
+        self._warn_of_different_data([lengths for _, lengths in everywhere])
         self.workers = PersistentWorkers(self.flat, several_at_once=not (self.single or self.sequential))
 
     @property
@@ -247,6 +268,16 @@ class Loaders:
                     f" process {rank}, where others have batches. Give each process samples of it, or take"
                     " CombinedLoader(mode='max_size'), which yields None for it."
                 )
+
+    def _warn_of_different_data(self, lengths_everywhere: list[list[int | None]]) -> None:
+        """Warn that the trainer divides loaders which are not the same in all processes.
+
+        Args:
+            lengths_everywhere: Number of samples of each loader before it is divided, in each process.
+        """
+        for index, lengths in enumerate(zip(*lengths_everywhere, strict=False)):
+            if len(set(lengths)) > 1:
+                self._source.report_different_data(index, list(lengths))
 
     def streams(self, most: float = math.inf) -> list["BatchStream"]:
         """Return a stream for each loader that is read by itself, or one for all of them together.
@@ -413,6 +444,13 @@ def extent_of(loader: Any, limit: float, source: Source) -> Extent:
     else:
         most = math.inf if limit == 1.0 else int(length * limit)
     return Extent(length, most, certainty)
+
+
+def _divided_length(loader: Any, shard: Shard) -> int | None:
+    """Return the number of samples of a loader that the trainer divides; None if it does not, or none is known."""
+    if shard.num_shards == 1:
+        return None
+    return length_of(getattr(loader, "dataset", loader))
 
 
 def _extent_of_turns(loader: Any, shard: Shard, limit: float, source: Source) -> Extent:

@@ -1,6 +1,7 @@
 """Sources of which each process has another number of batches, in every stage and under every strategy of processes."""
 
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from equipoise.errors import StepError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring(".* promised .* batches by its length", "The number of samples of a batch cannot be inferred")
+pytestmark = ignoring(
+    ".* promised .* batches by its length",
+    "The number of samples of a batch cannot be inferred",
+    "Loader 0 of .* has 3 and 11 samples",
+)
 
 
 class Module(L.LightningModule):
@@ -145,6 +150,12 @@ def test_data_sets_of_each_process(strategy: str, share: bool) -> None:
     assert values == pytest.approx(fit.validate(module, verbose=False)[0])
     if not share:
         assert len(torch.cat(fit.predict(module))) == 3 + 11
+
+
+def test_different_loaders_that_the_trainer_divides() -> None:
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match=r"`Module.test_dataloader\(\)` has 3 and 11 samples .* only a part"):
+        run(strategy="ddp").test(Module(), verbose=False)
 
 
 class Counting(Module):

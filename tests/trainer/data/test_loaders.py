@@ -214,7 +214,9 @@ class Ranks(SingleProcess):
         self.other = other
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, self.other] if self.rank == 0 else [self.other, value]
+        _, lengths = value
+        other = (self.other, lengths)
+        return [value, other] if self.rank == 0 else [other, value]
 
 
 def loaders_of_rank(
