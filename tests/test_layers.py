@@ -15,8 +15,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.r
 
 # The floors, from the ground up. A module imports what stands on lower lines, and what its own line names.
 FLOORS = [
-    ["names", "errors", "notices", "formats", "interleave", "to_device", "tree"],
-    ["precision", "interop", "validation"],
+    ["errors", "notices", "formats", "interleave", "to_device", "tree"],
+    ["precision", "interop", "validation", "names"],
     ["safe_loading"],
     ["memory", "parallel"],
     ["pipeline", "callbacks", "planning"],

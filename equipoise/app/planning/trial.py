@@ -16,7 +16,6 @@ from torch import nn
 from equipoise.app.build import build
 from equipoise.app.planning.configured_step import first_batch, predict_configured, settings_of
 from equipoise.app.savings.blocks import repeated_blocks
-from equipoise.names.public import public_classes
 from equipoise.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.planning.description.devices import PlannedDevice
 from equipoise.planning.description.settings import NOT_PREDICTED, StepSettings
@@ -25,6 +24,7 @@ from equipoise.planning.process.worker import write_result
 from equipoise.planning.tracing.batches import size_of_batch
 from equipoise.planning.tracing.obstacles import reason_of
 from equipoise.strategies import Strategy
+from equipoise.strategies.by_name import make_strategy, strategy_names
 
 __all__ = ["write_plan"]
 
@@ -161,11 +161,11 @@ def _strategies(configured: Any) -> list[Strategy]:
     if isinstance(configured, Mapping):
         chosen = build(configured, "strategy")
     strategies: list[Strategy] = []
-    for kind in public_classes("equipoise.strategies", Strategy):
-        if chosen is not None and type(chosen) is kind:
+    for name in strategy_names():
+        if chosen is not None and chosen.name == name:
             strategies.append(chosen)
-        elif kind.name and kind.name not in _OTHER_STRATEGIES:
-            strategies.append(kind())
+        elif name not in _OTHER_STRATEGIES:
+            strategies.append(make_strategy(name))
     return strategies
 
 

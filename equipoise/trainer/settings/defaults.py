@@ -18,14 +18,12 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.availability import can_start_workers
 from equipoise.precision import Precision, make_precision
-from equipoise.strategies.ddp.strategy import DDPStrategy
-from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
-from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
+from equipoise.strategies.by_name import make_strategy, strategy_names
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count, check_flags
 from equipoise.trainer.settings.devices import Devices, select_devices, select_num_nodes
-from equipoise.trainer.settings.from_lightning.strategy_names import STRATEGIES, lightning_strategy, refuse_object
+from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy, refuse_object
 
 __all__ = [
     "connect_strategy",
@@ -98,13 +96,13 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | Non
     if name == "auto":
         return _default_strategy(devices, rank)
     # Names of Lightning's strategies mean one of these.
-    if name not in STRATEGIES:
+    names = strategy_names()
+    if name not in names:
         counterpart = lightning_strategy(name)
         if counterpart is not None:
             name, options = counterpart
-            return STRATEGIES[name](**options)
-    name = check_choice("strategy", name, ["auto", *STRATEGIES])
-    return STRATEGIES[name]()
+            return make_strategy(name, **options)
+    return make_strategy(check_choice("strategy", name, ["auto", *names]))
 
 
 def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
@@ -121,17 +119,17 @@ def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Str
     if rank is None and not can_start_workers():
         return _default_in_one_process(are_unequal)
     if are_unequal:
-        return DDPStrategy(shares="auto")
-    return DDPStrategy(shares=None)
+        return make_strategy("ddp", shares="auto")
+    return make_strategy("ddp")
 
 
 def _default_in_one_process(are_unequal: bool) -> Strategy:
     """Return the strategy for "auto" where no process can be started."""
-    strategy: Strategy = DataParallelStrategy()
+    name = "dp"
     if are_unequal:
-        strategy = BalancedDataParallelStrategy()
-    rank_zero_info(f'strategy="auto" is {strategy.name}, since this system cannot start processes for ddp.')
-    return strategy
+        name = "balanced"
+    rank_zero_info(f'strategy="auto" is {name}, since this system cannot start processes for ddp.')
+    return make_strategy(name)
 
 
 def _are_unequal(devices: Sequence[torch.device]) -> bool:

@@ -10,8 +10,9 @@ from equipoise.interop.lightning.arguments.fsdp import MACHINES
 from equipoise.interop.lightning.arguments.plugins import PluginsInUse, sort_plugins
 from equipoise.interop.lightning.arguments.strategies import is_lightning_strategy, strategy_in_our_words
 from equipoise.parallel.communication.rank import find_rank
+from equipoise.strategies.by_name import make_strategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
-from equipoise.trainer.settings.from_lightning.strategy_names import STRATEGIES, refuse_object
+from equipoise.trainer.settings.from_lightning.strategy_names import refuse_object
 
 __all__ = ["takes_objects_of_lightning"]
 
@@ -70,7 +71,7 @@ def _translate_strategy(options: dict[str, Any]) -> None:
     # 2. The strategy itself.
     if words.options.get("replicas") == MACHINES:
         words.options["replicas"] = _number_of_machines(options.get("num_nodes"))
-    options["strategy"] = STRATEGIES[words.name](**words.options)
+    options["strategy"] = make_strategy(words.name, **words.options)
 
 
 def _number_of_machines(num_nodes: Any) -> int:

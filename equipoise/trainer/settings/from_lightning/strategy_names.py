@@ -5,13 +5,8 @@ from typing import Any
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.strategies import is_lightning_strategy
-from equipoise.names.public import public_classes
-from equipoise.strategies.strategy import Strategy
 
-__all__ = ["STRATEGIES", "lightning_strategy", "refuse_object"]
-
-# The public strategies, by the name that each of them gives itself.
-STRATEGIES = {strategy.name: strategy for strategy in public_classes("equipoise.strategies", Strategy)}
+__all__ = ["lightning_strategy", "refuse_object"]
 
 # The group is the value of the option.
 _DDP = re.compile(r"ddp(?:_spawn|_fork|_notebook)?(?:_find_unused_parameters_(true|false))?")

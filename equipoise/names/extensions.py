@@ -1,0 +1,98 @@
+"""Extensions, found by name through the entry points of Python packaging and loaded on first use.
+
+A package offers one in its pyproject.toml. Those of Equipoise itself are offered in the same way:
+
+    [project.entry-points."equipoise.strategies"]
+    local_sgd = "my_package.strategy:LocalSGDStrategy"
+"""
+
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["load_extension", "names_of_extensions"]
+
+_PACKAGE = "equipoise"
+
+
+def names_of_extensions(kind: str) -> list[str]:
+    """Return the names of all extensions of a kind: those of Equipoise in their order, then those of other packages.
+
+    Args:
+        kind: The end of the group's name, such as "strategies".
+
+    Example:
+        >>> names_of_extensions("strategies")[:3]
+        ['single_device', 'dp', 'balanced']
+    """
+    return list(_points(kind))
+
+
+def load_extension(kind: str, name: str) -> Any:
+    """Import an extension and return it.
+
+    Args:
+        kind: The end of the group's name, such as "strategies".
+        name: Its name.
+
+    Raises:
+        KeyError: If there is none.
+        ConfigurationError: If it cannot be imported, or packages offer different ones by this name.
+
+    Example:
+        >>> load_extension("strategies", "dp").__name__
+        'DataParallelStrategy'
+    """
+    points = _points(kind)[name]
+    if len({point.value for point in points}) > 1:
+        offers = " and ".join(f"{package_of(point)} ({point.value})" for point in points)
+        raise ConfigurationError(
+            f"{name!r} has two meanings among the {kind}: {offers} offer it. Uninstall one of the packages, or import"
+            " the object that you mean."
+        )
+    (point, *_) = points
+    try:
+        return point.load()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name!r} among the {kind} cannot be loaded: the package {package_of(point)} offers {point.value}, which"
+            f" fails with {type(error).__name__}: {error}"
+        ) from error
+
+
+def package_of(point: EntryPoint) -> str:
+    """Return the name of the package that offers an extension."""
+    return _PACKAGE if point.dist is None else point.dist.name
+
+
+@cache
+def _points(kind: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a kind by name. A name that packages offer twice has several."""
+    group = f"{_PACKAGE}.{kind}"
+    points: dict[str, list[EntryPoint]] = {}
+    for point in _points_in_checkout(group):
+        points[point.name] = [point]
+    has_own = bool(points)
+    installed = sorted(entry_points(group=group), key=lambda point: (package_of(point) != _PACKAGE, package_of(point)))
+    for point in installed:
+        # The metadata of an editable installation may be older than the checkout.
+        if not has_own or package_of(point) != _PACKAGE:
+            points.setdefault(point.name, []).append(point)
+    return points
+
+
+def _points_in_checkout(group: str) -> Iterator[EntryPoint]:
+    """Yield Equipoise's own entry points if it runs from a checkout, which need not be installed."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    if not path.is_file():
+        return
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
+    if project.get("name") != _PACKAGE:
+        return
+    for name, value in project.get("entry-points", {}).get(group, {}).items():
+        yield EntryPoint(name, value, group)
