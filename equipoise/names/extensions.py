@@ -41,14 +41,18 @@ def load_extension(kind: str, name: str) -> Any:
         name: Its name.
 
     Raises:
-        KeyError: If there is none.
-        ConfigurationError: If it cannot be imported, or packages offer different ones by this name.
+        ConfigurationError: If there is none, if it cannot be imported, or if packages offer different ones.
 
     Example:
         >>> load_extension("strategies", "dp").__name__
         'DataParallelStrategy'
     """
-    points = _points(kind)[name]
+    points = _points(kind).get(name, [])
+    if not points:
+        present = ", ".join(map(repr, _points(kind)))
+        raise ConfigurationError(
+            f"No installed package offers {name!r} among the {kind}: there are {present or 'none'}."
+        )
     if len({point.value for point in points}) > 1:
         offers = " and ".join(f"{package_of(point)} ({point.value})" for point in points)
         raise ConfigurationError(

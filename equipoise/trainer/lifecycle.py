@@ -34,10 +34,9 @@ from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyper
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
-from equipoise.trainer.optimization.compiled.obstacles import check_strategy
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
-from equipoise.trainer.optimization.savers.step_obstacles import check_optimizer
+from equipoise.trainer.optimization.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state, restore_weights
@@ -81,7 +80,8 @@ def run(parts: TrainerParts, request: Request) -> Any:
         refuse_lost_reports(state.callbacks)
         # Here, since an error of a worker comes with its traceback.
         if request.fitting:
-            check_strategy(parts.strategy, state)
+            for extension in step_extensions(state):
+                extension.check_strategy(parts.strategy, state)
         shared = shared_objects(parts, request)
     try:
         results = processes.launch(partial(_carry_out, parts, request, shared), shared)
@@ -158,8 +158,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         optimizers, configs = parse_optimizers(configured, context.module)
         if state.fuses_optimizers:
             fuse_optimizers(optimizers, context.module)
-        if state.steps_in_backward:
-            check_optimizer(optimizers[0])
+        for extension in step_extensions(state):
+            extension.check_optimizer(optimizers[0])
         state.set_optimizers(optimizers, configs)
         context.strategy.portable.connect_optimizers(optimizers)
         context.hooks.call("on_fit_start")

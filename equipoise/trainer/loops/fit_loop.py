@@ -31,8 +31,8 @@ from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
-from equipoise.trainer.optimization.compiled.compiled_step import CompiledSteps
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
+from equipoise.trainer.optimization.step_extension import StepClass, step_extensions
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
@@ -76,7 +76,7 @@ class FitLoop:
         self.fit = FitState(state.progress)
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
-        self.step_class: CompiledSteps | None = None
+        self.step_class: StepClass | None = None
         self.uncounted_steps: UncountedSteps | None = None
         self.later_files: set[str] = set()
         self.last_writes: dict[str, int] = {}
@@ -151,8 +151,8 @@ class FitLoop:
         self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
         self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
-        is_compiled = self.state.compiles_steps or self.state.captures_steps
-        self.step_class = CompiledSteps(context) if is_compiled else None
+        for extension in step_extensions(self.state):
+            self.step_class = extension.step_class(context) or self.step_class
         self.load_data()
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")

@@ -30,9 +30,8 @@ from equipoise.trainer.optimization.automatic_step import AutomaticStep, Repeata
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.manual import ManualOptimization
-from equipoise.trainer.optimization.savers.step_in_backward import StepInBackward
-from equipoise.trainer.optimization.savers.step_obstacles import check_clipping
 from equipoise.trainer.optimization.scaled_steps import ScaledSteps
+from equipoise.trainer.optimization.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed
 from equipoise.trainer.recovery.recovery import Recovery
@@ -44,8 +43,6 @@ __all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
-# Creates a training step from the arguments of `AutomaticStep`; it can be repeated if a recovery asks for that.
-StepClass = Callable[..., AutomaticStep]
 
 
 def make_optimization(
@@ -125,12 +122,11 @@ class AutomaticOptimization:
         recovers = is_armed(context) and not skip_backward
         optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
-        self._in_backward = self._step_in_backward(skip_backward=skip_backward)
+        self._in_backward = None if skip_backward else self._inner_step(context)
 
         # 2. The training step.
-        if step_class is None:
-            step_class = RepeatableStep if recovers else AutomaticStep
-        self.step = step_class(
+        usual_class = RepeatableStep if recovers else AutomaticStep
+        self.step: AutomaticStep = (step_class or usual_class)(
             context,
             window,
             batch_weight,
@@ -166,19 +162,19 @@ class AutomaticOptimization:
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
 
-    def _step_in_backward(self, *, skip_backward: bool) -> StepInBackward | None:
-        """Return the optimiser's step as a part of the backward; None if it comes after the backward."""
+    def _inner_step(self, context: "RunContext") -> InnerStep | None:
+        """Return the optimiser's step within the backward; None if it comes after the backward."""
         state = self._state
-        if not state.steps_in_backward or skip_backward:
-            return None
 
         def clip(optimizer: Optimizer) -> None:
-            # Callbacks may change how gradients are clipped, so the settings are read in each step.
             if state.gradient_clip_val:
-                check_clipping(state)
                 self._gradients.clip(optimizer)
 
-        return StepInBackward(self._optimizer, self._gradients.zero, clip)
+        for extension in step_extensions(state):
+            inner_step = extension.inner_step(context, self._optimizer, self._gradients.zero, clip)
+            if inner_step is not None:
+                return inner_step
+        return None
 
     def unscale(self, optimizer: Any) -> None:
         """Do nothing: the gradients are unscaled before the user sees them."""

@@ -6,7 +6,7 @@ parts has the result of the step on the whole batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from equipoise.parallel.step_protocols import Around, StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.collection import Logged
 from equipoise.trainer.optimization.merged_logs import log_merged
-from equipoise.trainer.optimization.savers.offloaded_forward import forward_context
+from equipoise.trainer.optimization.step_extension import Context, step_extensions
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -57,7 +57,7 @@ class ModuleStep:
         self._name = name
         self._hooks = context.hooks
         self._logs = context.logs
-        self._forward_context = forward_context(context, name)
+        self._forward_context = _forward_context(context, name)
         self._around: Around | None = None
         self.is_plain = self._forward_context is None
         self._methods: dict[nn.Module, Callable[..., Any]] = {}
@@ -200,3 +200,27 @@ class ModuleStep:
     def finished(self, outputs: PartialOutputs) -> Any:
         """Return the outputs of all parts of a batch in the form in which hooks receive them."""
         return outputs
+
+
+def _forward_context(context: "RunContext", name: str) -> Context | None:
+    """Return the context in which a step runs: the precision's, and those of extensions within; None if none.
+
+    Args:
+        context: The run.
+        name: The name of the step, such as "training_step".
+    """
+    contexts = [context.precision.forward_context]
+    if name == "training_step":
+        contexts += [extension.forward_context(context) for extension in step_extensions(context.state)]
+    needed = [each for each in contexts if each is not None]
+    if len(needed) < 2:
+        return needed[0] if needed else None
+
+    @contextmanager
+    def all_of_them() -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in needed:
+                stack.enter_context(each())
+            yield
+
+    return all_of_them

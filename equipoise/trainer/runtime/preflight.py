@@ -22,9 +22,7 @@ from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, ta
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
-from equipoise.trainer.optimization.compiled.obstacles import check_strategy
-from equipoise.trainer.optimization.savers import step_obstacles
-from equipoise.trainer.optimization.savers.offloaded_forward import check_offloading
+from equipoise.trainer.optimization.step_extension import step_extensions
 from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
@@ -178,11 +176,8 @@ def _check_fit(context: "RunContext") -> None:
 
     # 3. Arguments without an effect.
     state = context.state
-    check_strategy(context.strategy, state)
-    if state.steps_in_backward:
-        step_obstacles.check_run(context)
-    if state.offload_least_bytes is not None:
-        check_offloading(context)
+    for extension in step_extensions(state):
+        extension.check_run(context)
     if not module.automatic_optimization:
         _check_manual_optimization(context)
 

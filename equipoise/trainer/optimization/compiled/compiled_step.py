@@ -18,18 +18,21 @@ from equipoise.interop.torch.compiling import NewVariant
 from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.optimization.automatic_step import RepeatableStep
-from equipoise.trainer.optimization.compiled.obstacles import why_eager
+from equipoise.trainer.optimization.compiled.obstacles import check_strategy, why_eager
 from equipoise.trainer.optimization.compiled.speed_comparison import SpeedComparison
 from equipoise.trainer.optimization.compiled.step_program import LoggedCall, StepProgram
 from equipoise.trainer.optimization.compiled.trial import Trial, end_comparison, why_compiled_again
 from equipoise.trainer.optimization.compiled.variants import Variant, Variants
 from equipoise.trainer.optimization.compiled.ways import Capturing, Compiling, Way
+from equipoise.trainer.optimization.step_extension import StepExtension
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["CompiledStep", "CompiledSteps"]
+__all__ = ["Compilation", "CompiledStep", "CompiledSteps"]
 
 T = TypeVar("T")
 
@@ -287,3 +290,19 @@ class CompiledSteps:
     def close(self) -> None:
         """Release the programs."""
         self._variants.close()
+
+
+class Compilation(StepExtension):
+    """Compiles or captures training steps: `Trainer(compile=...)`, `Trainer(capture=True)`."""
+
+    def check_strategy(self, strategy: Strategy, state: "RunState") -> None:
+        """Check that a strategy computes whole steps in one place."""
+        check_strategy(strategy, state)
+
+    def check_run(self, context: "RunContext") -> None:
+        """Check the strategy of a run that starts no processes."""
+        check_strategy(context.strategy, context.state)
+
+    def step_class(self, context: "RunContext") -> CompiledSteps:
+        """Return what creates the step of each epoch."""
+        return CompiledSteps(context)

@@ -25,7 +25,7 @@ _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
 
 
 def check_strategy(strategy: Strategy, state: "RunState") -> None:
-    """Check that a strategy computes whole steps in one place, if steps are compiled or captured.
+    """Check that a strategy computes whole steps in one place.
 
     Args:
         strategy: The strategy.
@@ -34,8 +34,6 @@ def check_strategy(strategy: Strategy, state: "RunState") -> None:
     Raises:
         ConfigurationError: If it does not.
     """
-    if not state.captures_steps and not state.compiles_steps:
-        return
     argument = "capture"
     value: bool | str = state.captures_steps
     if not value:

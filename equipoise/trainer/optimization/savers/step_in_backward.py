@@ -9,15 +9,20 @@ accumulation: in one backward, torch accumulates the gradient of a tied paramete
 
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
 from equipoise.interop.torch.optimizers import only_parameter, plain_step
+from equipoise.trainer.optimization.savers.step_obstacles import check_clipping, check_optimizer, check_run
+from equipoise.trainer.optimization.step_extension import StepExtension
 
-__all__ = ["StepInBackward"]
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["StepInBackward", "SteppingInBackward"]
 
 
 class StepInBackward:
@@ -117,3 +122,31 @@ class StepInBackward:
         with only_parameter(self._optimizer, group, parameter):
             self._clip(self._optimizer)
             self._step()
+
+
+class SteppingInBackward(StepExtension):
+    """Steps the optimiser within the backward: `Trainer(step_in_backward=True)`."""
+
+    def check_run(self, context: "RunContext") -> None:
+        """Check all but the optimiser."""
+        check_run(context)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Check that an optimiser treats each parameter by itself."""
+        check_optimizer(optimizer)
+
+    def inner_step(
+        self,
+        context: "RunContext",
+        optimizer: Optimizer,
+        zero_grad: Callable[[int], None],
+        clip: Callable[[Optimizer], None],
+    ) -> StepInBackward:
+        """Return the optimiser's step within the backward."""
+
+        def checked_clip(optimizer: Optimizer) -> None:
+            # Callbacks may change how gradients are clipped.
+            check_clipping(context.state)
+            clip(optimizer)
+
+        return StepInBackward(optimizer, zero_grad, checked_clip)
