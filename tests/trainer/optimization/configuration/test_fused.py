@@ -102,7 +102,7 @@ def test_resumed(tmp_path: Path, fused_before: bool, fused: bool) -> None:
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     fit(Module(), fused_optimizer=fused_before, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
     path = next(tmp_path.glob("*step=5*.ckpt"))
-    with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+    with pytest.warns(UserWarning, match="states of callbacks that are missing"):
         resumed = fit(Module(), path, fused_optimizer=fused)
     assert bool(resumed.trainer.optimizers[0].param_groups[0]["fused"]) is fused
     assert_close(resumed, whole, 0.0 if fused_before is fused else 1e-12)

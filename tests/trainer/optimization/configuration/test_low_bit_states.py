@@ -107,7 +107,7 @@ def test_resumed_to_the_bit(kind: type[Optimizer], tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     fit(Module(kind), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
     path = next(tmp_path.glob("*step=5*.ckpt"))
-    with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+    with pytest.warns(UserWarning, match="states of callbacks that are missing"):
         resumed = fit(Module(kind), path)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
@@ -123,7 +123,7 @@ def test_a_state_of_the_usual_dtype_follows_its_parameter(tmp_path: Path) -> Non
     """A run that continues in another precision has its states in that precision, as in torch."""
     saves = ModelCheckpoint(tmp_path, save_last=True)
     fit(Module(SGD), callbacks=[saves], enable_checkpointing=True, max_epochs=1, precision="bf16-true")
-    with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+    with pytest.warns(UserWarning, match="states of callbacks that are missing"):
         resumed = fit(Module(SGD), tmp_path / "last.ckpt", precision="32-true")
     for state in resumed.trainer.optimizers[0].state.values():
         assert state["momentum_buffer"].dtype is torch.float32

@@ -148,7 +148,7 @@ def test_resumed(tmp_path: Path) -> None:
         options = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
         fit(Module(), step_in_backward=before, **options)
         path = next(folder.glob("*step=5*.ckpt"))
-        with pytest.warns(UserWarning, match="states of callbacks that are not there"):
+        with pytest.warns(UserWarning, match="states of callbacks that are missing"):
             resumed = fit(Module(), path, step_in_backward=after)
         assert_equal(resumed, whole)
 
