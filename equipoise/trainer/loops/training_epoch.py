@@ -9,9 +9,9 @@ from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
-from equipoise.trainer.optimization.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
+from equipoise.trainer.optimization.step_extension import StepClass
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -44,7 +44,7 @@ class TrainingEpoch:
         weight: BatchWeight,
         loss_watch: LossWatch,
         after_batch: AfterBatch,
-        step_class: Callable[..., AutomaticStep] | None = None,
+        step_class: StepClass | None = None,
     ) -> None:
         self.context = context
         self.state = context.state

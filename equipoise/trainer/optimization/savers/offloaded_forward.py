@@ -33,9 +33,9 @@ class OffloadedForward(StepExtension):
             )
         if strategy.portable.is_sharded:
             raise ConfigurationError(
-                f"offload_activations would copy the weights that units gather to the host as well, since strategy="
-                f"{strategy.name!r} gathers them within the forward. Leave it out, or compute activations again instead:"
-                " Trainer(activation_checkpointing=[...])."
+                "offload_activations would copy the weights that units gather to the host as well, since"
+                f" strategy={strategy.name!r} gathers them within the forward. Leave it out, or compute activations"
+                " again instead: Trainer(activation_checkpointing=[...])."
             )
         if context.state.compiles_steps or context.state.captures_steps:
             argument, step = ("capture", "captured") if context.state.captures_steps else ("compile", "compiled")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from equipoise import ConfigurationError, Trainer
+from equipoise.trainer.optimization.compiled import compiled_step
 from tests.trainer.optimization.compiled.test_compiled_step import ByHand, Network, batches, fit
 
 
@@ -22,7 +23,7 @@ def test_strategies_that_compute_in_parts_are_refused() -> None:
 
 def test_manual_optimisation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # The device would be refused before.
-    monkeypatch.setattr("equipoise.trainer.runtime.preflight.check_strategy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(compiled_step, "check_strategy", lambda *args, **kwargs: None)
     with pytest.raises(ConfigurationError, match=r"Trainer\(capture=True\) has no effect"):
         fit(ByHand(), capture=True)
 
