@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from equipoise.errors import ConfigurationError as ConfigurationError
     from equipoise.errors import StepError as StepError
     from equipoise.errors import WorkerError as WorkerError
+    from equipoise.extensions.planning import MemoryPrediction as MemoryPrediction
+    from equipoise.extensions.planning import predict_memory as predict_memory
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split
     from equipoise.parallel.batches.calibration import SimulatedDevice as SimulatedDevice
-    from equipoise.planning import MemoryPrediction as MemoryPrediction
-    from equipoise.planning import predict_memory as predict_memory
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy

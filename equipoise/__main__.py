@@ -220,7 +220,7 @@ def _savings(arguments: Sequence[str]) -> None:
     """Measure memory savers in the configuration that `fit` would run."""
     overrides, folders = _take_folders(arguments)
     _app()
-    from equipoise.app.savings.command import show_savings
+    from equipoise.extensions.comparison.savings.command import show_savings
 
     show_savings([_quoted(argument) for argument in overrides], folders)
 
@@ -229,7 +229,7 @@ def _compare(arguments: Sequence[str]) -> None:
     """Compare strategies with the configuration that `fit` would run."""
     overrides, folders = _take_folders(arguments)
     _app()
-    from equipoise.app.comparison.command import show_comparison
+    from equipoise.extensions.comparison.command import show_comparison
 
     show_comparison([_quoted(argument) for argument in overrides], folders)
 
@@ -238,7 +238,7 @@ def _plan(arguments: Sequence[str]) -> None:
     """Predict the memory of what `fit` would run."""
     overrides, folders = _take_folders(arguments)
     _app()
-    from equipoise.app.planning.command import show_plan
+    from equipoise.extensions.planning.command.command import show_plan
 
     show_plan([_quoted(argument) for argument in overrides], folders)
 

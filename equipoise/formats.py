@@ -1,6 +1,8 @@
 """Numbers, sizes and times as text for people."""
 
+import contextlib
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "format_count",
     "format_duration",
     "format_number",
+    "format_path",
     "format_quantity",
     "format_rate",
     "format_span",
@@ -194,3 +197,10 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def format_path(path: str) -> str:
+    """Return a path relative to the working directory, if it lies below it."""
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.extensions.pipeline.graph.stages import plain_items
 from equipoise.interop.torch import dispatch
-from equipoise.pipeline.graph.stages import plain_items
 from equipoise.tree import (
     entries_of,
     extract_tensors,

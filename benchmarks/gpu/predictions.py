@@ -12,7 +12,7 @@ from benchmarks.gpu.memory import MIB, collected
 from benchmarks.gpu.networks import QUIET, Task, Training, convolution, mlp, transformer
 from benchmarks.gpu.steps import quiet
 from equipoise import Callback, Trainer
-from equipoise.planning import predict_memory
+from equipoise.extensions.planning import predict_memory
 
 __all__ = ["predictions"]
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.memory import MIB, collected
 from benchmarks.gpu.networks import QUIET, Task, Training, by_hand, difference, loss_of, sgd
 from benchmarks.gpu.steps import first_line, quiet, run_once
 from equipoise import BalancedDataParallelStrategy, Callback, DDPStrategy, PipelineStrategy, Strategy, Trainer
-from equipoise.pipeline.schedule.schedule import SCHEDULES
+from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 
 __all__ = ["pipeline_memory", "strategies"]
 

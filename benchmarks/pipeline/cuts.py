@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.pipeline.graph.call_structure import CallStructure
-from equipoise.pipeline.graph.stages import StageProgram, make_stages, map_tensors
-from equipoise.pipeline.planning.block_merging import merge_blocks
-from equipoise.pipeline.planning.partition import choose_cuts
-from equipoise.pipeline.planning.profile import profile_calls
-from equipoise.pipeline.planning.stage_costs import Block, StageDevice
-from equipoise.pipeline.recording.tracing import trace
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.stages import StageProgram, make_stages, map_tensors
+from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
+from equipoise.extensions.pipeline.planning.partition import choose_cuts
+from equipoise.extensions.pipeline.planning.profile import profile_calls
+from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
+from equipoise.extensions.pipeline.recording.tracing import trace
 
 __all__ = ["Found", "best_slowest", "cut_network"]
 

@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.tracing.recording import record_step
+from equipoise.extensions.planning.tracing.step import PlannedStep
+from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.formats import format_bytes, format_duration
-from equipoise.planning.description.settings import StepSettings
-from equipoise.planning.tracing.recording import record_step
-from equipoise.planning.tracing.step import PlannedStep
-from equipoise.planning.tracing.tracer import trace_step
 
 # Each network with all of these. "blocks" stands for the parts of the network that have several layers, or all.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from equipoise.pipeline.planning import measured_cut
-from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.extensions.pipeline.planning import measured_cut
+from equipoise.extensions.pipeline.planning.stage_costs import Block
 
 __all__ = ["MeasuredCalls", "best_to_mean", "calls_noted", "largest_piece"]
 

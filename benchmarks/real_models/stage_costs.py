@@ -13,8 +13,8 @@ from unittest import mock
 import lightning as L
 from torch import Tensor, nn
 
+from equipoise.extensions.pipeline.execution import stage_graphs, threaded_engine
 from equipoise.memory.profile import ledger
-from equipoise.pipeline.execution import stage_graphs, threaded_engine
 
 __all__ = ["StageCosts", "devices_apart"]
 

@@ -39,12 +39,12 @@ from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
-from equipoise.app.sweeps.batches import launcher_of
-from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
-from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
-from equipoise.app.sweeps.pool import PoolLauncher
-from equipoise.app.sweeps.ray_launcher import RayLauncher
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.sweeps.batches import launcher_of
+from equipoise.extensions.sweeps.collection import collected_results, noted_job, results_of_other_launchers
+from equipoise.extensions.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
+from equipoise.extensions.sweeps.pool import PoolLauncher
+from equipoise.extensions.sweeps.ray_launcher import RayLauncher
 
 __all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 

@@ -22,9 +22,9 @@ from equipoise.app.build import build, build_trainer, check_values, chosen_check
 from equipoise.app.hydra_errors import explain
 from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.app.output import keep_metrics, without_empty_folder
-from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.errors import ConfigurationError
-from equipoise.report.facts import shorten
+from equipoise.extensions.sweeps.progress import callbacks_of_job, report_metrics
+from equipoise.formats import format_path
 
 __all__ = ["run", "run_values"]
 
@@ -157,7 +157,7 @@ def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any])
     if stage == "predict" and result and is_first(values):
         predictions = Path(values["output_dir"], "predictions.pt")
         torch.save(result, predictions)
-        print(f"Predictions: {shorten(str(predictions))}")
+        print(f"Predictions: {format_path(str(predictions))}")
 
     # 3. The test after a fit.
     if stage == "fit" and values["test"]:

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from equipoise.callbacks.callback import Callback as Callback
     from equipoise.callbacks.evaluation.evaluation_pass import EvaluationResult as EvaluationResult
     from equipoise.callbacks.evaluation.no_grad_evaluation import NoGradEvaluation as NoGradEvaluation
-    from equipoise.callbacks.memory.inplace_activations import InplaceActivations as InplaceActivations
     from equipoise.callbacks.memory.memory_logger import MemoryLogger as MemoryLogger
     from equipoise.callbacks.oom_recovery import OOMRecovery as OOMRecovery
     from equipoise.callbacks.progress.progress_bar import ProgressBar as ProgressBar
-    from equipoise.report.run_report import RunReport as RunReport
-    from equipoise.report.run_summary import RunSummary as RunSummary
+    from equipoise.extensions.report.run_report import RunReport as RunReport
+    from equipoise.extensions.report.run_summary import RunSummary as RunSummary
+    from equipoise.extensions.savers.inplace_activations import InplaceActivations as InplaceActivations
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)

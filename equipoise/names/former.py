@@ -1,4 +1,4 @@
-"""Former names of public modules, which programs and saved configurations can still use."""
+"""Former names of public modules and packages, which programs and saved configurations can still use."""
 
 import sys
 from collections.abc import Sequence
@@ -10,43 +10,67 @@ from types import ModuleType
 __all__ = ["FORMER_NAMES", "find_by_former_names"]
 
 FORMER_NAMES = {
+    "equipoise.app.sweeps": "equipoise.extensions.sweeps",
     "equipoise.callbacks.evaluation_pass": "equipoise.callbacks.evaluation.evaluation_pass",
+    "equipoise.callbacks.memory.inplace_activations": "equipoise.extensions.savers.inplace_activations",
     "equipoise.callbacks.memory_logger": "equipoise.callbacks.memory.memory_logger",
     "equipoise.callbacks.no_grad_evaluation": "equipoise.callbacks.evaluation.no_grad_evaluation",
     "equipoise.callbacks.progress_bar": "equipoise.callbacks.progress.progress_bar",
-    "equipoise.callbacks.run_report": "equipoise.report.run_report",
-    "equipoise.callbacks.run_summary": "equipoise.report.run_summary",
-    "equipoise.memory.report": "equipoise.report.page.page",
-    "equipoise.memory.run_record": "equipoise.report.page.record",
+    "equipoise.callbacks.run_report": "equipoise.extensions.report.run_report",
+    "equipoise.callbacks.run_summary": "equipoise.extensions.report.run_summary",
+    "equipoise.integrations": "equipoise.extensions.ray",
+    "equipoise.memory.report": "equipoise.extensions.report.page.page",
+    "equipoise.memory.run_record": "equipoise.extensions.report.page.record",
     "equipoise.parallel.calibration": "equipoise.parallel.batches.calibration",
     "equipoise.parallel.checkpointing": "equipoise.parallel.activation_checkpointing",
+    "equipoise.parallel.savers": "equipoise.extensions.savers",
+    "equipoise.planning": "equipoise.extensions.planning",
+    "equipoise.report": "equipoise.extensions.report",
     "equipoise.strategies.balanced_data_parallel": "equipoise.strategies.replicated.balanced",
     "equipoise.strategies.data_parallel": "equipoise.strategies.replicated.data_parallel",
+    "equipoise.strategies.ensemble": "equipoise.extensions.ensemble",
+    "equipoise.strategies.fsdp": "equipoise.extensions.fsdp",
+    "equipoise.strategies.hogwild": "equipoise.extensions.hogwild",
+    "equipoise.strategies.pipeline": "equipoise.extensions.pipeline.strategy",
     "equipoise.trainer.stand_in": "equipoise.safe_loading.stand_in",
     "equipoise.strategies.steps": "equipoise.parallel.step_protocols",
 }
 
 
 def find_by_former_names() -> None:
-    """Let `import` find modules by their former names, if it finds nothing else."""
-    # The last finder is asked only about names that no other finder knows.
-    sys.meta_path.append(_Finder())
+    """Let `import` find modules by their former names."""
+    # First, since the finder of files would load a file of a moved folder a second time, by its former name.
+    sys.meta_path.insert(0, _Finder())
+
+
+def _present_name(name: str) -> str | None:
+    """Return the present name of a module that has moved, by itself or with its package; None for any other."""
+    package = name
+    while package.startswith("equipoise."):
+        if package in FORMER_NAMES:
+            return FORMER_NAMES[package] + name.removeprefix(package)
+        package = package.rpartition(".")[0]
+    return None
 
 
 class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in FORMER_NAMES:
+        present_name = _present_name(fullname)
+        if present_name is None:
             return None
-        return ModuleSpec(fullname, _Loader())
+        return ModuleSpec(fullname, _Loader(present_name))
 
 
 class _Loader(Loader):
+    def __init__(self, present_name: str) -> None:
+        self._present_name = present_name
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         # Python creates an empty module, which `exec_module` replaces.
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         # The module itself, not a copy: its classes must be the same by both names.
-        sys.modules[module.__name__] = import_module(FORMER_NAMES[module.__name__])
+        sys.modules[module.__name__] = import_module(self._present_name)

@@ -19,33 +19,33 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
         "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
         "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
-        "equipoise.planning.prediction": ("MemoryPrediction", "predict_memory"),
+        "equipoise.extensions.planning.prediction": ("MemoryPrediction", "predict_memory"),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
     "equipoise.callbacks": {
         "equipoise.callbacks.callback": ("Callback",),
         "equipoise.callbacks.evaluation.evaluation_pass": ("EvaluationResult",),
         "equipoise.callbacks.evaluation.no_grad_evaluation": ("NoGradEvaluation",),
-        "equipoise.callbacks.memory.inplace_activations": ("InplaceActivations",),
+        "equipoise.extensions.savers.inplace_activations": ("InplaceActivations",),
         "equipoise.callbacks.memory.memory_logger": ("MemoryLogger",),
         "equipoise.callbacks.oom_recovery": ("OOMRecovery",),
         "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),
-        "equipoise.report.run_report": ("RunReport",),
-        "equipoise.report.run_summary": ("RunSummary",),
+        "equipoise.extensions.report.run_report": ("RunReport",),
+        "equipoise.extensions.report.run_summary": ("RunSummary",),
     },
     # What strategies and callbacks of others take part in plans with.
-    "equipoise.planning": {
-        "equipoise.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
-        "equipoise.planning.curve.parts": ("PredictedPeak",),
-        "equipoise.planning.description.devices": ("PlannedDevice", "describe_devices"),
-        "equipoise.planning.description.loads": ("Addition", "DeviceLoad", "PlannedLoads", "StepFacts"),
-        "equipoise.planning.prediction": ("MemoryPrediction", "predict_memory"),
+    "equipoise.extensions.planning": {
+        "equipoise.extensions.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
+        "equipoise.extensions.planning.curve.parts": ("PredictedPeak",),
+        "equipoise.extensions.planning.description.devices": ("PlannedDevice", "describe_devices"),
+        "equipoise.extensions.planning.description.loads": ("Addition", "DeviceLoad", "PlannedLoads", "StepFacts"),
+        "equipoise.extensions.planning.prediction": ("MemoryPrediction", "predict_memory"),
     },
-    "equipoise.report": {
-        "equipoise.report.page.page": ("render_report", "write_report"),
-        "equipoise.report.page.record": ("RunRecord",),
-        "equipoise.report.run_report": ("RunReport",),
-        "equipoise.report.run_summary": ("RunSummary",),
+    "equipoise.extensions.report": {
+        "equipoise.extensions.report.page.page": ("render_report", "write_report"),
+        "equipoise.extensions.report.page.record": ("RunRecord",),
+        "equipoise.extensions.report.run_report": ("RunReport",),
+        "equipoise.extensions.report.run_summary": ("RunSummary",),
     },
     "equipoise.strategies": {
         "equipoise.parallel.step_protocols": ("StepResult",),
@@ -55,28 +55,28 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.replicated.data_parallel": ("DataParallelStrategy",),
         "equipoise.strategies.replicated.balanced": ("BalancedDataParallelStrategy",),
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
-        "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
-        "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
-        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
-        "equipoise.strategies.hogwild.strategy": ("HogwildStrategy",),
+        "equipoise.extensions.fsdp.strategy": ("FSDPStrategy",),
+        "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",),
+        "equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",),
+        "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
     },
     "equipoise.strategies.ddp": {
         "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
     },
-    "equipoise.strategies.fsdp": {
-        "equipoise.strategies.fsdp.strategy": ("FSDPStrategy",),
+    "equipoise.extensions.fsdp": {
+        "equipoise.extensions.fsdp.strategy": ("FSDPStrategy",),
     },
-    "equipoise.strategies.ensemble": {
-        "equipoise.strategies.ensemble.strategy": ("EnsembleStrategy",),
+    "equipoise.extensions.ensemble": {
+        "equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",),
     },
-    "equipoise.strategies.hogwild": {
-        "equipoise.strategies.hogwild.strategy": ("HogwildStrategy",),
+    "equipoise.extensions.hogwild": {
+        "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
     },
-    "equipoise.strategies.pipeline": {
-        "equipoise.strategies.pipeline.strategy": ("PipelineStrategy",),
+    "equipoise.extensions.pipeline.strategy": {
+        "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",),
     },
     "equipoise.trainer": {
-        "equipoise.trainer.checkpointing.members": ("split_ensemble",),
+        "equipoise.extensions.ensemble.split_checkpoint": ("split_ensemble",),
         "equipoise.trainer.cli_trainer": ("CLITrainer",),
         "equipoise.trainer.merging": ("merge_shards",),
         "equipoise.trainer.trainer": ("Trainer",),

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from equipoise.memory.records import Category
-from equipoise.pipeline.schedule.schedule import Schedule, actions_of, releases_activations
-from equipoise.planning.description.loads import (
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, releases_activations
+from equipoise.extensions.planning.description.loads import (
     Addition,
     DeviceLoad,
     PlannedLoads,
@@ -14,6 +13,7 @@ from equipoise.planning.description.loads import (
     StageWork,
     StepFacts,
 )
+from equipoise.memory.records import Category
 
 __all__ = ["bytes_of_parameters", "process_loads", "replica_loads", "sharded_loads", "stage_loads"]
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.parallel.communication.rank import find_rank
-from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 

@@ -20,9 +20,8 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
-from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
-from equipoise.trainer.optimization.tuning.tune import tune
 from equipoise.trainer.preparation import make_context
+from equipoise.trainer.runtime.before_run import choose_strategy, search
 from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
@@ -407,7 +406,7 @@ class Trainer(PublicState):
                 self._replace_strategy(choose_strategy(self, request))
             # After Ctrl-C, the next fit chooses.
             self._has_strategy = True
-        if not tune(self, Trainer, request):
+        if not search(self, Trainer, request):
             return None
         return run(self.parts, request)
 

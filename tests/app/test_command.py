@@ -62,7 +62,7 @@ def test_help_of_a_key(project, equipoise):
 def test_help_of_a_part_explains_its_arguments(project, equipoise):
     code, out, _ = equipoise("fit", "--help", "callbacks.run_summary", "seed")
     assert code == 0
-    assert "builds equipoise.report.run_summary.RunSummary" in out
+    assert "builds equipoise.extensions.report.run_summary.RunSummary" in out
     assert "callbacks.run_summary.table: type bool, default true" in out
     assert "seed: here null\n  Seeds Python" in out
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from equipoise.pipeline.planning.stage_costs import Block
-from equipoise.pipeline.schedule.timeline import simulate
+from equipoise.extensions.pipeline.planning.stage_costs import Block
+from equipoise.extensions.pipeline.schedule.timeline import simulate
 from tests.benchmarks.conftest import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from equipoise.pipeline.planning.stage_costs import Block
+from equipoise.extensions.pipeline.planning.stage_costs import Block
 from tests.benchmarks.conftest import BENCHMARKS, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")

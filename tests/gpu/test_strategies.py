@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DDPStrategy, PipelineStrategy, Strategy, Trainer
-from equipoise.pipeline.schedule.schedule import SCHEDULES
+from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 from tests.conftest import ignoring
 from tests.gpu.runs import CPU, GPU, QUIET, fit, loader
 from tests.test_transparency import (

@@ -1,4 +1,4 @@
-"""Names of Ray that a version may lack; the tests under Ray itself are those of tests/integrations."""
+"""Names of Ray that a version may lack; the tests under Ray itself are those of tests/extensions/ray."""
 
 import logging
 import sys

@@ -40,5 +40,7 @@ def test_a_name_that_never_was_is_not_found() -> None:
 
 @pytest.mark.slow
 def test_a_former_name_comes_first() -> None:
-    script = "import equipoise.memory.report as former, equipoise.report.page.page as page; assert former is page"
+    script = (
+        "import equipoise.memory.report as former, equipoise.extensions.report.page.page as page; assert former is page"
+    )
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

@@ -1,4 +1,4 @@
-"""Facts that Ray's modules know of a process, where Ray has loaded them; tests/integrations has the real ones."""
+"""Facts that Ray's modules know of a process, where Ray has loaded them; tests/extensions/ray has the real ones."""
 
 import sys
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from equipoise import ConfigurationError, SingleDeviceStrategy, Trainer
-from equipoise.integrations.ray import RayReport, last_checkpoint
+from equipoise.extensions.ray.ray import RayReport, last_checkpoint
 from equipoise.parallel.ray_context import is_in_ray, ray_world_size
 
 TRAIN = "ray.train"

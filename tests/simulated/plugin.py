@@ -17,7 +17,7 @@ __all__ = ["ON_OTHER_DEVICES_ONLY"]
 
 pytest_plugins = ["tests.simulated.as_gpus"]
 
-_PIPELINE = "tests/strategies/pipeline"
+_PIPELINE = "tests/extensions/pipeline/strategy"
 _REPLICATED = "tests/strategies/replicated"
 _IN_ORDER = "expects the parts of a batch in order, but devices compute them at the same time"
 

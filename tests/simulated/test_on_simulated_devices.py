@@ -17,7 +17,7 @@ from tests.simulated.devices.build import NotBuildable, built_extension
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PIPELINE = "tests/strategies/pipeline"
+PIPELINE = "tests/extensions/pipeline/strategy"
 SIMULATED = "tests/simulated"
 # Files that run one after the other in one process: an interpreter takes seconds to import everything.
 GROUPS = {
@@ -26,7 +26,7 @@ GROUPS = {
         *(f"{SIMULATED}/test_{name}.py" for name in ("recovery", "defects", "prefetch", "planning")),
         *(f"{SIMULATED}/steps/test_{name}.py" for name in ("launches", "waits", "regions")),
         *(f"{SIMULATED}/configurations/test_{name}.py" for name in ("configurations", "resumption", "processes")),
-        "tests/parallel/savers/test_offloading.py",
+        "tests/extensions/savers/test_offloading.py",
         # A captured graph keeps nodes of autograd, of which torch warns in a run of several devices behind it.
         f"{SIMULATED}/test_graphs.py",
         *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "gradients", "host_work", "runs")),
@@ -45,7 +45,7 @@ THINNED = ["pipeline", "processes"]
 COMPUTED_BY_WORKERS = [f"{SIMULATED}/configurations/test_processes.py"]
 # One device is enough for them.
 ON_ONE_DEVICE = [
-    "tests/parallel/savers/test_offloading.py",
+    "tests/extensions/savers/test_offloading.py",
     f"{SIMULATED}/test_graphs.py",
     f"{SIMULATED}/captured/",
 ]

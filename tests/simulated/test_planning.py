@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
-from equipoise.planning.comparison import plan_strategies
-from equipoise.planning.description.devices import PlannedDevice, describe_devices
-from equipoise.planning.description.settings import StepSettings
-from equipoise.planning.prediction import predicted
-from equipoise.planning.tracing.tracer import trace_step
+from equipoise.extensions.planning.comparison import plan_strategies
+from equipoise.extensions.planning.description.devices import PlannedDevice, describe_devices
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.prediction import predicted
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from equipoise.extensions.tuning import strategy_choice
+from equipoise.extensions.tuning.strategy_choice import choose_strategy
+from equipoise.extensions.tuning.trials import step_prediction
 from equipoise.strategies import Strategy
-from equipoise.trainer.optimization.tuning import strategy_choice
-from equipoise.trainer.optimization.tuning.strategy_choice import choose_strategy
-from equipoise.trainer.optimization.tuning.trials import step_prediction
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
-from tests.planning.steps import Step
+from tests.extensions.planning.steps import Step
 from tests.support.pipelines import quiet
 
 pytestmark = ignoring()

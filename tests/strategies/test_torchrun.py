@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extensions.pipeline.strategy import test_process_faults as test_pipeline_process_faults
 from tests.strategies.ddp import test_joins as test_ddp_joins
-from tests.strategies.pipeline import test_process_faults as test_pipeline_process_faults
 
 ONE_AFTER_THE_OTHER = """
 import json, runpy, sys

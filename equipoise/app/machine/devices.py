@@ -32,7 +32,7 @@ def show_devices(arguments: Sequence[str]) -> None:
     if seconds is not None:
         _watch(seconds)
         return
-    from equipoise.report.tables.whole_table import print_table
+    from equipoise.tables.whole_table import print_table
 
     print_table(_table(list_devices()), repeated=2)
     print(_visibility())

@@ -25,8 +25,8 @@ from equipoise.callbacks.memory.phase_readings import (
 )
 from equipoise.callbacks.memory.run_state import RunState
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.leaks.watch import Leak, LeakWatch
 from equipoise.interop.adapters import check_feature
-from equipoise.memory.leaks.watch import Leak, LeakWatch
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.notices import rank_zero_warn
 from equipoise.validation import check_whole, is_whole

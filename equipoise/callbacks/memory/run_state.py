@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from equipoise.callbacks.memory.phase_readings import ByPhase, Readings, larger
-from equipoise.memory.leaks.watch import LeakWatch
+from equipoise.extensions.leaks.watch import LeakWatch
 from equipoise.memory.profile.ledger import Ledger
 
 __all__ = ["RunState"]

@@ -227,7 +227,10 @@ class BatchesInTurn(Sampler[Any]):
 
 
 class Collate:
-    """A collate function that returns `NO_BATCH` for a batch without samples.
+    """A collate function around that of a loader; it returns `NO_BATCH` for a batch without samples.
+
+    Where the inner function only stacks tensors, the rows of a batch are taken at once, and only `divide` is called. A
+    subclass that does more than collate overrides both.
 
     Args:
         collate: The collate function of the loader, for all other batches.
@@ -241,3 +244,11 @@ class Collate:
         if isinstance(samples, list) and not samples:
             return NO_BATCH
         return self.collate(samples)
+
+    def divide(self, batch: Any) -> Any:
+        """Return what the function makes of samples that were stacked together already.
+
+        Args:
+            batch: Tensors of all samples, in containers.
+        """
+        return batch

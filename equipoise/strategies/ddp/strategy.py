@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
-from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.strategies.ddp.exchange.comm_hook import CommHook
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange, check_engine_options
 from equipoise.strategies.ddp.recovery import DDPRecovery

@@ -8,6 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import StepFacts
 from equipoise.memory.devices import PeakWatch
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
@@ -17,8 +19,6 @@ from equipoise.parallel.batches.shares import (
     first_device_sizes,
     sizes_by_shares,
 )
-from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.loads import StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
 from equipoise.validation import is_whole

@@ -20,6 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
@@ -28,8 +30,6 @@ from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.planning.description.devices import PlannedDevice
-from equipoise.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.precision import Precision
 from equipoise.strategies.planned_loads import replica_loads
 from equipoise.strategies.recovery_support import RecoverySupport

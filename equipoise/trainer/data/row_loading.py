@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, default_collate
 from equipoise.interop.lightning.loaders import seeds_workers
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking, iterator_of, with_collated_batches
 from equipoise.parallel.batches.sampling import Collate
-from equipoise.strategies.ensemble.data.member_batches import MemberCollate
 from equipoise.trainer.data.loader_state import separates_workers
 from equipoise.trainer.data.memory_rows import Rows, rows_of
 
@@ -39,10 +38,7 @@ def open_loader(loader: Any) -> Iterator[Any]:
         return iter(loader)
     collate: Any = loader.collate_fn
     batches = _CollatedRows(loader.dataset, rows, collate)
-    finish = _unchanged
-    if isinstance(collate, MemberCollate):
-        # The batches of all members of an ensemble, taken at once.
-        finish = collate.divide
+    finish = collate.divide if isinstance(collate, Collate) else _unchanged
     return iterator_of(loader, with_collated_batches(loader, batches, finish))
 
 
@@ -52,7 +48,7 @@ def _rows_of_loader(loader: Any) -> Rows | None:
         return None
     collate: Any = loader.collate_fn
     # Loaders that processes share have a function around that of the user.
-    if type(collate) in (Collate, MemberCollate):
+    if isinstance(collate, Collate):
         collate = collate.collate
     if collate is not default_collate or not collates_tensors_by_stacking():
         return None

@@ -27,7 +27,7 @@ Hook = Callable[..., Any]
 _DECIDERS = (Checkpoint, Timer)
 
 # Modules whose callbacks read only the loss of a step's outputs.
-_READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.callbacks.", "equipoise.report.")
+_READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
 
 
 def overrides(owner: object, name: str, base: type) -> bool:

@@ -39,7 +39,7 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
     from rich import get_console
     from rich.table import Table
 
-    from equipoise.report.tables.whole_table import print_table
+    from equipoise.tables.whole_table import print_table
 
     # 1. Collect the names of all loaders.
     columns = [_without_loaders(values) for values in outputs]

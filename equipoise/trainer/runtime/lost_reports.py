@@ -8,7 +8,7 @@ from equipoise.errors import ConfigurationError
 __all__ = ["refuse_lost_reports"]
 
 # Modules of classes that report to Ray: Ray's own, and ours.
-_REPORTING = ("ray", "equipoise.integrations.ray")
+_REPORTING = ("ray", "equipoise.extensions.ray.ray")
 
 
 def refuse_lost_reports(callbacks: Iterable[Any]) -> None:

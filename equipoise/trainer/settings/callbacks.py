@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.report.tables.model_summary import WholeModelSummary
+from equipoise.tables.model_summary import WholeModelSummary
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
 from equipoise.trainer.settings.refused_callbacks import refuse_finder, refuse_finder_of_module

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
 from equipoise.callbacks.memory import phase_readings
-from equipoise.memory.leaks import watch
-from equipoise.memory.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
+from equipoise.extensions.leaks import watch
+from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
 from tests.conftest import ignoring
 
 pytestmark = [

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import equipoise
 from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.progress_bar import ProgressBar
-from equipoise.report.run_summary import RunSummary
+from equipoise.extensions.report.run_summary import RunSummary
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, Stream, loader, ticking, trainer
 from tests.support.terminal import Terminal
 

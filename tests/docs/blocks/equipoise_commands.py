@@ -7,12 +7,12 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from equipoise.__main__ import _FLAGS, _OTHER_COMMANDS, _OWN_FLAGS, _SHELLS, _take_folders, main
-from equipoise.app.comparison.candidates.candidates import chosen_candidates
-from equipoise.app.comparison.options import Options
 from equipoise.app.compose import compose_values
 from equipoise.app.config.checks import STAGES
-from equipoise.app.planning.command import _devices_of
-from equipoise.planning.description.devices import describe_devices
+from equipoise.extensions.comparison.candidates.candidates import chosen_candidates
+from equipoise.extensions.comparison.options import Options
+from equipoise.extensions.planning.command.command import _devices_of
+from equipoise.extensions.planning.description.devices import describe_devices
 
 __all__ = ["check_equipoise"]
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.parallel.replicas.device_threads import DeviceThreads, ThreadState, on_device
-from equipoise.pipeline.execution.suspended_step import SuspendedStep
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PATIENCE = 120.0  # seconds until a test that waits for what never comes fails

@@ -511,6 +511,6 @@ def test_a_script_runs_once_and_its_workers_find_what_was_registered(tmp_path: P
     assert sorted(others) == ["rank 0 runs"] * 3 + ["rank 1 runs"] * 3
     modules = json.loads(found)
     assert {"tabnanny", "pyclbr", "lightning.pytorch", "torchmetrics.classification"} <= set(modules)
-    strategies = {"equipoise.strategies.ddp.strategy", "equipoise.strategies.pipeline.strategy"}
+    strategies = {"equipoise.strategies.ddp.strategy", "equipoise.extensions.pipeline.strategy.strategy"}
     assert {"equipoise.trainer.trainer", *strategies} <= set(modules)
     assert "equipoise.app" not in modules

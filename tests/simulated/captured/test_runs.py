@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import ConfigurationError, OOMRecovery, Trainer
-from equipoise.trainer.optimization.compiled.captured import captured_graph
+from equipoise.extensions.compiled.captured import captured_graph
 from tests.conftest import ignoring
 from tests.simulated.captured.capturing import DEVICE, SIZES, STAYS_EAGER, Graphs, Network, assert_same, batches, fit
 from tests.simulated.devices.graphs import num_graphs

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import Callback, ConfigurationError, OOMRecovery, StepError, Trainer
+from equipoise.extensions.report.facts import size_function
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.report.facts import size_function
 from tests.support.trainer_runs import Small, Stream, Validated, loader, refuses, refuses_fit, trainer
 from tests.trainer.loops import test_resumption as resuming
 

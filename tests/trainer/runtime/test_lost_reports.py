@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.integrations.ray import RayReport
+from equipoise.extensions.ray.ray import RayReport
 
 OPTIONS = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

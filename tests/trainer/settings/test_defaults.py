@@ -32,7 +32,7 @@ from equipoise import (
     Trainer,
 )
 from equipoise.precision import make_precision
-from equipoise.report.tables.model_summary import WholeModelSummary
+from equipoise.tables.model_summary import WholeModelSummary
 from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.callbacks import select_callbacks
 from tests.conftest import ignoring

@@ -1,0 +1,158 @@
+"""One trial: a few steps under a strategy, in the process of the trial."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.app.build import build_trainer
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.comparison.bounded.process import run_in_process
+from equipoise.extensions.comparison.bounded.worker import build_data_and_module, limit_to_steps
+from equipoise.extensions.comparison.candidates.candidate import MOST_SETTLING_STEPS, Attempt
+from equipoise.extensions.comparison.measuring.order import read_as_processes
+from equipoise.extensions.comparison.measuring.probe import DeviceProbe, parameters_of
+from equipoise.memory.out_of_memory import is_out_of_memory
+
+__all__ = ["measure", "request_of", "run_attempt"]
+
+# A step may count several times, once for each of its optimisers.
+_FAR_MORE = 100
+
+
+def run_attempt(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+    """Run a trial in a process of its own and return its result.
+
+    Args:
+        request: The trial, as `request_of` returns it.
+        folder: A new folder for its files.
+        timeout: Seconds after which the process is ended.
+
+    Returns:
+        The measurements, or under "reason" why there are none.
+    """
+    return run_in_process(measure, request, folder, timeout)
+
+
+def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: Path | None) -> dict[str, Any]:
+    """Return what the process needs to know.
+
+    Args:
+        attempt: The configuration with a strategy.
+        paths: Folders from which the process imports the user's modules.
+        steps: Number of steps whose time is measured.
+        weights: File with the weights of one device, which the trial on one device writes; None if weights are not
+            compared.
+    """
+    candidate = attempt.candidate
+    return {
+        "values": attempt.values,
+        "paths": list(paths),
+        "devices": attempt.devices,
+        "root": attempt.root,
+        "home": attempt.home,
+        "settling_steps": attempt.settling_steps,
+        "steps": steps,
+        "weights": None if weights is None else str(weights),
+        "is_reference": candidate.name == "single_device",
+    }
+
+
+def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build the objects, train, and return the measurements.
+
+    Args:
+        request: The trial, as `request_of` returns it.
+        folder: Folder for files of the trial.
+    """
+    # 1. The objects.
+    values = request["values"]
+    data, module = build_data_and_module(values)
+    # The memory of one step is measured, the time of some, and of another the time in which devices wait.
+    measured_steps = 2 + request["steps"]
+    compared_step = 1 + measured_steps
+    # The probe ends the training. The bound, on which learning rates may depend, is the same under each strategy.
+    limit_to_steps(values, _FAR_MORE * (MOST_SETTLING_STEPS + measured_steps), folder)
+    trainer = build_trainer(values)
+    if trainer.world_size == 1:
+        read_as_processes(data or module)
+    probe = DeviceProbe(
+        folder,
+        request["devices"],
+        root=request["root"],
+        home=request["home"],
+        settling_steps=request["settling_steps"],
+        timed_steps=request["steps"],
+        compared_step=compared_step,
+    )
+    trainer.callbacks.append(probe)
+
+    # 2. The steps.
+    try:
+        trainer.fit(module, datamodule=data)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return {"reason": f"a device ran out of memory: {str(error).partition(chr(10))[0]}", "is_memory": True}
+        raise
+    result = _merged(folder, trainer.world_size)
+
+    # 3. The weights. Those of several processes are whole after the run.
+    if request["weights"] is None:
+        return result
+    weights = probe.weights or parameters_of(module)
+    path = Path(request["weights"])
+    if request["is_reference"]:
+        torch.save(weights, path)
+    elif path.is_file():
+        result["distance"] = _distance(weights, torch.load(path, weights_only=True))
+    return result
+
+
+def _merged(folder: Path, world_size: int) -> dict[str, Any]:
+    """Return the measurements of all processes together."""
+    peaks: dict[str, int] = {}
+    seconds = 0.0
+    samples: float | None = 0.0
+    waiting = []
+    # 1. Those of each process. A step lasts as long as in the slowest one.
+    for rank in range(world_size):
+        path = folder / f"rank-{rank}.json"
+        if not path.is_file():
+            raise ConfigurationError(f"Process {rank} has measured nothing.")
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        peaks |= measured["peaks"]
+        if not measured["seconds"]:
+            raise ConfigurationError("The training ended before the steps were measured: there are too few batches.")
+        seconds = max(seconds, median(measured["seconds"]))
+        if samples is None or None in measured["samples"]:
+            samples = None
+        else:
+            samples += median(measured["samples"])
+        if measured["idle"] is not None:
+            waiting.append(measured["idle"])
+    # 2. The figures of all together.
+    result: dict[str, Any] = {"peaks": peaks, "seconds": seconds, "samples_per_second": None, "idle": None}
+    if samples:
+        result["samples_per_second"] = samples / seconds
+    if waiting:
+        result["idle"] = mean(waiting)
+    return result
+
+
+def _distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the norm of the difference of all weights, relative to the norm of the reference."""
+    difference = 0.0
+    norm = 0.0
+    for name, expected in reference.items():
+        value = weights[name].double()
+        difference += float((value - expected.double()).square().sum())
+        norm += float(expected.double().square().sum())
+    # All weights may be zero.
+    if not norm:
+        return math.sqrt(difference)
+    return math.sqrt(difference / norm)

@@ -1,0 +1,216 @@
+"""Tables of a comparison: one that is redrawn while strategies run, and one at the end."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.extensions.comparison.page.page import reasons_in_words
+from equipoise.extensions.comparison.results.comparison import Comparison, Row, RowState
+from equipoise.formats import format_bytes, format_count, format_duration, format_path
+from equipoise.tables.live_table import LiveTable
+from equipoise.tables.whole_table import print_table
+
+__all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
+
+_STYLES = {
+    RowState.WAITING: "dim",
+    RowState.RUNNING: "cyan",
+    RowState.DONE: "green",
+    RowState.NOT_RUN: "yellow",
+}
+# Between the peaks of two devices.
+_BETWEEN = " | "
+# On a terminal they stand in lines of their own, if there are more devices or columns than these.
+_MOST_IN_A_LINE = 2
+_USUAL_COLUMNS = 5
+
+
+class ComparisonDisplay:
+    """Shows the strategies that run: a table on a terminal, else a line for each one that begins.
+
+    Everything goes to the error output, so that the output is that of the command.
+
+    Args:
+        comparison: The results.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self._console = Console(stderr=True)
+        self._is_predicting = False
+        self._live = LiveTable(self._table, self._console, is_shown=sys.stderr.isatty())
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the rows during a block."""
+        with self._live.shown():
+            yield
+
+    def _table(self) -> Table:
+        table = comparison_table(self._comparison, is_live=True)
+        if self._is_predicting:
+            table.caption = "predicting the peaks ..."
+        return table
+
+    def begin_prediction(self) -> None:
+        """Show that peaks are predicted, before the first strategy begins."""
+        self._is_predicting = True
+        if not self._live.is_shown:
+            self._print("equipoise: predicting the peaks ...")
+
+    def end_prediction(self) -> None:
+        """Show that the prediction has ended."""
+        self._is_predicting = False
+
+    def begin(self, row: Row) -> None:
+        """Show that a strategy begins."""
+        if not self._live.is_shown:
+            self._print(f"equipoise: measuring {row.label} ...")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+def comparison_table(comparison: Comparison, *, is_live: bool = False) -> Table:
+    """Return the table of all strategies.
+
+    Args:
+        comparison: The results.
+        is_live: Whether strategies still run: with the time that each has taken, without columns that come last.
+            Default: False.
+    """
+    # 1. The title, which states what a step is.
+    size = ""
+    if comparison.batch_size is not None:
+        size = f" of {comparison.batch_size} samples"
+    title = f"{comparison.title}: steps{size} on {', '.join(comparison.devices)}"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+        collapse_padding=True,
+        title=title,
+        title_justify="left",
+    )
+    # 2. The columns. In a narrow terminal only heads are broken.
+    texts = [row_texts(row, comparison) for row in comparison.rows]
+    is_stacked = len(texts[0]) > _USUAL_COLUMNS or len(comparison.devices) > _MOST_IN_A_LINE
+    table.add_column("strategy", no_wrap=True)
+    if is_live:
+        table.add_column("state", no_wrap=True)
+    for head in texts[0]:
+        table.add_column(head, justify="right")
+    # 3. The rows.
+    for row, row_cells in zip(comparison.rows, texts, strict=True):
+        cells: list[str | Text] = [row.label]
+        if is_live:
+            cells.append(_state(row))
+        for text in row_cells.values():
+            if is_stacked:
+                text = text.replace(_BETWEEN, "\n")
+            cells.append(Text(text, no_wrap=True))
+        table.add_row(*cells)
+    return table
+
+
+def _state(row: Row) -> Text:
+    """Return the state of a row, with the time that it has taken."""
+    state = row.state.value
+    if row.elapsed is not None:
+        state = f"{state} {format_duration(row.elapsed)}"
+    return Text(state, _STYLES[row.state])
+
+
+def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
+    """Return the figures of a row, by the heads of their columns.
+
+    Args:
+        row: The row.
+        comparison: All results. A column without a figure in any row is left out.
+    """
+    texts = {"samples/s": _rate(row), "peak by device": _peaks_text(row.peaks)}
+    if comparison.has_predictions:
+        texts["predicted"] = _peaks_text(row.predicted or {})
+    texts["imbalance"] = "-"
+    # One device has none.
+    if row.imbalance is not None:
+        texts["imbalance"] = f"{row.imbalance:.2f}"
+    if any(other.idle is not None for other in comparison.rows):
+        texts["idle"] = "-" if row.idle is None else f"{row.idle:.0%}"
+    texts["distance"] = _distance(row.distance)
+    if any(other.largest_batch for other in comparison.rows):
+        texts["largest batch"] = _largest_text(row)
+    return texts
+
+
+def meaning_of_columns(comparison: Comparison) -> str:
+    """Return what the columns mean whose heads do not say it.
+
+    Args:
+        comparison: The results.
+    """
+    return (
+        "imbalance: the fullest device divided by the mean; idle: the share of the devices' time in which they wait;"
+        f" distance: of the weights after {comparison.steps} steps from those of one device."
+    )
+
+
+def _rate(row: Row) -> str:
+    if row.state is RowState.NOT_RUN:
+        return "not run"
+    if row.samples_per_second is None:
+        return "-"
+    return format_count(row.samples_per_second)
+
+
+def _peaks_text(peaks: dict[str, int]) -> str:
+    """Return the peaks of all devices in order."""
+    return _BETWEEN.join(format_bytes(peak) for peak in peaks.values()) or "-"
+
+
+def _distance(distance: float | None) -> str:
+    if distance is None:
+        return "-"
+    if not distance:
+        return "0"
+    return f"{distance:.0e}"
+
+
+def _largest_text(row: Row) -> str:
+    """Return the largest batch that ran, with a plus if no larger one was tried."""
+    if row.largest_batch is None:
+        return "-"
+    if row.is_bound:
+        return f"{row.largest_batch}+"
+    return str(row.largest_batch)
+
+
+def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | None, files: list[str]) -> None:
+    """Print the closing table, the reasons, the notes and the recommendation.
+
+    Args:
+        comparison: The results.
+        recommendation: The recommended row; None if there is none.
+        files: Paths of what was written.
+    """
+    console = Console()
+    # 1. The table.
+    print_table(comparison_table(comparison), console)
+    # Sentences stand outside of the table, so that it does not break them.
+    # 2. Reasons, and what the columns mean.
+    lines = reasons_in_words([(row.label, row.reason) for row in comparison.rows])
+    lines.append(meaning_of_columns(comparison))
+    lines += comparison.notes
+    # 3. The recommendation, with overrides in a line that can be copied.
+    if recommendation is not None:
+        lines.append(f"\nRecommended on this machine: {recommendation['strategy']}. {recommendation['reason']}")
+        lines.append(f"  {' '.join(recommendation['overrides'])}")
+    lines += [f"Written: {format_path(path)}" for path in files]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

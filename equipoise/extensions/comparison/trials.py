@@ -1,0 +1,168 @@
+"""The trials of `equipoise compare`, one after the other."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.comparison.candidates.candidate import Attempt, Candidate, batch_size_of
+from equipoise.extensions.comparison.measuring.largest import largest_that_runs
+from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
+from equipoise.extensions.comparison.measuring.trial import request_of, run_attempt
+from equipoise.extensions.comparison.options import Options
+from equipoise.extensions.comparison.results.comparison import Comparison, Row
+from equipoise.extensions.comparison.results.recommendation import notes_on
+from equipoise.extensions.comparison.results.tables import ComparisonDisplay
+from equipoise.memory.profile.places import names_of_devices
+
+__all__ = ["Trials"]
+
+# The largest batch to try, in multiples of the configured one.
+_MOST_TIMES = 64
+
+
+class Trials:
+    """Runs one trial after the other.
+
+    Args:
+        values: The configuration.
+        devices: Names of the devices.
+        candidates: The strategies.
+        folder: A folder for files.
+        paths: Folders from which processes import the user's modules.
+        options: Flags of the command.
+        user_overrides: Overrides of the user.
+
+    Attributes:
+        comparison: The results so far.
+    """
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        devices: list[str],
+        candidates: Sequence[Candidate],
+        folder: Path,
+        paths: Sequence[str],
+        options: Options,
+        user_overrides: Sequence[str],
+    ) -> None:
+        size = batch_size_of(values)
+        self.comparison = Comparison(
+            title=values["module"]["_target_"].rpartition(".")[2],
+            devices=names_of_devices(devices),
+            batch_size=size,
+            # One before the measurements, and two beside the timed ones; see `DeviceProbe`.
+            steps=options.steps + 3,
+            notes=notes_on(devices, has_batch_size=size is not None),
+        )
+        self._values = values
+        self._devices = devices
+        self._folder = folder
+        self._paths = paths
+        self._options = options
+        self._count = 0
+        self._attempts: list[tuple[Attempt, Row]] = []
+        for candidate in candidates:
+            attempt = candidate.attempt(values, devices, user_overrides)
+            row = Row(candidate.label, attempt.overrides, attempt.devices)
+            self._attempts.append((attempt, row))
+            self.comparison.rows.append(row)
+
+    def run(self) -> None:
+        """Run all strategies.
+
+        Raises:
+            ConfigurationError: If the configuration is wrong, so that the trial on one device cannot run.
+            StepError: If a step fails on one device for another reason than memory.
+        """
+        display = ComparisonDisplay(self.comparison)
+        with display.shown():
+            display.begin_prediction()
+            predicted = self._predict()
+            display.end_prediction()
+            for attempt, row in self._attempts:
+                if attempt.reason is not None:
+                    row.refuse(attempt.reason)
+                else:
+                    display.begin(row)
+                    row.begin(predicted.get(row.label))
+                    self._run_one(attempt, row)
+
+    def _predict(self) -> dict[str, dict[str, int]]:
+        """Return the predicted peaks of the strategies that run, by label; empty if there is no prediction."""
+        attempts = [attempt for attempt, _ in self._attempts if attempt.reason is None]
+        if not attempts:
+            return {}
+        result = predict_peaks(self._values, attempts, self._paths, self._folder / "prediction", self._options.timeout)
+        if "reason" in result:
+            note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
+            self.comparison.notes = [*self.comparison.notes, note]
+            return {}
+        peaks: dict[str, dict[str, int]] = result["peaks"]
+        return peaks
+
+    def _run_one(self, attempt: Attempt, row: Row) -> None:
+        """Run a strategy, and search its largest batch."""
+        # 1. The configured batch. Steps of other sizes lead to other weights.
+        measured = self._measure(attempt, self._options.steps, self._folder / "weights.pt")
+        if attempt.candidate.name == "single_device":
+            _raise_error(measured)
+        if not attempt.has_same_batches:
+            measured.pop("distance", None)
+        row.note(measured)
+
+        # 2. Other sizes.
+        has_run = row.reason is None
+        if self._options.searches_largest and (has_run or measured.get("is_memory")):
+            self._search_largest(attempt.candidate, row, has_run=has_run)
+        row.end()
+
+    def _measure(self, attempt: Attempt, steps: int, weights: Path | None) -> dict[str, Any]:
+        self._count += 1
+        request = request_of(attempt, self._paths, steps=steps, weights=weights)
+        return run_attempt(request, self._folder / f"trial-{self._count}", self._options.timeout)
+
+    def _search_largest(self, candidate: Candidate, row: Row, *, has_run: bool) -> None:
+        """Search the largest batch of a strategy."""
+        size = self.comparison.batch_size
+        assert size is not None
+        # 1. What the configured size has shown.
+        running_size = 0
+        failed_size: int | None = size
+        if has_run:
+            running_size = size
+            failed_size = None
+
+        # 2. Processes share a batch evenly.
+        multiple = 1
+        if candidate.has_processes:
+            multiple = len(self._devices)
+        bound = self._options.bound or _MOST_TIMES * size
+        largest, is_bound = largest_that_runs(
+            lambda tried: self._runs(candidate, tried),
+            running_size,
+            failed_size,
+            bound,
+            multiple,
+        )
+        row.note_largest(largest, is_bound=is_bound)
+
+    def _runs(self, candidate: Candidate, size: int) -> bool:
+        """Return True if a batch size runs."""
+        values = deepcopy(self._values)
+        values["data"]["batch_size"] = size
+        attempt = candidate.attempt(values, self._devices)
+        return "reason" not in self._measure(attempt, 1, None)
+
+
+def _raise_error(measured: dict[str, Any]) -> None:
+    """Raise the error of the trial on one device, with which no strategy could run."""
+    reason = measured.get("reason")
+    if reason is None:
+        return
+    if measured.get("is_configuration"):
+        raise ConfigurationError(reason)
+    if measured.get("is_error"):
+        raise StepError(f"A step fails on one device already, so there is nothing to compare: {reason}")

@@ -1,0 +1,308 @@
+"""Compute training steps by a compiled or captured program, once a trial agrees with the eager step.
+
+A step is eager until batches of its shape were seen a few times. Then comes a trial: the program is compiled or
+captured, and the program and the eager step are computed from the same state. If they agree, the program computes later
+steps. If not, a warning says so, and steps stay eager. If a condition on which the Python code of the step depends no
+longer holds, there is another trial.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from equipoise.extensions.compiled.obstacles import check_strategy, why_eager
+from equipoise.extensions.compiled.speed_comparison import SpeedComparison
+from equipoise.extensions.compiled.step_program import LoggedCall, StepProgram
+from equipoise.extensions.compiled.trial import Trial, end_comparison, why_compiled_again
+from equipoise.extensions.compiled.variants import Variant, Variants
+from equipoise.extensions.compiled.ways import Capturing, Compiling, Way
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
+from equipoise.interop.torch.compiling import NewVariant
+from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.optimization.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.step_extension import StepExtension
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
+
+__all__ = ["Compilation", "CompiledStep", "CompiledSteps"]
+
+T = TypeVar("T")
+
+
+class _Share(NamedTuple):
+    """The share of a batch in its window.
+
+    Attributes:
+        weight: The weight of the batch; None if the window needs none.
+        seed: The gradient with which the backward begins; None stands for 1.
+    """
+
+    weight: int | None
+    seed: Tensor | None
+
+
+class CompiledStep(RepeatableStep):
+    """A training step that computes forward, loss and backward by one compiled program, where that is the same.
+
+    Args:
+        variants: The variants of the step, which last for several epochs.
+        context: The run. This and all others are arguments of `AutomaticStep`.
+    """
+
+    def __init__(
+        self, variants: Variants, context: "RunContext", *args: Any, skip_backward: bool, **kwargs: Any
+    ) -> None:
+        super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
+        self._attributes = vars(self.module)
+        self._parameters = list(self.module.parameters())
+        self._optimizer = context.state.optimizers[0]
+        self._precision = context.precision
+        self._default_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self._precision.autocast is None and self._precision.forward_context is not None:
+            self._default_dtype = self._precision.forward_context
+        self._after_backward = context.hooks.bind("on_after_backward")
+        # The loss of an eager step, for its dtype and device.
+        self._last_loss: Tensor | None = None
+        # True if the gradients of the present batch are computed already.
+        self._has_gradients = False
+        self._trial: Trial | None = None
+        # Called after the backward of an eager step whose time counts.
+        self._end_eager_step: Callable[[], None] | None = None
+        # Number of values that were logged before the eager step of a trial.
+        self._num_pending = 0
+
+        # The variants, unless something in this epoch needs the steps as they are.
+        self._variants: Variants | None = variants
+        self._program = variants.program
+        reason = why_eager(context, skip_backward=skip_backward)
+        if reason is not None:
+            self._variants = None
+            variants.warn_once(reason)
+
+    def __call__(self, part: Any) -> StepResult:
+        """Run the training step on a batch, with its backward if it is compiled."""
+        self._has_gradients = False
+        self._trial = None
+        self._end_eager_step = None
+        variant = None
+        is_whole = not self.in_micro_batches and self._around is None
+        if self._variants is not None and is_whole and not self._is_hooked():
+            variant = self._variants.of(part, self.begins_window)
+
+        # 1. The program.
+        if variant is not None and self._last_loss is not None:
+            if variant.comparison is not None:
+                result = self._run_for_comparison(variant, variant.comparison, part)
+            elif variant.is_ready:
+                result = self._run_program(variant, part)
+            else:
+                result = None
+            if result is not None:
+                return result
+            if not variant.is_ready and not variant.is_refused:
+                self._try(variant, part)
+
+        # 2. The eager step.
+        result = RepeatableStep.__call__(self, part)
+        if result.loss is not None:
+            self._last_loss = result.loss.detach()
+        return result
+
+    def release_memory(self) -> None:
+        """Release the memory of graphs after an out-of-memory error."""
+        if self._variants is not None:
+            self._variants.release_memory()
+
+    def backward(self, result: StepResult) -> None:
+        """Run the backward, unless the program has run it."""
+        if self._has_gradients:
+            if self._after_backward is not None:
+                self._after_backward()
+            return
+        if self._end_eager_step is None and self._trial is None:
+            RepeatableStep.backward(self, result)
+            return
+        # The hook after the backward may change the gradients, so the step ends before it.
+        self.run_backward.before_hook = partial(self._end_watched_step, result)
+        try:
+            RepeatableStep.backward(self, result)
+        finally:
+            self.run_backward.before_hook = None
+        self._end_watched_step(result)
+
+    def _end_watched_step(self, result: StepResult) -> None:
+        """End an eager step whose time counts, or whose gradients are compared. A second call has no effect."""
+        if self._end_eager_step is not None:
+            self._end_eager_step()
+            self._end_eager_step = None
+        if self._trial is not None:
+            trial = self._trial
+            self._trial = None
+            self._judge(trial, result)
+
+    def _is_hooked(self) -> bool:
+        """Return True if a hook was registered that the program would not call."""
+        if has_global_hooks() or any(map(has_gradient_hooks, self._parameters)):
+            assert self._variants is not None
+            self._variants.warn_once("there is a hook on the gradient of a parameter, or on all modules")
+            return True
+        return False
+
+    # The program
+
+    def _run_program(self, variant: Variant, part: Any) -> StepResult | None:
+        """Compute loss and gradients by the program; None if no compiled variant fits, and nothing was computed."""
+        # 1. Zero the gradients, and find the share of the batch.
+        window_before = self.window.state_dict()
+        share = self._share_of(part)
+        if share is None:
+            return None
+        if self.begins_window:
+            self.begins_window = False
+            self._zero_grad(self.batch_idx)
+
+        # 2. Compute.
+        try:
+            result = self._compute(variant.function, part, share.seed)
+        except NewVariant:
+            self.window.load_state_dict(window_before)
+            variant.withdraw()
+            return None
+        self._has_gradients = True
+        variant.note_use()
+
+        # 3. Log.
+        if result.logged:
+            self._log(result.logged)
+        return StepResult(result.loss, share.weight, result.outputs)
+
+    def _run_for_comparison(self, variant: Variant, comparison: SpeedComparison, part: Any) -> StepResult | None:
+        """Compute a step by the program or, by a result of None, eagerly; the time counts for the comparison."""
+        if comparison.is_complete():
+            end_comparison(variant, comparison, part)
+            if variant.is_refused:
+                return None
+            return self._run_program(variant, part)
+        step = comparison.start()
+        if comparison.is_turn_of_program():
+            result = self._run_program(variant, part)
+            if result is not None:
+                comparison.add(step, by_program=True)
+            return result
+        self._end_eager_step = partial(comparison.add, step, by_program=False)
+        return None
+
+    def _share_of(self, part: Any) -> _Share | None:
+        """Count a batch in its window, and return its share; None if it has no weight."""
+        weight = None
+        factor: float | Tensor | None = None
+        if self._weight_of is not None:
+            weight = self._weight_of(part, self.batch_idx)
+            if not weight:
+                return None
+            factor = self.window.add(weight)
+        assert self._last_loss is not None
+        return _Share(weight, self.run_backward.first_gradient(self._last_loss, factor))
+
+    def _log(self, calls: Sequence[LoggedCall]) -> None:
+        """Log what the program has noted."""
+        attributes = self._attributes
+        outer_hook = attributes[CURRENT_HOOK]
+        attributes[CURRENT_HOOK] = "training_step"
+        log = attributes["log"]
+        # A logged number has the default dtype of the step.
+        with self._default_dtype():
+            for name, value, args, kwargs in calls:
+                log(name, value, *args, **kwargs)
+        attributes[CURRENT_HOOK] = outer_hook
+
+    def _compute(self, function: Callable[..., T], part: Any, seed: Tensor | None) -> T:
+        """Call the compiled program. Autocast is a part of it, but the default dtype of a precision is not."""
+        with self._default_dtype():
+            return self._program.run(function, part, self.batch_idx, seed)
+
+    # The trial
+
+    def _try(self, variant: Variant, part: Any) -> None:
+        """Compile the program, and compute it for a comparison with the eager step that follows."""
+        assert self._variants is not None
+        # 1. A step whose Python code always does something else is not worth the time.
+        if not variant.begin_trial():
+            reason = variant.function.obstacle()
+            if reason is None:
+                reason = why_compiled_again(self._compute(variant.function.unmet_conditions, part, None))
+            self._variants.refuse(variant, reason)
+            return
+
+        # 2. The share is found without counting the batch.
+        window_before = self.window.state_dict()
+        share = self._share_of(part)
+        self.window.load_state_dict(window_before)
+        if share is None:
+            return
+
+        # 3. The trial.
+        trial = Trial(self._variants, variant, self.module, part)
+        zeroed = optimizer_parameters(self._optimizer) if self.begins_window else ()
+        trial.run(lambda: self._compute(variant.function.compile, part, share.seed), zeroed)
+        self._trial = trial
+        self._num_pending = len(self._logs.pending)
+
+    def _judge(self, trial: Trial, result: StepResult) -> None:
+        """Compare the eager step with the program."""
+        pending = self._logs.pending[self._num_pending :]
+        logged = [(entry.name, value) for entry, value, _ in pending]
+        dtype = None
+        if self._precision.autocast is not None:
+            _, dtype = self._precision.autocast
+        trial.judge(result.loss, result.outputs, logged, dtype)
+
+
+class CompiledSteps:
+    """Creates the compiled training step of each epoch. All epochs of a run use the same programs.
+
+    Args:
+        context: The run.
+    """
+
+    def __init__(self, context: "RunContext") -> None:
+        step = context.hooks.plain_step("training_step")
+        program = StepProgram(context.module, step, context.precision.autocast)
+        way: Way
+        if context.state.captures_steps:
+            way = Capturing(context.strategy.root_device)
+        else:
+            way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
+        self._variants = Variants(program, way)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
+        return CompiledStep(self._variants, *args, **kwargs)
+
+    def close(self) -> None:
+        """Release the programs."""
+        self._variants.close()
+
+
+class Compilation(StepExtension):
+    """Compiles or captures training steps: `Trainer(compile=...)`, `Trainer(capture=True)`."""
+
+    def check_strategy(self, strategy: Strategy, state: "RunState") -> None:
+        """Check that a strategy computes whole steps in one place."""
+        check_strategy(strategy, state)
+
+    def check_run(self, context: "RunContext") -> None:
+        """Check the strategy of a run that starts no processes."""
+        check_strategy(context.strategy, context.state)
+
+    def step_class(self, context: "RunContext") -> CompiledSteps:
+        """Return what creates the step of each epoch."""
+        return CompiledSteps(context)

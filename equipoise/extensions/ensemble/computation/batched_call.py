@@ -1,0 +1,619 @@
+"""One call of a network for all members at once: `torch.vmap` over their stacked parameters and buffers.
+
+What each member calls is unchanged, so nearly any network can be computed so. What cannot is computed member by member:
+forwards with branches on values, operations that have no batched form, and forwards whose side effects would be of all
+members at once. The first call of each kind is computed both ways and compared.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
+from equipoise.interop.torch.batching import batched_linear, compute_batched
+from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of, versions
+from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
+
+__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "Noted", "reason_against"]
+
+# Positional and keyword arguments.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+# A dictionary of a module's parameters or buffers, and the name in it.
+Slot = tuple[dict[str, Any], str]
+
+# Tensors, and values in arguments and outputs that are the same for all members if they are equal.
+_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+# Such functions compute again, or unpack, in the backward, when no call is computed at once any more.
+_SAVES_OTHERWISE = "its forward saves tensors in a way of its own, as activation checkpointing does"
+# Programs may replace it.
+_FORWARD_OF_LINEAR = nn.Linear.forward
+
+
+class NotBatchable(Exception):
+    """A call that cannot be computed for all members at once; its text is the reason.
+
+    Args:
+        reason: The reason.
+        passes: Whether other calls may be computed at once. Default: False.
+
+    Attributes:
+        passes: The argument.
+        draws: True if the network draws random numbers.
+    """
+
+    def __init__(self, reason: str, *, passes: bool = False) -> None:
+        super().__init__(reason)
+        self.passes = passes
+        # The words of torch's message.
+        self.draws = "randomness error mode" in reason
+
+
+class Noted(NamedTuple):
+    """State that a call may change.
+
+    Attributes:
+        buffers: Copies of the stacked buffers.
+        attributes: The attributes of each module.
+    """
+
+    buffers: list[Tensor]
+    attributes: list[dict[str, Any]]
+
+
+class CallState(NamedTuple):
+    """Everything beside the arguments on which the result of a call depends.
+
+    Attributes:
+        attributes: The attributes of the network's modules.
+        versions: The versions of the first member's parameters and buffers; None if they have none.
+        grad: True if gradients are enabled.
+        modes: The states of autocast.
+    """
+
+    attributes: list[Any]
+    versions: list[int] | None
+    grad: bool
+    modes: tuple[Any, ...]
+
+
+def _uncover(layers: Sequence[tuple[dict[str, Any], Any]], covered: Sequence[Any]) -> None:
+    """Give layers the forwards back that were set on the objects, where calls of theirs are intercepted."""
+    for (attributes, _), forward in zip(layers, covered, strict=True):
+        if forward is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = forward
+
+
+def _is_linear(network: nn.Module) -> bool:
+    """Return True for a linear layer whose forward is torch's own."""
+    if type(network) is not nn.Linear:
+        return False
+    if nn.Linear.forward is not _FORWARD_OF_LINEAR:
+        return False
+    registered = parameters_of(network)
+    return registered.keys() == {"weight", "bias"}
+
+
+def _linear_forward(layer: nn.Module, input: Tensor) -> Tensor:
+    """Return what a linear layer computes; its argument has torch's name."""
+    registered: Any = parameters_of(layer)
+    weight = registered["weight"]
+    bias = registered["bias"]
+    return batched_linear(input, weight, bias)
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    modes: list[Any] = []
+    for kind in ("cpu", "cuda"):
+        modes.append(torch.is_autocast_enabled(kind))
+        modes.append(torch.get_autocast_dtype(kind))
+    return tuple(modes)
+
+
+def reason_against(network: nn.Module) -> str:
+    """Return why a network is not computed for all members at once; empty if there is no reason before a call.
+
+    Args:
+        network: The network.
+    """
+    if "forward" in vars(network):
+        return "its forward was set on the object"
+    for name, part in network.named_modules():
+        if is_compiled(part) or isinstance(part, torch.jit.ScriptModule):
+            return f"{name or 'it'} is compiled"
+        # Hooks on the network itself run outside of the batched call.
+        if name and has_module_hooks(part):
+            return f"{name} has hooks"
+    return ""
+
+
+class Computing:
+    """The member whose network computes.
+
+    Attributes:
+        member: The index of the member; None while no network computes.
+    """
+
+    def __init__(self) -> None:
+        self.member: int | None = None
+
+    @contextmanager
+    def of(self, member: int) -> Iterator[None]:
+        """Note the member in a `with` block."""
+        outer = self.member
+        self.member = member
+        try:
+            yield
+        finally:
+            self.member = outer
+
+
+class BatchedCall:
+    """Calls a network of all members.
+
+    Args:
+        name: The name of the network in the module.
+        members: The members.
+        computing: Tells parts of the network that are networks, too, which member computes.
+
+    Attributes:
+        name: The name.
+        networks: The network of each member.
+    """
+
+    def __init__(self, name: str, members: StackedMembers, computing: "Computing") -> None:
+        self.name = name
+        self._computing = computing
+        self.networks = [module.get_submodule(name) for module in members.modules]
+        self._network = self.networks[0]
+        self._forward: Callable[..., Any] = type(self._network).forward
+        self._parts = list(self._network.modules())
+        self._members = members
+        identities = set(map(id, self._parts))
+        self._indices = []
+        for index, part in enumerate(members.parts()):
+            if id(part) in identities:
+                self._indices.append(index)
+        self._attributes = []
+        for member in range(len(members)):
+            attributes = members.attributes_of(member, self._indices)
+            self._attributes.append(attributes)
+        # 1. Parameters and buffers, each with every place in which it is registered.
+        self._stacked: list[Tensor] = []
+        self._slots: list[list[Slot]] = []
+        by_id: dict[int, list[Slot]] = {}
+        for part in self._parts:
+            for registered in (parameters_of(part), buffers_of(part)):
+                for key, tensor in registered.items():
+                    if tensor is not None:
+                        self._add(tensor, (registered, key), members, by_id)
+        self._dims = (0,) * len(self._slots)
+        self._own_tensors: list[Any] = []
+        for slots in self._slots:
+            registered, key = slots[0]
+            self._own_tensors.append(registered[key])
+        self._buffers = []
+        for identity in by_id:
+            if identity in members.buffers:
+                self._buffers.append(members.buffers[identity])
+        # 2. Linear layers, each of which is computed by one operation.
+        self._batched_forward = self._forward
+        if _is_linear(self._network):
+            self._batched_forward = _linear_forward
+        self._linear: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        for part in self._parts[1:]:
+            attributes_of_part = vars(part)
+            if _is_linear(part) and "forward" not in attributes_of_part:
+                forward = partial(_linear_forward, part)
+                self._linear.append((attributes_of_part, forward))
+        # 3. Kinds of calls that were compared.
+        self._compared: set[tuple[Any, ...]] = set()
+        # The structure of the last output.
+        self._output_tree: Any = None
+
+    def _add(self, tensor: Tensor, slot: Slot, members: StackedMembers, by_id: dict[int, list[Slot]]) -> None:
+        """Note a place in which a parameter or buffer is registered."""
+        key = id(tensor)
+        if key in by_id:
+            by_id[key].append(slot)
+            return
+        parameter = members.of(tensor)
+        stacked: Tensor = members.buffers[key] if parameter is None else parameter.stacked
+        by_id[key] = [slot]
+        self._stacked.append(stacked)
+        self._slots.append(by_id[key])
+
+    def alone(self, member: int, call: Call) -> Any:
+        """Compute the call of one member.
+
+        Args:
+            member: The index of the member.
+            call: The arguments.
+        """
+        with self._computing.of(member):
+            return self.forward_of(member, call)
+
+    def forward_of(self, member: int, call: Call) -> Any:
+        """Compute the call of one member, whose parts may be computed at once with those of the others.
+
+        Args:
+            member: The index of the member.
+            call: The arguments.
+        """
+        args, kwargs = call
+        return self._forward(self.networks[member], *args, **kwargs)
+
+    def __call__(self, calls: Sequence[Call], randomness: str) -> list[Any]:
+        """Compute the calls of all members at once.
+
+        Args:
+            calls: The arguments of each member.
+            randomness: "error" or "different": whether the network may draw random numbers, which differ then between
+                members, and from those that a member draws by itself.
+
+        Returns:
+            The output of each member.
+
+        Raises:
+            NotBatchable: If that is not possible; buffers and attributes are then as before.
+        """
+        tree, tensors = _taken_apart(calls)
+        inputs, dims = _stack(tensors)
+        self._check_attributes()
+        kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
+        if kind in self._compared:
+            return self._guarded(inputs, dims, tree, len(calls), randomness)
+        try:
+            outputs = self._compared_outputs(calls, inputs, dims, tree)
+        except NotBatchable as error:
+            if not error.draws or randomness == "error":
+                raise
+            # A network that draws random numbers has nothing to compare with.
+            outputs = self._checked_outputs(inputs, dims, tree, len(calls), randomness)
+        self._compared.add(kind)
+        return outputs
+
+    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str, noted: Noted) -> list[Any]:
+        """Compute calls of a structure that was computed before, right after the members were refreshed.
+
+        Args:
+            tree: The structure of the arguments, with slots for tensors.
+            tensors: The tensors of each member.
+            randomness: See `__call__`.
+            noted: What `note` has returned.
+
+        Raises:
+            NotBatchable: See `__call__`.
+        """
+        inputs, dims = _stack(tensors)
+        return self._guarded(inputs, dims, tree, len(tensors), randomness, noted)
+
+    def _guarded(
+        self,
+        inputs: list[Tensor],
+        dims: tuple[int | None, ...],
+        tree: Any,
+        members: int,
+        randomness: str,
+        noted: Noted | None = None,
+    ) -> list[Any]:
+        """Compute a batched call; if that fails, restore what it has changed."""
+        if noted is None:
+            noted = self.note()
+        try:
+            return self._batched(inputs, dims, tree, members, randomness)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
+            self.restore(noted)
+            raise NotBatchable(_first_line(error)) from None
+        except BaseException:
+            self.restore(noted)
+            raise
+
+    def _batched(
+        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
+    ) -> list[Any]:
+        """Compute a batched call."""
+        slots = self._slots
+        count = len(slots)
+
+        def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
+            originals = self._own_tensors
+            _register(slots, tensors[:count])
+            covered = []
+            for attributes, forward in self._linear:
+                present = attributes.get("forward")
+                covered.append(present)
+                attributes["forward"] = forward
+            try:
+                args, kwargs = _arguments(tree, tensors[count:])
+                with self._computing.of(0), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
+                    output = self._batched_forward(self._network, *args, **kwargs)
+                _check_registered(slots, tensors[:count])
+            finally:
+                _uncover(self._linear, covered)
+                _register(slots, originals)
+            # The usual output is a tensor.
+            self._output_tree = None
+            if type(output) is Tensor:
+                return [output]
+            _check_plain(output, "returns")
+            self._output_tree, values = extract_tensors(output)
+            return values
+
+        in_dims = self._dims + dims
+        arguments = [*self._stacked, *inputs]
+        outputs = compute_batched(compute, arguments, in_dims, members, randomness)
+        output_tree = self._output_tree
+        self._output_tree = None
+        # The output of each member.
+        rows = [output.unbind() for output in outputs]
+        if output_tree is None:
+            return list(rows[0])
+        outputs_of_members = []
+        for values in zip(*rows, strict=True):
+            outputs_of_members.append(insert_tensors(output_tree, values))
+        return outputs_of_members
+
+    # The comparison.
+
+    def _compared_outputs(
+        self, calls: Sequence[Call], inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any
+    ) -> list[Any]:
+        """Compute a call at once and member by member, compare, and return the outputs of the former."""
+        # 1. At once, and without random numbers, which would come twice.
+        noted = self.note()
+        outputs = self._checked_outputs(inputs, dims, tree, len(calls), "error")
+        computed = self.note()
+
+        # 2. Member by member, without a graph.
+        self.restore_buffers(noted)
+        with torch.no_grad():
+            expected = [self.alone(member, call) for member, call in enumerate(calls)]
+        if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
+            self.restore(noted)
+            raise NotBatchable("the results differ from those of members computed one by one")
+        self.restore(computed)
+        return outputs
+
+    def _checked_outputs(
+        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
+    ) -> list[Any]:
+        """Compute a call at once, and refuse attributes that it has set for all members."""
+        noted = self.note()
+        outputs = self._guarded(inputs, dims, tree, members, randomness)
+        changed = self._changed_attribute(noted)
+        if changed:
+            self.restore(noted)
+            raise NotBatchable(f"its forward sets {changed}")
+        return outputs
+
+    def _check_attributes(self) -> None:
+        """Check that the steps have not given the networks of members other attributes.
+
+        Raises:
+            NotBatchable: If they have.
+        """
+        if self._members.have_other_attributes(self._indices):
+            raise NotBatchable("the members have set different attributes of it", passes=True)
+
+    def note(self) -> Noted:
+        """Return what a call may change, for `restore`."""
+        buffers = [buffer.clone() for buffer in self._buffers]
+        attributes = [dict(vars(part)) for part in self._parts]
+        return Noted(buffers, attributes)
+
+    def restore(self, noted: Noted) -> None:
+        """Restore what a call has changed.
+
+        Args:
+            noted: The state before, which `note` returned.
+        """
+        self.restore_buffers(noted)
+        for part, attributes in zip(self._parts, noted.attributes, strict=True):
+            present = vars(part)
+            present.clear()
+            present.update(attributes)
+
+    def restore_buffers(self, noted: Noted) -> None:
+        """Restore the buffers of all members.
+
+        Args:
+            noted: The state before.
+        """
+        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+            # Without a trace in graphs that have saved the buffer.
+            buffer.data.copy_(values)
+
+    def restore_member(self, noted: Noted, member: int) -> None:
+        """Restore the buffers of one member.
+
+        Args:
+            noted: The state before.
+            member: The index of the member.
+        """
+        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+            buffer.data[member].copy_(values[member])
+
+    def has_own_attributes(self, member: int) -> bool:
+        """Return True if the step of a member has given its network other attributes than the first member's.
+
+        Args:
+            member: The index of the member, from 1.
+        """
+        # Mostly none was set since the refresh, which is quicker to see.
+        if self._attributes[member].are_unchanged():
+            return False
+        return self._members.has_other_attributes(member, self._indices)
+
+    def state_of_call(self) -> CallState:
+        """Return everything beside the arguments on which the result of a call depends."""
+        attributes: list[Any] = []
+        for part in self._parts:
+            values = vars(part).values()
+            attributes.extend(values)
+        return CallState(
+            attributes=attributes,
+            versions=versions(self._own_tensors),
+            grad=torch.is_grad_enabled(),
+            modes=_autocast_state(),
+        )
+
+    def is_in_state(self, state: CallState) -> bool:
+        """Return True if a call would compute what it would have computed in an earlier state.
+
+        Args:
+            state: That state.
+        """
+        now = self.state_of_call()
+        if now.grad != state.grad or now.modes != state.modes:
+            return False
+        if now.versions is None or now.versions != state.versions:
+            return False
+        if len(now.attributes) != len(state.attributes):
+            return False
+        return all(map(is_, now.attributes, state.attributes))
+
+    def _changed_attribute(self, noted: Noted) -> str:
+        """Return an attribute that a call has set; empty if there is none."""
+        for part, attributes in zip(self._parts, noted.attributes, strict=True):
+            kind = type(part).__name__
+            for name, value in vars(part).items():
+                if name not in attributes:
+                    return f"{kind}.{name}"
+                if attributes[name] is not value:
+                    return f"{kind}.{name}"
+        return ""
+
+
+def _taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
+    """Return the structure that calls have in common, and the tensors of each.
+
+    Raises:
+        NotBatchable: If the calls differ in more than tensors.
+    """
+    trees = []
+    columns = []
+    for call in calls:
+        _check_plain(call, "is called with")
+        tree, tensors = extract_tensors(call)
+        trees.append(tree)
+        columns.append(tensors)
+    text = repr(trees[0])
+    if any(repr(tree) != text for tree in trees[1:]):
+        raise NotBatchable("the members call it with different arguments", passes=True)
+    return trees[0], columns
+
+
+def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:
+    """Return the arguments of a call with tensors in their structure."""
+    args, kwargs = tree
+    # Mostly there are tensors alone, which the structure has in order.
+    if not kwargs and all(map(is_slot, args)):
+        return tuple(tensors), {}
+    call: Call = insert_tensors(tree, tensors)
+    return call
+
+
+def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """Return the tensors of calls, stacked where members have different ones; and the dimension of the members.
+
+    Args:
+        tensors: The tensors of each member.
+
+    Raises:
+        NotBatchable: If they differ in shape or dtype.
+    """
+    inputs = []
+    dims: list[int | None] = []
+    for column in zip(*tensors, strict=True):
+        first = column[0]
+        if all(tensor is first for tensor in column):
+            inputs.append(first)
+            dims.append(None)
+            continue
+        shapes = {tensor.shape for tensor in column}
+        dtypes = {tensor.dtype for tensor in column}
+        if len(shapes) > 1 or len(dtypes) > 1:
+            raise NotBatchable("the members call it with tensors of different shapes", passes=True)
+        inputs.append(torch.stack(column))
+        dims.append(0)
+    return inputs, tuple(dims)
+
+
+def _check_plain(value: Any, verb: str) -> None:
+    """Check that a nested value holds nothing but tensors and values that are the same for all members.
+
+    Raises:
+        NotBatchable: If it holds another object.
+    """
+    for leaf in leaves_of(value):
+        if not isinstance(leaf, _PLAIN):
+            raise NotBatchable(f"it {verb} a {type(leaf).__name__}")
+
+
+def _register(slots: list[list[Slot]], tensors: Sequence[Any]) -> None:
+    """Register tensors in place of the network's parameters and buffers."""
+    for places, tensor in zip(slots, tensors, strict=True):
+        for registered, name in places:
+            registered[name] = tensor
+
+
+def _check_registered(slots: list[list[Slot]], tensors: Sequence[Any]) -> None:
+    """Check that the forward has replaced no parameter or buffer.
+
+    Raises:
+        NotBatchable: If it has.
+    """
+    for places, tensor in zip(slots, tensors, strict=True):
+        for registered, name in places:
+            if registered.get(name) is not tensor:
+                raise NotBatchable(f"its forward replaces {name}")
+
+
+def _are_close(expected: Any, computed: Any) -> bool:
+    """Return True if two structures of tensors are equal up to rounding."""
+    _, left = extract_tensors(expected)
+    _, right = extract_tensors(computed)
+    if len(left) != len(right):
+        return False
+    return all(map(_is_close, left, right))
+
+
+def _is_close(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    if left.dtype != right.dtype:
+        return False
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    if not left.numel():
+        return True
+    # Sums of many terms are rounded in another order.
+    tolerance = torch.finfo(left.dtype).eps ** (2 / 3)
+    magnitudes = left.abs()
+    largest = magnitudes.amax().item()
+    return torch.allclose(
+        left,
+        right.detach(),
+        rtol=tolerance,
+        atol=tolerance * largest,
+        equal_nan=True,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of torch's message, which for missing rules has many."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    first_line = text.splitlines()[0]
+    return first_line.rstrip(".")

@@ -1,0 +1,90 @@
+"""Checkpoints of an ensemble: those of the first member, which any strategy can load, with the other members beside."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from equipoise.errors import CheckpointError
+from equipoise.extensions.ensemble.members.stacked_members import own_memory
+from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
+from equipoise.strategies.portable_state import PortableState
+
+__all__ = ["MEMBERS", "MemberStates"]
+
+# The entry of a checkpoint with the weights of all members but the first.
+MEMBERS = "ensemble_members"
+
+
+class MemberStates(PortableState):
+    """Full states of all members.
+
+    Args:
+        count: The number of members.
+        states: Function that returns the weights of all members but the first; None: there are none yet.
+        keep: Function that receives those of a checkpoint.
+        optimizer_of: Function that returns an optimiser as the strategy steps it; None outside of a run.
+        other_optimizer_states: Function that returns the states of a checkpoint for all members but the first.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        states: Callable[[], list[dict[str, Any]] | None],
+        keep: Callable[[list[dict[str, Any]]], None],
+        optimizer_of: Callable[[Optimizer], MemberOptimizer | None],
+        other_optimizer_states: Callable[[Optimizer], Sequence[OptimizerState] | None],
+    ) -> None:
+        self._count = count
+        self._states = states
+        self._keep = keep
+        self._optimizer_of = optimizer_of
+        self._other_optimizer_states = other_optimizer_states
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of the first member."""
+        return own_memory(module.state_dict())
+
+    def further_entries(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of all other members."""
+        states = self._states()
+        if states is None:
+            return {}
+        return {MEMBERS: states}
+
+    def load_further_entries(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the weights of all other members for the beginning of the run.
+
+        Raises:
+            CheckpointError: If the checkpoint is of another number of members.
+        """
+        states = checkpoint.get(MEMBERS)
+        if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+            raise CheckpointError(
+                f"The checkpoint holds one model, but this ensemble has {self._count} members. Load the weights with"
+                " `load_from_checkpoint` to begin a new ensemble, or take a checkpoint of one."
+            )
+        if len(states) + 1 != self._count:
+            raise CheckpointError(
+                f"The checkpoint holds an ensemble of {len(states) + 1} members, but this one has {self._count}. Take"
+                f" EnsembleStrategy(members={len(states) + 1})."
+            )
+        self._keep(states)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the first member's optimiser."""
+        member_optimizer = self._optimizer_of(optimizer)
+        if member_optimizer is None:
+            return super().optimizer_state(optimizer)
+        return member_optimizer.member_states()[0]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load the states of the optimisers of all members."""
+        member_optimizer = self._optimizer_of(optimizer)
+        further_states = self._other_optimizer_states(optimizer)
+        # Outside of a run, and for a checkpoint without them.
+        if member_optimizer is None or further_states is None:
+            super().load_optimizer_state(optimizer, state)
+            return
+        member_optimizer.load_member_states([state, *further_states])

@@ -1,0 +1,532 @@
+"""EnsembleStrategy: several members of one class, trained side by side on one device."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.ensemble.computation.choice import Choice, Mode
+from equipoise.extensions.ensemble.computation.side_by_side import SideBySide
+from equipoise.extensions.ensemble.data.member_batches import (
+    MemberParts,
+    MembersBatch,
+    batch_of,
+    draws_seeds,
+    with_member_order,
+)
+from equipoise.extensions.ensemble.data.random_streams import RandomStreams
+from equipoise.extensions.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value
+from equipoise.extensions.ensemble.members.initial_members import Factory, check_seeds, construct_members, member_seeds
+from equipoise.extensions.ensemble.members.stacked_members import StackedMembers, StackedParameter, gradient_state
+from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
+from equipoise.extensions.ensemble.outputs import MemberLogs, averaged
+from equipoise.extensions.ensemble.portable_state import MemberStates
+from equipoise.interop.lightning.classes import is_overridden
+from equipoise.interop.torch.modules import has_gradient_hooks
+from equipoise.parallel.batches.shard import Shard
+from equipoise.parallel.batches.splitting import Splitter
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.replicas.replicable import check_replicable
+from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
+from equipoise.precision import Precision
+from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.recovery_support import RecoverySupport
+from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.validation import is_whole
+
+__all__ = ["EnsembleStrategy"]
+
+_MODES = ("auto", "together", "one_by_one")
+
+
+class _Steps(NamedTuple):
+    """The computation of one kind of steps.
+
+    Attributes:
+        side_by_side: Runs the steps of all members at once.
+        choice: The way in which they are run.
+    """
+
+    side_by_side: SideBySide
+    choice: Choice
+
+
+@dataclass
+class _Run:
+    """State of a run.
+
+    Attributes:
+        members: The members' modules and tensors.
+        training: The computation of training steps.
+        evaluation: The computation of evaluation steps.
+        logs: Logs the values of all members.
+        splitter: Counts the samples of batches.
+        weights: The weights of the losses in the window.
+        optimizers: The optimisers, by the identity of the user's.
+        loaded_optimizers: States of a checkpoint for all members but the first, for each optimiser.
+        loaded_gradients: Gradients of a checkpoint, of an open window.
+        computed: The members that had a loss in the present step, if it was computed at once.
+        is_window_open: True between the steps of a window.
+    """
+
+    members: StackedMembers
+    training: _Steps
+    evaluation: _Steps
+    logs: MemberLogs
+    splitter: Splitter
+    weights: WeightsOfMembers = field(default_factory=WeightsOfMembers)
+    optimizers: dict[int, MemberOptimizer] = field(default_factory=dict)
+    loaded_optimizers: list[Any] = field(default_factory=list)
+    loaded_gradients: list[Any] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    is_window_open: bool = False
+
+    def optimizer_of(self, optimizer: Optimizer) -> MemberOptimizer:
+        """Return one of the user's optimisers for all members."""
+        key = id(optimizer)
+        if key not in self.optimizers:
+            self.optimizers[key] = MemberOptimizer(optimizer, self.members)
+        return self.optimizers[key]
+
+    def window_parameters(self) -> list[StackedParameter]:
+        """Return the parameters of the optimisers, in the order in which checkpoints have their gradients."""
+        return [parameter for optimizer in self.optimizers.values() for parameter in optimizer.parameters()]
+
+    def load_gradients(self) -> None:
+        """Restore the gradients of a checkpoint that was written in an open window."""
+        if self.loaded_gradients:
+            self.members.load_gradients(self.window_parameters(), self.loaded_gradients)
+            self.loaded_gradients = []
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Keep the state of a checkpoint until it is needed."""
+        self.loaded_optimizers = state.get("optimizers", [])
+        self.loaded_gradients = state.get("gradients", [])
+        if "weights" in state:
+            self.weights.load_state_dict(state["weights"])
+
+    def set_open(self, is_open: bool) -> None:
+        """Note whether a window continues with the next step."""
+        self.is_window_open = is_open
+
+    def note_computed(self, members: list[int]) -> None:
+        """Note the members that had a loss in the present step."""
+        self.computed = members
+
+
+class _NoRecovery(RecoverySupport):
+    """Refuses to repeat steps: what a member needs is not known from the memory that all of them need."""
+
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
+        """Return the reason; see `RecoverySupport.why_not`."""
+        return "an ensemble does not repeat steps; take fewer members, mode='one_by_one', or smaller batches"
+
+
+class EnsembleStrategy(Strategy):
+    """Several members of one class, trained side by side on one device; each is the model of a run of its own.
+
+    Each member has a seed, from which follow its initial weights and the order of its batches. The first one is the
+    module that is trained. Each other one is constructed anew under its seed: by `factory`, else from the module's
+    class and its saved hyperparameters. `training_step` runs once for each member, unchanged; where it calls a network,
+    that is computed for all members at once, if it gives the same numbers and was measured to be quicker.
+
+    Logged values are means over the members; in evaluations `name/member_0` and so on are logged, too. Predictions are
+    averaged. Checkpoints are those of the first member, which any strategy loads, with the others beside;
+    `equipoise.split_ensemble` writes a checkpoint for each member.
+
+    Args:
+        members: The number of members, from 2.
+        seeds: A seed for each member; that of the first one counts for private generators of loaders alone. Default:
+            the seed of `seed_everything`, else torch's initial seed, and the numbers after it.
+        factory: Function without arguments that constructs a member. Default: the class of the module, with the
+            hyperparameters that `save_hyperparameters` has saved.
+        own_order: Give each member batches of its own from loaders that shuffle. Default: True; False: all members
+            receive the same batches, which are read once.
+        mode: "together": networks are computed for all members at once. "one_by_one": each step after the other.
+            "auto": measured in the first steps. Networks that draw random numbers, as dropout does, are computed at
+            once with "together" alone, with other numbers than a member's own run draws. Default: "auto".
+
+    Raises:
+        ConfigurationError: If an argument is out of range, or there are several devices.
+
+    Example:
+        >>> from equipoise import EnsembleStrategy, Trainer
+        >>> trainer = Trainer(strategy=EnsembleStrategy(members=4), devices=["cpu"], logger=False)
+    """
+
+    name: ClassVar[str] = "ensemble"
+
+    def __init__(
+        self,
+        *,
+        members: int = 4,
+        seeds: Sequence[int] | None = None,
+        factory: Factory | None = None,
+        own_order: bool = True,
+        mode: Mode = "auto",
+    ) -> None:
+        if not is_whole(members, least=2):
+            raise ConfigurationError(f"members must be a number from 2, not {members!r}.")
+        check_seeds(seeds, members)
+        if factory is not None and not callable(factory):
+            raise ConfigurationError(f"factory must be a function that constructs a member, not {factory!r}.")
+        if not isinstance(own_order, bool):
+            raise ConfigurationError(f"own_order must be True or False, not {own_order!r}.")
+        if mode not in _MODES:
+            raise ConfigurationError(f"mode must be 'auto', 'together' or 'one_by_one', not {mode!r}.")
+        self.members = members
+        self.seeds = seeds
+        self.factory = factory
+        self.own_order = own_order
+        self.mode: Mode = mode
+        self._run: _Run | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the members of an earlier module."""
+        # The module, which is the first member, and the weights of its other members between runs. The module is kept:
+        # a program may hold only the strategy, to read the members after a run.
+        self._module_of_members: nn.Module | None = None
+        self._states: list[dict[str, Any]] | None = None
+        # Those of a checkpoint, until the run begins.
+        self._loaded_states: list[dict[str, Any]] | None = None
+        self._optimizer_states: list[list[OptimizerState]] = []
+        self._streams: RandomStreams | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, and the weights of the members."""
+        state = super().__getstate__()
+        # Neither can be sent or written.
+        state["_module_of_members"] = None
+        state["_streams"] = None
+        return state
+
+    # Where it runs.
+
+    def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Use one device; see `Strategy.connect`."""
+        super().connect(devices, num_nodes)
+        if len(devices) != 1:
+            raise ConfigurationError(
+                f"strategy='ensemble' trains all members on one device, but {len(devices)} were given:"
+                f" {', '.join(map(str, devices))}. Give one, such as devices=1."
+            )
+
+    def check_module(self, module: nn.Module, *, training: bool) -> None:
+        """Refuse a module of which there cannot be several members; see `Strategy.check_module`."""
+        check_replicable(module, self.devices)
+        if not training:
+            return
+        kind = type(module).__name__
+        if not getattr(module, "automatic_optimization", True):
+            raise ConfigurationError(
+                f"{kind} optimises by hand (automatic_optimization=False), but under strategy='ensemble'"
+                " `training_step` runs once for each member, and each would step the optimiser. Train the members in"
+                " runs of their own."
+            )
+        if is_overridden("configure_gradient_clipping", module):
+            raise ConfigurationError(
+                f"{kind} overrides `configure_gradient_clipping`, which would see the gradients of the first member"
+                " alone. Use Trainer(gradient_clip_val=...), which clips those of each member."
+            )
+        for name, parameter in module.named_parameters():
+            if has_gradient_hooks(parameter):
+                raise ConfigurationError(
+                    f"The parameter {name!r} has a hook, which would see the gradient of the first member alone."
+                    " Remove it, or train the members in runs of their own."
+                )
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Place the module, and construct the other members; see `Strategy.setup`."""
+        # 1. Before the module is placed: members are constructed from its values.
+        states = self._initial_states(module)
+        super().setup(module, precision)
+        # 2. All members on the device.
+        device = self.root_device
+        members = StackedMembers(module, states, device)
+        make = partial(SideBySide, members, precision.forward_context, allows_randomness=self.mode == "together")
+        self._run = _Run(
+            members,
+            _Steps(make(), Choice(self.mode, device, "trained")),
+            _Steps(make(), Choice(self.mode, device, "evaluated")),
+            MemberLogs(members.metrics(), device),
+            Splitter(module, self.dim),
+        )
+
+    def _initial_states(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Return the weights of all members but the first: of a checkpoint, of the run before, or new ones."""
+        # 1. Those of a checkpoint, or of the run before with the same module.
+        seeds = member_seeds(self.seeds, self.members)
+        is_known = self._module_of_members is module
+        states = self._loaded_states
+        if states is None and is_known:
+            states = self._states
+        streams = None
+        if is_known:
+            streams = self._streams
+        # 2. New ones.
+        if states is None:
+            new_members = construct_members(module, self.factory, seeds[1:])
+            states = [member.state for member in new_members]
+            streams = RandomStreams([member.random_state for member in new_members], seeds[1:])
+        if streams is None:
+            streams = RandomStreams.seeded(seeds[1:])
+        # 3. The run, and those after it, belong to this module.
+        self._forget()
+        self._module_of_members = module
+        self._streams = streams
+        return states
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Release threads and the members' devices, and keep the members; see `Strategy.teardown`."""
+        # The field is reset first, so that an error below leaves no state of the run behind.
+        run = self._run
+        self._run = None
+        if self._streams is not None:
+            self._streams.end_training()
+        # What outlives the run: the module and the optimiser are those of the first member again.
+        if run is not None:
+            run.training.side_by_side.close()
+            run.evaluation.side_by_side.close()
+            self._states = [_on_cpu(state) for state in run.members.states()[1:]]
+            self._optimizer_states = _other_states(run)
+            for optimizer in run.optimizers.values():
+                optimizer.release()
+            run.members.release()
+        super().teardown(error)
+
+    @property
+    def _current_run(self) -> _Run:
+        assert self._run is not None
+        return self._run
+
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Support for steps that are repeated: none."""
+        return _NoRecovery()
+
+    # Members.
+
+    def member_modules(self) -> list[nn.Module]:
+        """Return each member as a module of its own, on the CPU, with memory of its own.
+
+        Raises:
+            ConfigurationError: If there was no run.
+        """
+        module = self._module_of_members
+        if module is None:
+            raise ConfigurationError("There are no members yet: they are constructed in a run.")
+        states = self._other_states()
+        modules = [copy.deepcopy(module).cpu() for _ in range(self.members)]
+        for member, state in zip(modules[1:], states or [], strict=True):
+            member.load_state_dict(state)
+        return modules
+
+    def _other_states(self) -> list[dict[str, Any]] | None:
+        """Return the weights of all members but the first, during a run and after it."""
+        if self._run is not None:
+            return self._run.members.states()[1:]
+        return self._states
+
+    # Data.
+
+    def shard(self, loader: Any, stage: str) -> Shard:
+        """Return a loader with a batch for each member; see `Strategy.shard`."""
+        streams = self._streams
+        assert streams is not None
+        if stage != "train":
+            return Shard(draws_seeds(loader, streams))
+        if not self.own_order:
+            return Shard(loader)
+        return Shard(with_member_order(loader, streams, self.members))
+
+    def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
+        """Copy the batch of each member to the device; see `Strategy.batch_to_devices`."""
+        device = self.devices[0]
+        if type(batch) is MembersBatch:
+            return MemberParts.of([transfer(part, device) for part in batch])
+        first = batch_of(batch, 0)
+        # All members share it.
+        if first is batch:
+            return (transfer(batch, device),)
+        members = [transfer(batch_of(batch, member), device) for member in range(self.members)]
+        return MemberParts.of(members)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Compute the gradients of all members; see `Strategy.forward_backward`."""
+        run = self._current_run
+        result = run.training.choice.run(partial(self._train, step, self._batches(parts)))
+        run.set_open(not last)
+        return result
+
+    def _batches(self, parts: Sequence[Any]) -> list[Any]:
+        """Return the batch of each member."""
+        if isinstance(parts, MemberParts):
+            return parts.members
+        return [parts[0]] * self.members
+
+    def _train(self, step: TrainingStep, batches: list[Any]) -> StepResult:
+        """Run the step of each member, and one backward for all of them."""
+        run = self._current_run
+        members = run.members
+        # 1. The forwards.
+        run.load_gradients()
+        results = self._run_members(step, batches, run.training)
+        run.logs.log(step, results, by_member=False)
+        joined = run.weights.join(results)
+
+        # 2. The backward. A window begins without gradients, of which the trainer knows the first member's alone.
+        if step.begins_window:
+            members.clear_gradients()
+        else:
+            members.begin_backward()
+        run.note_computed([])
+        if run.training.side_by_side.has_batched:
+            run.note_computed([index for index, result in enumerate(results) if result.loss is not None])
+        step.backward(StepResult(joined.loss, joined.weight, None))
+        if joined.loss is None:
+            members.show_gradients()
+
+        # 3. Hooks see the mean loss, and what the first member returned.
+        return StepResult(joined.mean, joined.weight, results[0].outputs)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Run the evaluation step of each member, and return the mean of their outputs; see `Strategy.evaluate`."""
+        run = self._current_run
+        batches = self._batches(parts)
+        results = run.evaluation.choice.run(lambda: self._run_members(step, batches, run.evaluation))
+        run.logs.log(step, results, by_member=True)
+        return averaged([result.outputs for result in results])
+
+    def _run_members(
+        self, step: TrainingStep | EvaluationStep, batches: list[Any], computation: _Steps
+    ) -> list[StepResult]:
+        """Run the step of each member in the present way."""
+        run = self._current_run
+        side_by_side, choice = computation
+        with step.hook_scope():
+            steps = []
+            for module, batch in zip(run.members.modules, batches, strict=True):
+                size = run.splitter.size(batch) or 1
+                steps.append(partial(step.run_on, module, batch, size))
+            if not choice.together:
+                run.members.refresh()
+                side_by_side.skip()
+                return self._run_one_by_one(steps, choice)
+            results = side_by_side.run(steps, batches)
+            if not choice.is_made and not side_by_side.has_batched:
+                choice.settle(together=False, reason="no call of a network can be computed for all of them at once")
+            return results
+
+    def _run_one_by_one(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
+        """Run the step of each member after the other, with its random numbers."""
+        streams = self._streams
+        assert streams is not None
+        # 1. A step that draws random numbers is not computed at once by choice.
+        before = None
+        if choice.watches_draws:
+            before = (random_state.capture(), streams.get_state())
+        # 2. The steps.
+        results = [streams.run(member, step) for member, step in enumerate(steps)]
+        if before is not None:
+            has_drawn = not before[0].equals(random_state.capture())
+            if has_drawn or not torch.equal(before[1], streams.get_state()):
+                choice.settle(together=False, reason="the step draws random numbers, which would be others")
+        return results
+
+    def collect_gradients(self) -> None:
+        """Add the members' gradients to the stacked ones; see `Strategy.collect_gradients`."""
+        if self._run is not None:
+            self._run.members.collect_gradients(self._run.computed)
+
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
+        """Turn the gradients of each member into its weighted mean; see `Strategy.finish_gradients`."""
+        run = self._current_run
+        # 1. What all members have in common: a window that is not full.
+        factor = window.correction()
+        if factor is not None:
+            run.members.scale_gradients(factor)
+        # 2. Members whose weights differ.
+        factors: Tensor | None = run.weights.correction()
+        if factors is not None:
+            run.members.scale_gradients(factors)
+        return None
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the gradients of each member by themselves; see `Strategy.clip_gradients`."""
+        parameters = self._current_run.optimizer_of(optimizer).parameters()
+        if algorithm == "value":
+            clip_by_value(parameters, value)
+        elif algorithm == "norm":
+            clip_by_norm(parameters, value)
+        else:
+            raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
+
+    def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
+        """Return an optimiser as it is stepped for all members; see `Strategy.setup_optimizer`."""
+        return self._current_run.optimizer_of(optimizer)
+
+    # State.
+
+    @property
+    def portable(self) -> PortableState:
+        """Full states: the first member's, and those of the others beside; see `Strategy.portable`."""
+        return MemberStates(
+            self.members, self._other_states, self._keep_loaded, self._optimizer_of, self._loaded_optimizer_states
+        )
+
+    def _keep_loaded(self, states: list[dict[str, Any]]) -> None:
+        self._loaded_states = states
+
+    def _optimizer_of(self, optimizer: Optimizer) -> MemberOptimizer | None:
+        if self._run is None:
+            return None
+        return self._run.optimizer_of(optimizer)
+
+    def _loaded_optimizer_states(self, optimizer: Optimizer) -> Sequence[OptimizerState] | None:
+        """Return the states that a checkpoint has for the other members; there is one optimiser."""
+        if self._run is None or not self._run.loaded_optimizers:
+            return None
+        states: Sequence[OptimizerState] = self._run.loaded_optimizers[0]
+        return states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the members but the first need to continue: random numbers, optimisers, open windows."""
+        run = self._run
+        state: dict[str, Any] = {"optimizers": self._optimizer_states}
+        if self._streams is not None:
+            state["streams"] = self._streams.get_state()
+        if run is None:
+            return state
+        state["optimizers"] = _other_states(run)
+        if run.is_window_open:
+            state["gradients"] = gradient_state(run.window_parameters())
+            state["weights"] = run.weights.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state; its optimisers and gradients are used when the run comes to them."""
+        if self._run is not None:
+            self._run.load(state)
+        if self._streams is not None and "streams" in state:
+            self._streams.set_state(state["streams"])
+
+
+def _other_states(run: _Run) -> list[list[OptimizerState]]:
+    """Return, for each optimiser, the states of all members but the first."""
+    return [optimizer.member_states()[1:] for optimizer in run.optimizers.values()]
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose tensors are on the CPU."""
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}

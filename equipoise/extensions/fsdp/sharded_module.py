@@ -1,0 +1,251 @@
+"""A module whose parameters are in shards for the time of a run, and the way back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from equipoise.extensions.fsdp.root_switches import RootSwitches
+from equipoise.extensions.fsdp.state.gathering import whole
+from equipoise.extensions.fsdp.units import Unit
+from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, shards_and_wholes, unshard_by_hand
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.tensor_copies import copy_from_first
+
+__all__ = ["ShardedModule", "Sharding"]
+
+# The user's steps, in each of which the root's weights are whole.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# Lightning's methods that switch `requires_grad` of the parameters of optimisers, which are shards.
+_SWITCHES = ("toggle_optimizer", "untoggle_optimizer")
+# A method that the module has in a run alone: it returns what its argument returns.
+_OUTPUT = "_equipoise_output"
+_REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", _OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Options by which a module is sharded.
+
+    Attributes:
+        mesh: The processes, in one dimension, or in two where the module has several replicas.
+        options: Arguments of torch's `fully_shard`.
+        divide_by: The number by which summed gradients are divided.
+    """
+
+    mesh: DeviceMesh
+    options: dict[str, Any]
+    divide_by: float
+
+
+class ShardedModule:
+    """A module in shards, from its construction to `restore`.
+
+    The user's parameters stay the same objects: the module has others in a run, and gets its own back. Meanwhile they
+    have their shape but no memory, and every value reads as NaN.
+
+    Args:
+        units: The units; the module itself is the last.
+        sharding: How it is sharded.
+
+    Attributes:
+        module: The module.
+        units: The units.
+        switches: What the user's step switches.
+    """
+
+    def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
+        self.module = units[-1].module
+        self.units = units
+        self._originals = dict(self.module.named_parameters(remove_duplicate=False))
+        # Methods that are attributes of the object and not of its class.
+        self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
+        self._sharded: list[nn.Module] = []
+        self.switches = RootSwitches(self.module)
+        try:
+            check_names(sharding.mesh)
+            for unit in units:
+                self._shard(unit, sharding)
+            copy_from_first(self.module.buffers())
+            self._wrap_steps()
+            self._wrap_switches()
+            self._wrap_backward()
+        except BaseException:
+            self._put_back()
+            raise
+        for original in self._originals.values():
+            _release_memory(original)
+
+    def _shard(self, unit: Unit, sharding: Sharding) -> None:
+        """Shard what no unit inside of this one has sharded, with the values of rank 0."""
+        parameters = [parameter for parameter in unit.module.parameters() if not isinstance(parameter, DTensor)]
+        _fill_meta(unit)
+        copy_from_first(parameters)
+        fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
+        self._sharded.append(unit.module)
+        sharded: Any = unit.module
+        # Both are settings of one unit alone, not of those inside of it.
+        sharded.set_gradient_divide_factor(sharding.divide_by)
+        # Otherwise torch asks gloo for a product with a sum, which gloo does not have.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+    def _wrap_steps(self) -> None:
+        """Let the user's steps gather the root's weights, as its forward would."""
+        training_step: Any = getattr(self.module, "training_step", None)
+        if training_step is not None:
+            vars(self.module)["training_step"] = self._watched(training_step)
+        for name in _STEPS:
+            if hasattr(self.module, name):
+                register_fsdp_forward_method(self.module, name)
+        begin_as_root(self.module)
+
+    def _wrap_backward(self) -> None:
+        """Let each loss of manual optimisation count as an output of the root, in whose backward gradients are summed.
+
+        The root's own forward may have no part in that loss: the user's step may call its submodules alone.
+        """
+        backward = getattr(self.module, "manual_backward", None)
+        if backward is None:
+            return
+        setattr(self.module, _OUTPUT, lambda value: value())
+        register_fsdp_forward_method(self.module, _OUTPUT)
+        as_output = getattr(self.module, _OUTPUT)
+
+        @wraps(backward)
+        def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.switches.follow()
+            # As an argument, the loss itself would mark the end of the backward.
+            loss = as_output(lambda: loss)
+            return backward(loss, *args, **kwargs)
+
+        self.module.manual_backward = manual_backward  # type: ignore[assignment]
+
+    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step after which shards follow what it switches by hand."""
+
+        @wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.switches.begin()
+            result = step(*args, **kwargs)
+            self.switches.follow()
+            return result
+
+        return watched
+
+    def _wrap_switches(self) -> None:
+        """Let whole weights follow where the user switches `requires_grad` of an optimiser's shards."""
+        for name in _SWITCHES:
+            if hasattr(self.module, name):
+                setattr(self.module, name, self._followed(getattr(self.module, name)))
+
+    def _followed(self, switch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that passes on what it switches."""
+
+        @wraps(switch)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            result = switch(*args, **kwargs)
+            for unit in self._sharded:
+                for shard, gathered in shards_and_wholes(unit):
+                    gathered.requires_grad_(shard.requires_grad)
+            return result
+
+        return followed
+
+    def free_gathered(self) -> None:
+        """Free the whole weights that units have, so that they are gathered anew."""
+        for unit in self._sharded:
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
+
+    def gather_root(self) -> None:
+        """Gather the root's present weights, within a step whose backward or optimiser has freed or changed them."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()
+        self.module.unshard()
+
+    def restore(self, optimizers: Sequence[Optimizer], *, gather: bool) -> None:
+        """Give the module and the optimisers their own parameters, whole again.
+
+        Args:
+            optimizers: The optimisers of the run.
+            gather: Whether all processes take part, so that values can be gathered. False: values are lost.
+        """
+        try:
+            if gather:
+                self._gather(optimizers)
+        finally:
+            self._put_back()
+
+    def _gather(self, optimizers: Sequence[Optimizer]) -> None:
+        """Bring the values of all processes into the user's parameters and into the states of optimisers."""
+        self.free_gathered()
+        originals: dict[int, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) in originals:
+                continue
+            original = self._originals[name]
+            original.data = whole(parameter)
+            original.requires_grad_(parameter.requires_grad)
+            originals[id(parameter)] = original
+        for optimizer in optimizers:
+            _exchange_parameters(optimizer, originals)
+
+    def _put_back(self) -> None:
+        """Undo the sharding, as far as it has come."""
+        for name in _REPLACED:
+            vars(self.module).pop(name, None)
+        vars(self.module).update(self._own_methods)
+        unshard_by_hand(self._sharded, self._originals, self.module)
+        self._sharded = []
+
+
+def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter]) -> None:
+    """Let an optimiser step the user's parameters, with whole states."""
+    for group in optimizer.param_groups:
+        group["params"] = [originals.get(id(parameter), parameter) for parameter in group["params"]]
+    states = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, state in states.items():
+        optimizer.state[originals.get(id(parameter), parameter)] = {key: whole(value) for key, value in state.items()}
+
+
+def _release_memory(parameter: nn.Parameter) -> None:
+    """Free the memory of a parameter. Its shape stays, and its values read as NaN."""
+    missing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    element = torch.full((), missing, dtype=parameter.dtype, device=parameter.device)
+    parameter.data = element.expand(parameter.shape)
+
+
+def _fill_meta(unit: Unit) -> None:
+    """Give the tensors of a unit that are on the meta device memory and first values, as their layers choose them."""
+    for name, part in unit.module.named_modules(prefix=unit.name):
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        missing = [tensor for tensor in tensors if tensor.is_meta and not isinstance(tensor, DTensor)]
+        if not missing:
+            continue
+        for tensor in missing:
+            _allocate(tensor)
+        reset = getattr(part, "reset_parameters", None)
+        if reset is None:
+            rank_zero_warn(
+                f"{name} ({type(part).__name__}) is on the meta device and has no `reset_parameters`: its weights are"
+                " not a number until a checkpoint is loaded."
+            )
+        else:
+            reset()
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Give a tensor on the meta device memory on the CPU, without a new object: others may refer to it."""
+    values = torch.full(tensor.shape, float("nan")) if tensor.is_floating_point() else torch.zeros(tensor.shape)
+    real: Tensor = values.to(tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

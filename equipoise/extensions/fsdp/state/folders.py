@@ -1,0 +1,104 @@
+"""Checkpoints of a module in shards as folders: each process writes its shards, at once or in the background."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from equipoise.errors import CheckpointError
+from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.shards.background import InBackground
+from equipoise.parallel.shards.pieces import HostCopies, pieces_of
+from equipoise.parallel.shards.saving import Content, save_folder
+from equipoise.strategies.checkpoint_folders import CheckpointFolders
+
+__all__ = ["ShardFolders"]
+
+
+class ShardFolders(CheckpointFolders):
+    """Writes folders of shards, in all processes together.
+
+    In the background, a step waits for a copy of the shards to the memory of the host. A thread writes it, and
+    exchanges what is needed for that in a group of its own: exchanges of the steps would mix with those of the default
+    group.
+
+    Args:
+        rank: The number of this process.
+        group: The group of the thread. None: checkpoints are written at once.
+
+    Attributes:
+        collected: The shards of the checkpoint that is being collected; None at other times.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
+        self.collected: CollectedShards | None = None
+        self._rank = rank
+        self._group = group
+        self._tensors: CollectedShards | None = None
+        self._copies = HostCopies()
+        self._background = InBackground("checkpoint")
+        # What is to be done once the checkpoint is complete that is being written.
+        self._afterwards: list[Callable[[], None]] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Note tensors in shards; see `CheckpointFolders.collecting`."""
+        self.collected = CollectedShards()
+        # After an error in a hook of the user's, tensors are gathered again.
+        try:
+            yield
+            self._tensors = self.collected
+        finally:
+            self.collected = None
+
+    def save(self, path: str | os.PathLike[str], rest: bytes | None) -> None:
+        """Write what was collected; see `CheckpointFolders.save`."""
+        assert self._tensors is not None
+        if "://" in os.fspath(path):
+            raise CheckpointError(
+                f"A sharded checkpoint is a folder of files, which {os.fspath(path)!r} is not. Choose a path of the"
+                " file system, or FSDPStrategy(checkpoints='full')."
+            )
+        # 1. The memory of the last copy is used again.
+        self.finish()
+        pieces = pieces_of(self._tensors.tensors)
+        self._tensors = None
+        # 2. Write. Nothing changes the tensors until the next step, so no copy is needed at once.
+        if self._group is None:
+            save_folder(Content(Path(path), pieces, rest), self._rank, gather_objects)
+            return
+        content = Content(Path(path), self._copies.take(pieces), rest)
+        self._background.start(partial(self._write, content, self._group))
+
+    def _write(self, content: Content, group: dist.ProcessGroup) -> None:
+        def exchange(value: Any) -> list[Any]:
+            return gather_objects(value, group)
+
+        save_folder(content, self._rank, exchange)
+        while self._afterwards:
+            function = self._afterwards.pop(0)
+            function()
+
+    def after_saving(self, function: Callable[[], None]) -> None:
+        """Call a function once the last checkpoint is complete; see `CheckpointFolders.after_saving`."""
+        if self._background.is_busy:
+            # The thread calls it, or `finish` if the thread has ended meanwhile.
+            self._afterwards.append(function)
+        else:
+            function()
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until the last checkpoint is complete; see `CheckpointFolders.finish`."""
+        try:
+            self._background.wait(seconds)
+        except BaseException:
+            self._afterwards.clear()
+            raise
+        while self._afterwards:
+            function = self._afterwards.pop(0)
+            function()

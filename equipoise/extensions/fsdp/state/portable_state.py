@@ -1,0 +1,191 @@
+"""Full states of a module in shards, which any other strategy can load."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
+from equipoise.extensions.fsdp.state.folders import ShardFolders
+from equipoise.extensions.fsdp.state.gathering import whole
+from equipoise.extensions.fsdp.state.loaded_shards import shard_like
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.shards.reading import ShardReader
+from equipoise.parallel.shards.sources import placeholder_for, source_of
+from equipoise.strategies.distributed.process_group import ProcessGroup
+from equipoise.strategies.portable_state import PortableState
+
+__all__ = ["BeforeSharding", "ShardedState"]
+
+
+class BeforeSharding(PortableState):
+    """States of a module that is to be sharded, or is whole again."""
+
+    is_sharded: ClassVar[bool] = True
+
+
+class ShardedState(PortableState):
+    """Gathers whole tensors in the main process, and cuts loaded ones into shards.
+
+    The other processes take part and receive tensors without memory. While the content of a folder is collected, all
+    processes receive such tensors, and nothing is gathered.
+
+    Args:
+        module: The module in shards.
+        group: The processes.
+        folders: Writes checkpoints as folders of shards. Default: None, they are whole.
+
+    Attributes:
+        optimizers: The optimisers of the run, which get the module's own parameters at its end.
+    """
+
+    is_sharded: ClassVar[bool] = True
+    folders: ShardFolders | None = None
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
+        self._module = module
+        self._group = group
+        self.folders = folders
+        self.optimizers: list[Optimizer] = []
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the optimisers; see `PortableState.connect_optimizers`.
+
+        Raises:
+            ConfigurationError: If one has parameters that were made before the module was sharded.
+        """
+        shards = set(map(id, self._module.parameters()))
+        for optimizer in optimizers:
+            trained = [parameter for parameter in optimizer_parameters(optimizer) if parameter.requires_grad]
+            if trained and not any(id(parameter) in shards for parameter in trained):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has no parameter of the sharded module, so it would train nothing"
+                    " under strategy='fsdp'. Create it in `configure_optimizers`, not in `__init__`: the module's"
+                    " parameters are replaced by shards in between."
+                )
+        self.optimizers = list(optimizers)
+
+    def _check_complete(self) -> None:
+        """Check that all processes can take part.
+
+        Raises:
+            CheckpointError: If this process has failed.
+        """
+        if not self._group.is_connected:
+            raise CheckpointError(
+                "The run has failed, so the other processes do not take part any more, and each process has only its"
+                " shards of the weights under strategy='fsdp'. Nothing was saved. Save during the run, as by"
+                " ModelCheckpoint(every_n_train_steps=...), and resume from there."
+            )
+
+    @property
+    def _collected(self) -> CollectedShards | None:
+        """The shards of the folder whose content is being collected; None: tensors are gathered."""
+        return None if self.folders is None else self.folders.collected
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the module's full state; see `PortableState.module_state`."""
+        self._check_complete()
+        if self._collected is not None:
+            return self._collected.of_module(module)
+        keep = self._group.is_main
+        return {key: whole(value, keep=keep) for key, value in module.state_dict().items()}
+
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load the module's state, each process its shards; see `PortableState.load_module_state`."""
+        shards = dict(state)
+        for key, present in module.state_dict().items():
+            if key in state:
+                shards[key] = shard_like(present, state[key])
+        module.load_state_dict(shards, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimiser's full state; see `PortableState.optimizer_state`."""
+        self._check_complete()
+        keep = self._group.is_main
+        collected = self._collected
+        content = optimizer.state_dict()
+        states = {}
+        for number, state in content["state"].items():
+            if collected is not None:
+                prefix = f"optimizer_states/{self.optimizers.index(optimizer)}/{number}"
+                states[number] = collected.of_values(prefix, state)
+            else:
+                states[number] = {key: whole(value, keep=keep) for key, value in state.items()}
+        return {**content, "state": states}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load an optimiser's state, each process its shards; see `PortableState.load_optimizer_state`."""
+        parameters = list(optimizer_parameters(optimizer))
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameter_of = dict(zip(numbers, parameters, strict=False))
+        states = {}
+        for number, values in state["state"].items():
+            parameter = parameter_of.get(number)
+            states[number] = {key: shard_like(parameter, value) for key, value in values.items()}
+        optimizer.load_state_dict({**state, "state": states})
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of an open window in the main process; see `PortableState.gradients`.
+
+        They are summed over all processes already, so the others have none to add.
+        """
+        self._check_complete()
+        # A process that had nothing to learn from so far takes part as well.
+        if not any(self._group.gather_objects(window_is_open)):
+            return []
+        gradients = super().gradients(optimizers, window_is_open=True)
+        gathered: list[Tensor | None] = []
+        for index, gradient in enumerate(gradients):
+            if self._collected is not None:
+                gathered.append(self._collected.add(f"gradients/{index}", gradient))
+            else:
+                gathered.append(whole(gradient))
+        if self._group.is_main:
+            return gathered
+        return [None for _ in gathered]
+
+    def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
+        """Set the sums of what all processes have saved; see `PortableState.load_gradients`."""
+        parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
+        # 1. Find the gradients that lie in a folder, and the parameters for which any process has another one.
+        folder = self._folder_of(gradients)
+        present_here = [gradient is not None for gradient in gradients]
+        present = self._group.gather_objects(present_here)
+        # 2. Sum over the processes, and keep a shard.
+        for index, parameter in enumerate(parameters):
+            shard = None
+            # A shorter list comes from an optimiser with fewer parameters.
+            if any(flags[index : index + 1] == [True] for flags in present):
+                gradient = gradients[index] if index < len(gradients) else None
+                if folder is None:
+                    gradient = _sum_over_processes(parameter, gradient)
+                else:
+                    gradient = placeholder_for(folder, f"gradients/{index}")
+                shard = shard_like(parameter, gradient)
+            parameter.grad = shard
+
+    def _folder_of(self, gradients: Sequence[Tensor | None]) -> ShardReader | None:
+        """Return the sharded checkpoint in which the gradients of an open window lie; None if they are whole.
+
+        The positions of most processes refer to none of them.
+        """
+        sources = [source_of(gradient) for gradient in gradients]
+        paths_here = {source.reader.path for source in sources if source is not None}
+        for paths in self._group.gather_objects(paths_here):
+            for path in paths:
+                return ShardReader(path)
+        return None
+
+
+def _sum_over_processes(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    """Return the sum of the whole gradients of a parameter that the processes have; None counts as zero."""
+    total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    if gradient is not None:
+        total += gradient.to(parameter.device)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,39 @@
+"""An optimiser of a module in shards that the user steps by hand, within a step that continues afterwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from equipoise.extensions.fsdp.sharded_module import ShardedModule
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
+
+__all__ = ["SteppedByHand"]
+
+
+class SteppedByHand(StrategyOptimizer):
+    """Gathers the root's weights after each step, since the rest of the user's step uses them.
+
+    Args:
+        optimizer: The user's optimiser.
+        sharded: The module in shards.
+    """
+
+    def __init__(self, optimizer: Optimizer, sharded: ShardedModule) -> None:
+        super().__init__(optimizer)
+        self._sharded = sharded
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimiser; see `StrategyOptimizer.step`."""
+        self._sharded.switches.follow()
+        result = super().step(closure, **kwargs)
+        self._sharded.gather_root()
+        return result
+
+    def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
+        """Step the optimiser unless a gradient is not finite; see `StrategyOptimizer.scaled_step`."""
+        self._sharded.switches.follow()
+        result = super().scaled_step(scaler, **kwargs)
+        self._sharded.gather_root()
+        return result

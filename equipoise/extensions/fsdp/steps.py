@@ -1,0 +1,244 @@
+"""Steps of a sharded module: every process goes through the network, with a batch of its own or without.
+
+A process without a batch, or whose `training_step` returned None, computes the network on a stand-in: an earlier batch
+of the loader, its own or that of another process. Everything that this changes is restored, and its gradients are
+exactly zero, also where the stand-in's values are not finite.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from equipoise.errors import StepError
+from equipoise.extensions.fsdp.agreement import UnitCalls
+from equipoise.extensions.fsdp.misuse import explained
+from equipoise.extensions.fsdp.sharded_module import ShardedModule
+from equipoise.interop.distributed.fully_sharded import unsharded_parameters
+from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.communication.object_exchange import exchange_number
+from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
+from equipoise.strategies.distributed.window_totals import TotalWeight
+
+__all__ = ["ShardedSteps"]
+
+# What a process has at the beginning of a step.
+_NOTHING = 0
+_STAND_IN = 1
+_BATCH = 2
+
+_NO_RESULT = StepResult(None, 0, None)
+
+
+class ShardedSteps:
+    """Computes steps in all processes together.
+
+    Args:
+        sharded: The module in shards.
+        processes: The processes.
+        device: Where this process computes.
+        weight: The exchange of a window's total weight.
+        compare_each: Whether every call of a unit is compared between the processes.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        processes: Processes,
+        device: torch.device,
+        weight: TotalWeight,
+        *,
+        compare_each: bool,
+    ) -> None:
+        self._sharded = sharded
+        self._module = sharded.module
+        self._processes = processes
+        self._device = device
+        self._weight = weight
+        self._calls = UnitCalls(sharded.units, compare_each=compare_each)
+        # The pass over a loader to which the stand-in belongs: each has a step object of its own.
+        self._step: Any = None
+        self._stand_in: Any = NO_BATCH
+        self._all_have_stand_in = False
+
+    def close(self) -> None:
+        """Release the module and the last batch."""
+        self._calls.close()
+        self._step = None
+        self._stand_in = NO_BATCH
+
+    # Training.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Compute the gradients of a batch, or take part without one; see `Strategy.forward_backward`."""
+        automatic = bool(getattr(self._module, "automatic_optimization", True))
+        if not parts and not automatic:
+            refuse_missing_batch_by_hand()
+        self._begin_pass(step)
+        if not self._all_have_stand_in:
+            codes = self._say_what_is_here(parts)
+            if max(codes) == _NOTHING:
+                return self._end_without_batches(step)
+            self._share_stand_in(codes, parts)
+        if not automatic:
+            return self._run_by_hand(step, parts[0])
+
+        # 1. The forward, on the batch or a stand-in.
+        result = _NO_RESULT
+        graph: Tensor | None = None
+        with explained(self._sharded):
+            with self._calls.watched():
+                if parts:
+                    result = step(parts[0])
+                    if result.loss is not None and self._stand_in is NO_BATCH:
+                        self._stand_in = parts[0]
+                # A step that was skipped before it came to the network takes part, too.
+                if result.loss is None and self._calls.count == 0:
+                    graph = self._graph_of_stand_in(step)
+            graph = self._complete(step, result, graph)
+
+            # 2. The backward, with the exchange of gradients.
+            if last:
+                self._weight.send(step.total_with(result))
+            step.backward(result)
+            if graph is not None:
+                self._backward_of_zeros(graph)
+        return result
+
+    def _end_without_batches(self, step: TrainingStep) -> StepResult:
+        """End a window whose gradients come from a checkpoint, as no process has had a batch since."""
+        self._weight.send(step.total_with(_NO_RESULT))
+        step.backward(_NO_RESULT)
+        return _NO_RESULT
+
+    def _run_by_hand(self, step: TrainingStep, batch: Any) -> StepResult:
+        """Run a step of manual optimisation, in which the user runs backwards and steps optimisers."""
+        self._sharded.free_gathered()
+        with explained(self._sharded), self._calls.watched():
+            return step(batch)
+
+    def _complete(self, step: TrainingStep, result: StepResult, graph: Tensor | None) -> Tensor | None:
+        """Agree on the end of the forward. Return the graph whose backward this process runs without a gradient.
+
+        Args:
+            step: The step.
+            result: The result of this process.
+            graph: A loss of a stand-in, if one was computed.
+        """
+        # A batch without weight has a graph, and the step runs no backward of it.
+        has_weight = isinstance(result.weight, Tensor) or result.weight != 0
+        if result.loss is not None and not has_weight:
+            graph = result.loss
+        has_graph = result.loss is not None or graph is not None
+        num_graphs = self._calls.end(has_graph=has_graph)
+        if num_graphs == self._processes.world_size:
+            return graph
+        if num_graphs == 0:
+            # No process runs a backward, after which torch would free the weights that it has gathered.
+            self._sharded.free_gathered()
+            return None
+        # Where `training_step` returned None behind the network, its graph is lost. All compute a stand-in then.
+        self._share_stand_in(self._say_what_is_here(()), ())
+        with self._calls.watched():
+            another = self._graph_of_stand_in(step)
+        self._calls.end(has_graph=True)
+        if has_graph:
+            return graph
+        return another
+
+    def _graph_of_stand_in(self, step: TrainingStep) -> Tensor:
+        """Return the loss of the stand-in; nothing else remains of that computation."""
+        result = self._apart(partial(step, self._stand_in), step.capture_logs)
+        if result.loss is None:
+            raise StepError(
+                "This process has nothing to learn from in this step, and `training_step` returns None for an earlier"
+                " batch as well. Under strategy='fsdp' each process runs the backward of the network, as all of them"
+                " exchange its gradients. Return the loss multiplied by 0 instead of None."
+            )
+        loss: Tensor = result.loss
+        return loss
+
+    def _backward_of_zeros(self, loss: Tensor) -> None:
+        """Run a backward that adds zeros to all gradients, so that the other processes can exchange theirs."""
+        hooks = []
+        for unit in self._sharded.units:
+            for parameter in unsharded_parameters(unit.module):
+                if parameter.requires_grad:
+                    # A product of zero and infinity would not be zero.
+                    hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # Evaluation.
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Run an evaluation step; see `Strategy.evaluate`."""
+        self._begin_pass(step)
+        self._share_stand_in(self._say_what_is_here(parts), parts)
+        self._stand_in = parts[0]
+        with explained(self._sharded), self._calls.watched():
+            output = step(parts[0])
+        self._calls.end(has_graph=True)
+        return output
+
+    def await_others(self, step: EvaluationStep) -> None:
+        """Compute stand-ins until no process has a batch; see `Strategy.await_others`."""
+        self._begin_pass(step)
+        while True:
+            codes = self._say_what_is_here(())
+            if _BATCH not in codes:
+                self._begin_pass(None)
+                # Hooks may change weights before the next step.
+                self._sharded.free_gathered()
+                return
+            self._share_stand_in(codes, ())
+            with self._calls.watched():
+                self._apart(partial(step, self._stand_in), step.capture_logs)
+            self._calls.end(has_graph=True)
+
+    # Stand-ins.
+
+    def _begin_pass(self, step: Any) -> None:
+        """Forget the stand-in of another loader."""
+        if step is not self._step:
+            self._step = step
+            self._stand_in = NO_BATCH
+            self._all_have_stand_in = False
+
+    def _say_what_is_here(self, parts: Sequence[Any]) -> list[int]:
+        """Return what each process has at the beginning of this step."""
+        if parts:
+            return exchange_number(_BATCH)
+        return exchange_number(_NOTHING if self._stand_in is NO_BATCH else _STAND_IN)
+
+    def _share_stand_in(self, codes: Sequence[int], parts: Sequence[Any]) -> None:
+        """Give every process a stand-in.
+
+        Args:
+            codes: What each process has.
+            parts: The batch of this process; empty if it has none.
+        """
+        richest = max(codes)
+        if richest == _NOTHING:
+            raise StepError("No process has a batch in this step, so none can go through the network.")
+        if _NOTHING in codes:
+            here = parts[0] if parts else self._stand_in
+            received = self._processes.broadcast(here, codes.index(richest))
+            if not parts and self._stand_in is NO_BATCH:
+                self._stand_in = move_data_to_device(received, self._device)
+        self._all_have_stand_in = True
+
+    def _apart(self, compute: Callable[[], Any], capture_logs: Any) -> Any:
+        """Return what a computation returns, and restore all that it changes; what it logs is dropped."""
+        with preserve_state(self._module, containers=True):
+            result, _ = capture_logs(compute)
+        return result

@@ -1,0 +1,386 @@
+"""FSDPStrategy: a process for each device, over which parameters, gradients and optimiser states are sharded."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from equipoise.callbacks.oom_recovery import OOMRecovery
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.recovery import NOT_REPEATED, ShardedRecovery
+from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
+from equipoise.extensions.fsdp.state.folders import ShardFolders
+from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
+from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
+from equipoise.extensions.fsdp.steps import ShardedSteps
+from equipoise.extensions.fsdp.units import choose_units, table_of
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
+from equipoise.interop.adapters import check_feature
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.process_group import another_group
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.parallel.strategy_optimizer import StrategyOptimizer
+from equipoise.parallel.workers.preloading import preload
+from equipoise.precision import Precision
+from equipoise.strategies.distributed.metric_sync import synchronise_metrics
+from equipoise.strategies.distributed.module_sync import check_same_modules
+from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
+from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
+from equipoise.strategies.planned_loads import bytes_of_parameters, sharded_loads
+from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.recovery_support import RecoverySupport
+
+__all__ = ["FSDPStrategy"]
+
+preload(__name__)
+
+# Seconds for which a run that has failed waits for the checkpoint that is being written in the background.
+_PATIENCE = 60.0
+
+# It has no state, so all strategies share it.
+_BEFORE_SHARDING = BeforeSharding()
+
+
+@dataclass(kw_only=True)
+class _Run(ProcessRun):
+    """State of a run in this process, where several compute together.
+
+    Attributes:
+        sharded: The module in shards.
+        steps: Computes steps in all processes together.
+        weight: The exchange of a window's total weight.
+        portable: Full states.
+        recovery: States why no step can be repeated.
+        by_hand: True if the module optimises by hand.
+        groups: Further process groups, which are left at the end of a run that has not failed.
+        failed: True if the run ended with an error, after which processes exchange nothing.
+    """
+
+    sharded: ShardedModule
+    steps: ShardedSteps
+    weight: Apart | OnHost
+    portable: ShardedState
+    recovery: ShardedRecovery
+    by_hand: bool
+    groups: ExitStack
+    failed: bool = False
+
+    def end(self, error: BaseException | None) -> None:
+        """Note how the run has ended."""
+        self.failed = error is not None
+
+    def close(self) -> None:
+        """Complete the last checkpoint, and give the module its own parameters again, whole."""
+        self.steps.close()
+        # Hooks and metrics are the user's again, even if writing or gathering fails.
+        try:
+            self._finish_saving()
+        finally:
+            try:
+                self.sharded.restore(self.portable.optimizers, gather=not self.failed)
+            finally:
+                super().close()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written in the background."""
+        folders = self.portable.folders
+        if folders is not None:
+            folders.finish(_PATIENCE if self.failed else None)
+        if not self.failed:
+            self.groups.close()
+
+
+class FSDPStrategy(ProcessStrategy):
+    """A process for each device; each holds a shard of all parameters, gradients and optimiser states.
+
+    A unit of the module, such as a block, is whole in each process only while it computes (torch's `fully_shard`;
+    Zhao et al., "PyTorch FSDP", 2023). Gradients are those of one device on all samples of a step. Samples are shared
+    out, and processes started, as by `DDPStrategy`. After the run the module is whole again.
+
+    All processes call the same units in the same order; a difference is an error that names both.
+
+    Args:
+        units: Names of the submodules that are gathered one at a time, patterns of them, in which * stands for
+            anything between two dots, and ** for anything, or classes of them. Default: "auto", which chooses repeated
+            blocks (children of a ModuleList or Sequential that share a class) and then single layers of more than
+            2**20 parameters. Tied weights stay with the module itself.
+        reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
+            keeps them, which takes memory and saves an exchange. A number: keep shards over so many processes.
+            Default: None, all but the module's own.
+        replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
+            exchanged between copies as well. Default: 1.
+        cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
+            GPUs. Default: False.
+        checkpoints: "full": the main process gathers whole tensors and writes a file. "sharded": each process writes
+            its shards to a folder, which any strategy loads on any number of processes. Default: "full".
+        save_in_background: Write sharded checkpoints while the training continues, which needs the memory of the shards
+            on the host once more. A checkpoint begins after the last is complete. Default: False.
+        compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
+            few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that
+            leaves a unit out may let the others wait until `timeout`. Default: True.
+        timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
+        backend: Torch's backend. Default: "nccl" on CUDA, with `cpu_offload` "cpu:gloo,cuda:nccl"; else "gloo".
+
+    Raises:
+        ConfigurationError: If an argument is out of range or does not fit the devices.
+
+    Example:
+        >>> from equipoise import FSDPStrategy, Trainer
+        >>> trainer = Trainer(strategy=FSDPStrategy(units=["blocks.*"]), devices=2, accelerator="cpu")
+    """
+
+    name: ClassVar[str] = "fsdp"
+
+    _run: _Run | None = None
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[str | type[nn.Module]] | Literal["auto"] = "auto",
+        reshard_after_forward: bool | int | None = None,
+        replicas: int = 1,
+        cpu_offload: bool = False,
+        checkpoints: Literal["full", "sharded"] = "full",
+        save_in_background: bool = False,
+        compare_calls: bool = True,
+        timeout: float = 1800.0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout, backend=backend)
+        check_feature("fsdp")
+        if isinstance(units, str) and units != "auto":
+            raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
+        if checkpoints not in ("full", "sharded"):
+            raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
+        if save_in_background and checkpoints == "full":
+            raise ConfigurationError(
+                "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
+                " checkpoints='sharded'."
+            )
+        self.units = units if isinstance(units, str) else list(units)
+        self.reshard_after_forward = reshard_after_forward
+        self.replicas = replicas
+        self.cpu_offload = cpu_offload
+        self.checkpoints = checkpoints
+        self.save_in_background = save_in_background
+        self.compare_calls = compare_calls
+
+    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
+        """Return the loads of the processes: shards, and a unit that computes; see `PlannedStrategy.device_loads`."""
+        count = len(devices)
+        if count == 1:
+            return PlannedLoads(loads=[WHOLE_STEP])
+        if self.cpu_offload:
+            raise ConfigurationError("cpu_offload=True is not predicted; leave it out for a plan")
+        patterns = None
+        if not isinstance(self.units, str):
+            patterns = self.units
+        *units, _ = choose_units(module, patterns)
+        sizes = [bytes_of_parameters(unit.module) for unit in units]
+        root = bytes_of_parameters(module) - sum(sizes)
+        return sharded_loads(count, max(1, count // self.replicas), sizes, root)
+
+    # Where it runs.
+
+    def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Use one device for each process of this machine; see `Strategy.connect`."""
+        if self.cpu_offload and devices[0].type != "cuda":
+            raise ConfigurationError(
+                f"cpu_offload=True moves shards from GPUs to the host, but the devices are {devices[0].type}. Leave it"
+                " out."
+            )
+        if self.cpu_offload and self.backend is None:
+            # Shards on the host are exchanged by gloo.
+            self.backend = "cpu:gloo,cuda:nccl"
+        super().connect(devices, num_nodes)
+        processes = self.processes.world_size
+        if processes % self.replicas:
+            raise ConfigurationError(
+                f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
+            )
+
+    def check_module(self, module: nn.Module, *, training: bool) -> None:
+        """Refuse callbacks and plugins that need whole weights, or files at once; see `Strategy.check_module`."""
+        if not training or self.processes.world_size == 1:
+            return
+        trainer = getattr(module, "trainer", None)
+        plugin = getattr(trainer, "checkpoint_io", None)
+        if self.checkpoints == "sharded" and plugin is not None:
+            raise ConfigurationError(
+                f"{type(plugin).__name__} writes whole checkpoints, but under FSDPStrategy(checkpoints='sharded') each"
+                " process writes its shards. Leave one of both out."
+            )
+        for callback in getattr(trainer, "callbacks", ()):
+            if isinstance(callback, WeightAveraging):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} copies whole weights, but under strategy='fsdp' each process has shards"
+                    " of them. Leave it out, or take strategy='ddp'."
+                )
+            if isinstance(callback, OOMRecovery) and callback.policy != "raise":
+                raise ConfigurationError(
+                    f"OOMRecovery(policy={callback.policy!r}): {NOT_REPEATED} OOMRecovery(policy='raise') reports"
+                    " memory only."
+                )
+            if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                raise ConfigurationError(
+                    "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
+                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save at once."
+                )
+
+    # The module, for the time of a run.
+
+    def setup(self, module: nn.Module, precision: Precision) -> None:
+        """Shard the module, with the values of rank 0; see `Strategy.setup`."""
+        if self.processes.world_size == 1:
+            super().setup(module, precision)
+            return
+        # It comes to its device unit by unit, since it may not fit there.
+        precision.convert_module(module)
+        self._module = module
+        self._run = self._begin_run(module)
+
+    def _begin_run(self, module: nn.Module) -> _Run:
+        assert self._group is not None
+        # 1. The units, of the same module everywhere.
+        check_same_modules(module)
+        patterns = None if isinstance(self.units, str) else self.units
+        units = choose_units(module, patterns)
+        shards = self.processes.world_size // self.replicas
+        rank_zero_info(f"Units of the module in shards over {shards} processes:\n{table_of(units, shards)}")
+
+        # 2. The shards. Sums of gradients are divided by Σw at the end of a window.
+        automatic = bool(getattr(module, "automatic_optimization", True))
+        divide_by = 1.0 if automatic else float(self.processes.world_size)
+        sharding = Sharding(mesh=self._mesh(), options=self._options(), divide_by=divide_by)
+        sharded = ShardedModule(units, sharding)
+
+        # 3. All that computes with them.
+        device = self.root_device
+        for part in module.modules():
+            # Torch has moved parameters and buffers. The states of a metric are neither.
+            if isinstance(part, Metric):
+                part.to(device)
+        weight = OnHost(device) if reading_waits(device) else Apart(device)
+        groups = ExitStack()
+        portable = ShardedState(module, self._group, self._folders(groups))
+        steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
+        return _Run(
+            sharded=sharded,
+            steps=steps,
+            weight=weight,
+            portable=portable,
+            recovery=ShardedRecovery(),
+            by_hand=not automatic,
+            groups=groups,
+            restores=[synchronise_metrics(module)],
+        )
+
+    def _folders(self, groups: ExitStack) -> ShardFolders | None:
+        """Return what writes checkpoints in shards; None: they are whole.
+
+        Args:
+            groups: Receives the process group of writing in the background, to be left at the end.
+        """
+        if self.checkpoints == "full":
+            return None
+        group = None
+        if self.save_in_background:
+            limit = timedelta(seconds=self.timeout)
+            group = groups.enter_context(another_group(limit, local=self.processes.spawns))
+        return ShardFolders(self.processes.rank, group)
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the processes as torch's `fully_shard` takes them."""
+        kind = self.root_device.type
+        processes = self.processes.world_size
+        if self.replicas == 1:
+            return init_device_mesh(kind, (processes,), mesh_dim_names=("shard",))
+        shape = (self.replicas, processes // self.replicas)
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of torch's `fully_shard`."""
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        return options
+
+    def share_batch_statistics(self, module: nn.Module) -> None:
+        """Refuse to replace layers whose weights are in shards already; see `Strategy.share_batch_statistics`."""
+        if self._run is None:
+            return
+        raise ConfigurationError(
+            "sync_batchnorm=True replaces layers, whose weights are in shards by now under strategy='fsdp'. Leave it"
+            " out and convert them in `configure_model`, by torch.nn.SyncBatchNorm.convert_sync_batchnorm, on GPUs."
+        )
+
+    def teardown(self, error: BaseException | None = None) -> None:
+        """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
+        if self._run is not None:
+            self._run.end(error)
+        super().teardown(error)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Compute the gradients of a batch, or take part without one; see `Strategy.forward_backward`."""
+        if self._run is None:
+            return super().forward_backward(step, parts, last)
+        return self._run.steps.forward_backward(step, parts, last)
+
+    def collect_gradients(self) -> None:
+        """Gather the root's weights again behind a backward by hand; see `Strategy.collect_gradients`."""
+        if self._run is not None and self._run.by_hand:
+            self._run.sharded.gather_root()
+
+    def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
+        """Let the root's weights be gathered again behind a step by hand; see `Strategy.setup_optimizer`."""
+        if self._run is not None and self._run.by_hand:
+            return SteppedByHand(optimizer, self._run.sharded)
+        return super().setup_optimizer(optimizer)
+
+    def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
+        """Turn the gradients of a window into their weighted mean over all processes; see the interface."""
+        if self._run is None:
+            return super().finish_gradients(window, optimizer)
+        return average_gradients(window, optimizer, self._run.weight.total(), 1)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Run an evaluation step; see `Strategy.evaluate`."""
+        if self._run is None:
+            return super().evaluate(step, parts)
+        return self._run.steps.evaluate(step, parts)
+
+    def await_others(self, step: EvaluationStep) -> None:
+        """Take part in the steps of processes with more batches; see `Strategy.await_others`."""
+        if self._run is not None:
+            self._run.steps.await_others(step)
+
+    @property
+    def portable(self) -> PortableState:
+        """Full states of the module and the optimisers; see `Strategy.portable`."""
+        if self._run is not None:
+            return self._run.portable
+        if self.processes.world_size > 1:
+            return _BEFORE_SHARDING
+        return super().portable
+
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Support for steps that are repeated; see `Strategy.recovery`."""
+        if self._run is None:
+            return super().recovery
+        return self._run.recovery

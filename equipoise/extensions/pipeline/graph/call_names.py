@@ -1,0 +1,78 @@
+"""Names of the calls of a traced forward: modules that they belong to, and the names that users know."""
+
+from torch import fx
+
+from equipoise.extensions.pipeline.graph.traced import Traced
+
+__all__ = ["modules_of", "names_of", "owners", "with_parents"]
+
+# The traced root holds the network as its attribute `network`.
+_PREFIX = "network."
+
+
+def owners(traced: Traced) -> list[list[str]]:
+    """Return for each call the names of the network's modules and tensors that it uses.
+
+    A tensor that the forward itself creates belongs to no module.
+    """
+    owners_of_calls: list[list[str]] = []
+    for node in traced.calls:
+        target = str(node.target)
+        uses_network = node.op in ("call_module", "get_attr") and target.startswith(_PREFIX)
+        names = []
+        if uses_network:
+            name = target.removeprefix(_PREFIX)
+            names.append(name)
+        owners_of_calls.append(names)
+    return owners_of_calls
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """Return the names of the network's modules in whose forwards a call is, and of the module that it calls."""
+    stack = node.meta.get("nn_module_stack", {})
+    paths = [str(path) for path, _ in stack.values()]
+    if node.op in ("call_module", "get_attr"):
+        paths.append(str(node.target))
+    names = []
+    for path in paths:
+        if path.startswith(_PREFIX):
+            names.append(path.removeprefix(_PREFIX))
+    return names
+
+
+def names_of(traced: Traced) -> list[tuple[str, bool]]:
+    """Return for each call the name that users know, and True if that is the name of a module or tensor.
+
+    That is the outermost module that begins with this call, such as "encoder.layers.7". A call with which no module
+    begins has the name of the call itself.
+    """
+    begun: set[str] = set()
+    names = []
+    for node in traced.calls:
+        # A module begins with the first call in it.
+        new_modules = []
+        for path in modules_of(node):
+            for name in with_parents(path):
+                if name not in begun:
+                    new_modules.append(name)
+        begun.update(new_modules)
+        if new_modules:
+            names.append((new_modules[0], True))
+        else:
+            names.append((node.name, False))
+    return names
+
+
+def with_parents(name: str) -> list[str]:
+    """Return the name of a module and those of the modules that contain it, the outermost first.
+
+    Example:
+        >>> with_parents("encoder.layers.0")
+        ['encoder', 'encoder.layers', 'encoder.layers.0']
+    """
+    parts = name.split(".")
+    names = []
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        names.append(name)
+    return names

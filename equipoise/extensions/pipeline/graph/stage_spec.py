@@ -1,0 +1,168 @@
+"""Description of a stage that can be sent to another process, apart from the layers that it uses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
+from equipoise.extensions.pipeline.graph.stages import StageProgram
+from equipoise.extensions.pipeline.graph.traced import map_arguments
+
+__all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Reference to the result of another call.
+
+    Attributes:
+        name: Name of the call.
+    """
+
+    name: str
+
+
+class StageSpec(NamedTuple):
+    """A stage without its layers.
+
+    Attributes:
+        calls: For each node of its graph the operation, the node's name, the target and the arguments.
+        inputs, outputs, output: See `StageProgram`.
+    """
+
+    calls: tuple[tuple[str, str, Any, Any, Any], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output: OutputStructure | None
+
+
+def describe(program: StageProgram) -> StageSpec:
+    """Return a description of a stage, from which `rebuild` makes the same one in another process.
+
+    Args:
+        program: The stage.
+    """
+    calls = []
+    for node in program.graph.nodes:
+        # Nodes belong to a graph, which stays in this process.
+        args = _with_references(node.args)
+        kwargs = _with_references(dict(node.kwargs))
+        call = (
+            node.op,
+            node.name,
+            node.target,
+            args,
+            kwargs,
+        )
+        calls.append(call)
+    return StageSpec(
+        calls=tuple(calls),
+        inputs=program.inputs,
+        outputs=program.outputs,
+        output=program.output,
+    )
+
+
+def rebuild(
+    spec: StageSpec,
+    parts: Mapping[str, Any],
+) -> StageProgram:
+    """Return the stage of a description.
+
+    Args:
+        spec: Result of `describe`.
+        parts: Result of `used_parts`, as it is in this process.
+    """
+    # 1. Create the nodes. A call refers to earlier ones only.
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for call in spec.calls:
+        operation, name, target, args, kwargs = call
+        node = graph.create_node(
+            operation,
+            target,
+            args=_with_nodes(args, nodes),
+            kwargs=_with_nodes(kwargs, nodes),
+            name=name,
+        )
+        nodes[name] = node
+
+    # 2. Compile them with the layers.
+    program = fx.GraphModule(dict(parts), graph)
+    return StageProgram(
+        program.forward,
+        spec.inputs,
+        spec.outputs,
+        graph,
+        spec.output,
+    )
+
+
+def used_parts(
+    program: StageProgram,
+    root: nn.Module,
+) -> dict[str, Any]:
+    """Return the layers, tensors and other attributes that a stage uses, by their names in its graph.
+
+    Args:
+        program: The stage.
+        root: Module to which the names refer.
+    """
+    parts: dict[str, Any] = {}
+    for node in program.graph.nodes:
+        # Other nodes use no attribute of the module.
+        if node.op in ("call_module", "get_attr"):
+            target = str(node.target)
+            parts[target] = find_part(root, target)
+    return parts
+
+
+def find_part(root: nn.Module, name: str) -> Any:
+    """Return a submodule, tensor or other attribute.
+
+    Args:
+        root: Module to which the name refers.
+        name: Names of attributes, joined by dots; "" for the module itself.
+    """
+    part: Any = root
+    if name == "":
+        return part
+    attributes = name.split(".")
+    for attribute in attributes:
+        part = getattr(part, attribute)
+    return part
+
+
+def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
+    """Return the parameters and buffers of a layer, or a tensor by itself."""
+    if isinstance(part, nn.Module):
+        parameters = part.parameters()
+        buffers = part.buffers()
+        return [*parameters, *buffers]
+    if isinstance(part, Tensor):
+        return [part]
+    return []
+
+
+def _with_references(value: Any) -> Any:
+    """Return arguments with references in the place of nodes."""
+
+    def reference(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return _Reference(leaf.name)
+        return leaf
+
+    return map_arguments(reference, value)
+
+
+def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """Return arguments with nodes in the place of references."""
+
+    def referred(leaf: Any) -> Any:
+        if isinstance(leaf, _Reference):
+            return nodes[leaf.name]
+        return leaf
+
+    return map_arguments(referred, value)

@@ -1,0 +1,392 @@
+"""Cut a traced forward into stages, each a module that shares the network's layers.
+
+A stage passes on a list of values: those of this stage and of earlier ones that a later stage, or the end, needs. Skip
+connections and tuples therefore pass through the stages between.
+"""
+
+import enum
+import numbers
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.errors import StepError
+from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
+from equipoise.extensions.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call
+from equipoise.tree import map_leaves, tensors_in
+
+__all__ = [
+    "StageProgram",
+    "check_exchanged",
+    "crossing",
+    "ends_by_placement",
+    "make_stages",
+    "map_tensors",
+    "map_values",
+    "may_cut",
+    "plain_items",
+    "taking_inputs",
+    "tensors_of",
+]
+
+# Functions and methods whose result may be a view of their first argument.
+_VIEWS = {"__getitem__", "assigned", "chunk", "contiguous", "cpu", "detach", "diagonal", "double", "expand"}
+_VIEWS |= {"expand_as", "flatten", "float", "getattr", "getitem", "half", "mT", "movedim", "narrow", "permute"}
+_VIEWS |= {"reshape", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as", "unbind"}
+_VIEWS |= {"unflatten", "unfold", "unsqueeze", "view", "view_as"}
+_VIEWING_LAYERS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+# For a stage and a call the module that replaces the network's own there; None: the network's own.
+Replacement = Callable[[int, fx.Node], nn.Module | None]
+
+
+class StageProgram:
+    """The calls of one stage.
+
+    Args:
+        run: Takes the stage's inputs and returns its outputs.
+        inputs: Names of the values that it receives.
+        outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
+        graph: Its calls. Default: an empty graph, for a stage that was not traced here.
+        output: Builds the network's output from the tensors that the last stage computes. Default: `run` returns it.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        graph: fx.Graph | None = None,
+        output: OutputStructure | None = None,
+    ) -> None:
+        self.run = run
+        if output is not None:
+            self.run = partial(_run_last, run, output)
+        self.output = output
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        if graph is None:
+            graph = fx.Graph()
+        self.graph = graph
+
+
+# Places for a cut.
+
+
+def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
+    """Return for each cut the values that cross it, in the order of their calls.
+
+    Args:
+        traced: The forward.
+        ends: For each stage but the last the index of the call after its last.
+    """
+    calls = traced.calls
+    # The placeholder is no call; it comes before all of them.
+    order = {node: index for index, node in enumerate(calls)}
+
+    # 1. Find the last use of each value. The output counts as a call after the last one.
+    last_use: dict[fx.Node, int] = {}
+    for node in traced.graph.nodes:
+        index = order.get(node, -1)
+        if node.op == "output":
+            index = len(calls)
+        for used in node.all_input_nodes:
+            previous_use = last_use.get(used, -1)
+            last_use[used] = max(previous_use, index)
+
+    # 2. A value crosses a cut that lies between its call and its last use.
+    crossings = []
+    for end in ends:
+        crossing_values = []
+        for node in traced.graph.nodes:
+            index = order.get(node, -1)
+            index_of_last_use = last_use.get(node, -1)
+            if index < end <= index_of_last_use:
+                crossing_values.append(node)
+        crossings.append(crossing_values)
+    return crossings
+
+
+def may_cut(traced: Traced) -> list[bool]:
+    """Return for each call True if a stage may end with it.
+
+    Values that a stage receives are leaves of autograd, which nothing may change in place. So a call that changes its
+    argument in place must be in the same stage as that argument, and as the value of which it may be a view.
+    """
+    calls = traced.calls
+    cuts = crossing(traced, range(1, len(calls) + 1))
+    first_end = taking_inputs(traced)
+
+    # 1. Find the values that change in place, and the index of the call that changes them.
+    changes: list[tuple[fx.Node, int]] = []
+    for index, node in enumerate(calls):
+        for argument in traced.changed_by(node):
+            for value in _viewed_values(argument, traced):
+                changes.append((value, index))
+
+    # 2. Forbid cuts that such a value crosses before it changes.
+    allowed = []
+    for index in range(len(calls)):
+        passing = set(cuts[index])
+        changed_later = {value for value, changed_at in changes if changed_at > index}
+        must_stay = any(node.meta.get(STAYS) for node in passing)
+        is_followed = index + 1 < len(calls) and bool(calls[index + 1].meta.get(FOLLOWS))
+        is_free = not must_stay and not is_followed
+        is_allowed = index >= first_end and is_free and passing.isdisjoint(changed_later)
+        allowed.append(is_allowed)
+    return allowed
+
+
+def taking_inputs(traced: Traced) -> int:
+    """Return the number of calls at the beginning that only unpack the network's arguments."""
+    placeholders = _placeholders(traced)
+    for index, node in enumerate(traced.calls):
+        if node.all_input_nodes[:1] != placeholders:
+            return index
+    return len(traced.calls)
+
+
+def _placeholders(traced: Traced) -> list[fx.Node]:
+    """Return the node that stands for the network's tensors, in a list."""
+    nodes = traced.graph.nodes
+    return [node for node in nodes if node.op == "placeholder"]
+
+
+def _viewed_values(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
+    """Yield a value, and those of which it may be a view."""
+    while True:
+        yield node
+        if not _may_be_view(node, traced) or not node.all_input_nodes:
+            return
+        node = node.all_input_nodes[0]
+
+
+def _may_be_view(node: fx.Node, traced: Traced) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return False
+    if node.op == "call_module":
+        target = str(node.target)
+        layer = traced.root.get_submodule(target)
+        return isinstance(layer, _VIEWING_LAYERS)
+    name = getattr(node.target, "__name__", node.target)
+    return str(name) in _VIEWS
+
+
+# Stages.
+
+
+def make_stages(
+    traced: Traced,
+    ends: Sequence[int],
+    replacement_of: Replacement | None = None,
+    devices: Sequence[torch.device] | None = None,
+) -> list[StageProgram]:
+    """Cut a forward into stages.
+
+    Args:
+        traced: The forward.
+        ends: For each stage the index of the call after its last.
+        replacement_of: For a stage and a call the module that replaces the network's own; None: the network's own. The
+            replacement of a parameter or buffer has it as its attribute `value`. Default: nothing is replaced.
+        devices: The device of each stage. Default: the CPU for all.
+    """
+    passing = crossing(traced, ends[:-1])
+    inputs = [_placeholders(traced), *passing]
+    begins = [0, *ends[:-1]]
+    # The last stage returns the network's output.
+    outputs = [*passing, None]
+    calls = traced.calls
+    if devices is None:
+        devices = [torch.device("cpu")] * len(ends)
+    stages = []
+    for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        program = _make_stage(
+            traced,
+            stage,
+            devices[stage],
+            inputs[stage],
+            calls[begin:end],
+            outputs[stage],
+            replacement_of,
+        )
+        stages.append(program)
+    return stages
+
+
+def _make_stage(
+    traced: Traced,
+    stage: int,
+    device: torch.device,
+    inputs: Sequence[fx.Node],
+    calls: Sequence[fx.Node],
+    outputs: Sequence[fx.Node] | None,
+    replacement_of: Replacement | None,
+) -> StageProgram:
+    """Return one stage.
+
+    Args:
+        traced: The forward.
+        stage: Index of the stage.
+        device: Its device.
+        inputs: Values that it receives.
+        calls: Its calls.
+        outputs: Values that it passes on; None for the last stage, which returns the network's output.
+        replacement_of: See `make_stages`.
+    """
+    # 1. Copy the calls into a graph of their own.
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    replacements: dict[fx.Node, nn.Module] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in calls:
+        copy = copy_call(graph, node, copies, device)
+        copies[node] = copy
+        replacement = None
+        if replacement_of is not None:
+            replacement = replacement_of(stage, node)
+        if replacement is not None:
+            replacements[copy] = replacement
+
+    # 2. Return the values that pass on, or the network's output.
+    is_last = outputs is None
+    if outputs is None:
+        outputs = []
+        (output,) = (node for node in traced.graph.nodes if node.op == "output")
+        tensors = output.args[0]
+        graph.output(fx.map_arg(tensors, copies.__getitem__))
+    else:
+        values = [copies[node] for node in outputs]
+        graph.output(values)
+
+    # 3. Compile a module that shares the network's layers.
+    program = fx.GraphModule(traced.root, graph)
+    program.training = traced.root.training
+    _replace_targets(program, replacements)
+    input_names = [node.name for node in inputs]
+    output_names = [node.name for node in outputs]
+    output = traced.output if is_last else None
+    return StageProgram(program.forward, input_names, output_names, graph, output)
+
+
+def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
+    """Return the network's output."""
+    return output.fill(run(*inputs))
+
+
+def _replace_targets(program: fx.GraphModule, replacements: dict[fx.Node, nn.Module]) -> None:
+    """Let calls use other modules than the network's."""
+    for index, (node, replacement) in enumerate(replacements.items()):
+        name = f"replacement_{index}"
+        program.add_submodule(name, replacement)
+        target = name
+        if node.op == "get_attr":
+            # A parameter or buffer is an attribute of its replacement.
+            target = f"{name}.value"
+        node.target = target
+    if replacements:
+        program.recompile()
+
+
+def ends_by_placement(traced: Traced, stage_of: Callable[[str], int | None], stages: int) -> list[int]:
+    """Return the ends of stages for another trace of a network whose layers are placed already.
+
+    A call belongs to the stage of the module that it calls. If the call before it belongs to a later stage, so does
+    this one: values pass only forward.
+
+    Args:
+        traced: The forward.
+        stage_of: For the name of a module or tensor its stage; None if it belongs to no stage in particular.
+        stages: Number of stages.
+
+    Returns:
+        For each stage the index of the call after its last.
+    """
+    ends = [0] * stages
+    current = 0
+    allowed = may_cut(traced)
+    for index, names in enumerate(owners(traced)):
+        target = current
+        for name in names:
+            stage = stage_of(name)
+            if stage is not None:
+                target = max(target, stage)
+        may_begin = index > 0 and allowed[index - 1]
+        if target > current and may_begin:
+            for ended in range(current, target):
+                ends[ended] = index
+            current = target
+    for ended in range(current, stages):
+        ends[ended] = len(traced.calls)
+    return ends
+
+
+# Values that pass between stages.
+
+
+def plain_items(value: Any) -> Iterable[Any] | None:
+    """Return the items of a tuple, named tuple, list or dictionary, but not of their other subclasses.
+
+    The rule for values between stages, see `equipoise.tree`.
+    """
+    if type(value) in (tuple, list):
+        return value  # type: ignore[no-any-return]
+    if type(value) in (dict, OrderedDict):
+        return value.values()  # type: ignore[no-any-return]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value
+    return None
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dictionaries, in order."""
+    return list(tensors_in(value, plain_items))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply a function to the tensors in tuples, lists and dictionaries."""
+
+    def function_of_tensor(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return function(item)
+        return item
+
+    return map_values(function_of_tensor, value)
+
+
+def map_values(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to everything in tuples, lists and dictionaries that is not one of these itself."""
+    return map_leaves(function, value, plain_items)
+
+
+_PLAIN = (Tensor, numbers.Number, str, slice, range, type(None), type(Ellipsis), enum.Enum)
+_OF_TORCH = (torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format)
+
+
+def check_exchanged(values: Sequence[Any], names: Sequence[str]) -> None:
+    """Check that the values which a stage passes on can move to another device, and their gradients back.
+
+    Args:
+        values: The values.
+        names: Their names in the traced forward.
+
+    Raises:
+        StepError: If a value is of an unsupported type.
+    """
+    for value, name in zip(values, names, strict=True):
+        check = partial(_check_value, name)
+        map_values(check, value)
+
+
+def _check_value(name: str, value: Any) -> None:
+    if not isinstance(value, _PLAIN + _OF_TORCH):
+        raise StepError(
+            f"A stage of the pipeline hands on {name!r}, in which there is a {type(value).__name__}. Stages exchange"
+            " tensors, numbers, and tuples, lists or dictionaries of them: let the network return such where it is cut,"
+            " or cut elsewhere with cut_before=[...]."
+        )

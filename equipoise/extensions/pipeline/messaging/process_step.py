@@ -1,0 +1,169 @@
+"""One step in the stages of one process: receive, compute and send, action by action.
+
+An error of a stage is sent on in the place of its values, forward and backward, until all messages of the step have
+been exchanged. So no process waits for a value that will not come, and the next command finds all of them ready.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
+from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
+from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
+from equipoise.extensions.pipeline.schedule.schedule import Action, Task
+from equipoise.extensions.pipeline.schedule.timeline import Span
+
+__all__ = ["OutputGradients", "ProcessStep"]
+
+OutputGradients = Sequence[Tensor | None] | Callable[[], None]
+
+
+class ProcessStep(ABC):
+    """A step in the stages of one process. Derived classes say what a forward is.
+
+    Args:
+        messenger: Connection to the other processes.
+        rank: Rank of this process.
+        count: Number of processes.
+        device: Device of this process.
+        graphs: The graphs of each of its stages, by the numbers of the stages.
+        last_stage: Number of the last stage of all.
+        failure: An earlier failure, for which nothing is computed. Default: None.
+        input_gradients: Whether the main process needs the gradients of the inputs. Default: False.
+
+    Attributes:
+        failure: The first failure of the step; None if there is none.
+        spans: The actions as they ran.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        rank: int,
+        count: int,
+        device: torch.device,
+        graphs: dict[int, StageGraphs],
+        last_stage: int,
+        *,
+        failure: StageError | None = None,
+        input_gradients: bool = False,
+    ) -> None:
+        self._messenger = messenger
+        self._rank_before = (rank + 1) % count
+        self._rank_after = (rank - 1) % count
+        self._device = device
+        self._graphs = graphs
+        self._last_stage = last_stage
+        self._input_gradients = input_gradients
+        self.failure = failure
+        self.spans: list[Span] = []
+
+    def run(self, actions: Sequence[Task]) -> None:
+        """Run the actions of this process in their order.
+
+        Args:
+            actions: For each action its stage and the action.
+        """
+        # Memory for the first message of each way is there before anything is computed.
+        sources = [self._source_of(stage, action) for stage, action in actions]
+        arrivals = Arrivals(self._messenger, [source for source in sources if source is not None])
+        for (stage, action), source in zip(actions, sources, strict=True):
+            self._run_action(stage, action, arrivals, source)
+
+    def _run_action(
+        self,
+        stage: int,
+        action: Action,
+        arrivals: Arrivals,
+        source: Way | None,
+    ) -> None:
+        # 1. Receive.
+        received: Any = None
+        if source is not None:
+            received = arrivals.receive(*source)
+            if isinstance(received, StageError):
+                self._note(received)
+
+        # 2. Compute.
+        result = self._attempt(stage, action, received)
+
+        # 3. Send.
+        target = self._target_of(stage, action)
+        if target is not None:
+            rank, tag = target
+            unsent = self._messenger.send_result(rank, tag, result, stage=stage, device=self._device)
+            if unsent is not None:
+                self._note(unsent)
+
+    def _note(self, failure: StageError) -> None:
+        if self.failure is None:
+            self.failure = failure
+
+    def _attempt(self, stage: int, action: Action, received: Any) -> Any:
+        """Return the result of an action, or the failure of the step."""
+        if self.failure is not None:
+            self._graphs[stage].forget(action.micro_batch)
+            return self.failure
+        begin = perf_counter()
+        try:
+            result = self._compute(stage, action, received)
+        except BaseException as error:
+            self.failure = StageError.of(error, stage, self._device)
+            self.on_error(error)
+            return self.failure
+        self.spans.append(Span(stage, action, begin, perf_counter()))
+        return result
+
+    def _compute(self, stage: int, action: Action, received: Any) -> Any:
+        graphs = self._graphs[stage]
+        if action.weights:
+            graphs.weights(action.micro_batch)
+            return None
+        if action.backward:
+            gradients = self.output_gradients(stage, action.micro_batch, received)
+            return graphs.backward(action.micro_batch, gradients)
+        return self.forward(stage, action.micro_batch, received)
+
+    @abstractmethod
+    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
+        """Return the outputs of a stage for a micro-batch."""
+
+    def output_gradients(self, stage: int, micro_batch: int, received: Any) -> OutputGradients:
+        """Return the gradients with which a backward begins. Default: those received."""
+        gradients: OutputGradients = received
+        return gradients
+
+    @abstractmethod
+    def on_error(self, error: BaseException) -> None:
+        """Note the error of a stage of this process, beside `failure`."""
+
+    def _source_of(self, stage: int, action: Action) -> Way | None:
+        """Return the way by which the values of an action arrive; None if it needs none."""
+        if action.weights:
+            return None
+        if not action.backward:
+            return self._rank_before, message_tag(stage, FORWARD)
+        if stage == self._last_stage:
+            # Its backward begins with the loss.
+            return None
+        return self._rank_after, message_tag(stage, BACKWARD)
+
+    def _target_of(self, stage: int, action: Action) -> Way | None:
+        """Return the way by which the result of an action leaves; None if it stays."""
+        if action.weights:
+            return None
+        if not action.backward:
+            if stage == self._last_stage:
+                return None
+            return self._rank_after, message_tag(stage + 1, FORWARD)
+        if stage > 0:
+            return self._rank_before, message_tag(stage - 1, BACKWARD)
+        if self._input_gradients:
+            # The main process comes before the first stage.
+            return self._rank_before, INPUT_GRADIENT
+        return None

@@ -1,0 +1,290 @@
+"""Measure the calls of a network, and choose the cut into stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.graph.call_names import with_parents
+from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.planning.block_merging import add_rest, merge_blocks
+from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, build_cut, public_name
+from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
+from equipoise.extensions.pipeline.planning.partition import DoesNotFit, NoCut, choose_cuts, describe_stages
+from equipoise.extensions.pipeline.planning.profile import profile_calls
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Stage, StageDevice
+from equipoise.extensions.pipeline.schedule.schedule import splits
+from equipoise.extensions.pipeline.schedule.timeline import simulate
+from equipoise.formats import format_bytes
+
+__all__ = [
+    "CutPrediction",
+    "TooFewBlocks",
+    "cut_automatically",
+    "largest_opaque",
+    "narrow_to_micro_batch",
+    "predict_cut",
+    "samples_of",
+]
+
+
+class TooFewBlocks(ConfigurationError):
+    """Raised if a network has fewer blocks than stages."""
+
+
+@dataclass(frozen=True)
+class CutPrediction:
+    """A cut between blocks.
+
+    Attributes:
+        ends: For each stage the index of the block after its last.
+        stages: Predicted costs of each stage.
+        peaks: For each device the predicted bytes at the peak.
+        idle: Predicted share of time in which stages wait.
+    """
+
+    ends: list[int]
+    stages: list[Stage]
+    peaks: list[int]
+    idle: float
+
+
+def cut_automatically(
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    options: CutOptions,
+    prefix: str,
+    rest: LossProfile | None = None,
+) -> Cut:
+    """Measure the calls of a forward, and return the best cut.
+
+    Args:
+        traced: The forward.
+        module: The user's module.
+        tensors: Tensors of a call with one micro-batch.
+        options: The user's options.
+        prefix: The network's name in the user's module; empty if it is that module.
+        rest: Measures what a step computes after the network's call. Default: that does not count.
+
+    Raises:
+        ConfigurationError: If there are more stages than places for a cut, or nothing fits into memory.
+    """
+    # 1. Measure the calls, and merge them into blocks.
+    blocks, ends_of_blocks, loss_block = _measured_blocks(traced, module, tensors, options, rest)
+
+    # 2. Choose the last block of each stage.
+    try:
+        prediction = predict_cut(blocks, options)
+    except NoCut:
+        message = _too_few_blocks(len(blocks), options, traced, prefix)
+        raise TooFewBlocks(message) from None
+
+    # 3. Describe the cut.
+    ends = [ends_of_blocks[end - 1] for end in prediction.ends]
+    cut = build_cut(traced, ends, prefix)
+    loss_seconds = None
+    if loss_block is not None:
+        loss_seconds = loss_block.seconds
+    return replace(
+        cut,
+        stages=prediction.stages,
+        idle=prediction.idle,
+        samples=samples_of(tensors, options.dim),
+        peaks=prediction.peaks,
+        beside=loss_seconds,
+    )
+
+
+def predict_cut(blocks: Sequence[Block], options: CutOptions) -> CutPrediction:
+    """Return the best cut between measured blocks, with what it costs.
+
+    Args:
+        blocks: The blocks.
+        options: The user's options.
+
+    Raises:
+        NoCut: If there are more stages than places for a cut.
+        ConfigurationError: If nothing fits into memory.
+    """
+    devices = options.stage_devices()
+    plan: dict[str, Any] = {
+        "schedule": options.schedule,
+        "micro_batches": options.micro_batches,
+        "stages_per_device": options.stages_per_device,
+    }
+    try:
+        ends = choose_cuts(blocks, devices, **plan)
+    except DoesNotFit as error:
+        _, peaks = describe_stages(blocks, devices, error.best, **plan)
+        message = _does_not_fit(options, devices, peaks)
+        raise ConfigurationError(message) from None
+    stages, peaks = describe_stages(blocks, devices, ends, **plan)
+    return CutPrediction(ends, stages, peaks, _idle(stages, options))
+
+
+def _measured_blocks(
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    options: CutOptions,
+    rest: LossProfile | None,
+) -> tuple[list[Block], list[int], Block | None]:
+    """Return the blocks of a network, for each the index of the call after its last, and the block of the loss."""
+    device = options.measured_on or options.devices[0]
+    measure_rest = None
+    if rest is not None:
+        measure_rest = rest.measure
+    calls = profile_calls(
+        traced,
+        module,
+        tensors,
+        device,
+        split=splits(options.schedule),
+        rest=measure_rest,
+    )
+    blocks, ends = merge_blocks(calls, len(options.devices))
+    if rest is None or rest.block is None:
+        return blocks, ends, None
+    loss_block = _on_device_of_calls(rest.block, options)
+    blocks = add_rest(blocks, loss_block)
+    return blocks, ends, rest.block
+
+
+def _on_device_of_calls(rest: Block, options: CutOptions) -> Block:
+    """Return what was measured on the last device with the times of the device where the calls were measured."""
+    is_same_device = options.measured_on is not None or options.devices[0] == options.devices[-1]
+    if options.speeds is None or is_same_device:
+        return rest
+    factor = options.speeds[-1] / options.speeds[0]
+    return replace(
+        rest,
+        forward=factor * rest.forward,
+        backward=factor * rest.backward,
+    )
+
+
+def samples_of(tensors: Sequence[Tensor], dim: int) -> int | None:
+    """Return the number of samples of a micro-batch; None if its tensors differ in it."""
+    sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+    if len(sizes) == 1:
+        return sizes.pop()
+    return None
+
+
+def _idle(stages: Sequence[Stage], options: CutOptions) -> float:
+    """Return the predicted bubble, as a share of the time."""
+    timeline = simulate(
+        options.schedule,
+        [stage.forward for stage in stages],
+        [stage.backward for stage in stages],
+        options.micro_batches,
+        options.stages_per_device,
+    )
+    return timeline.idle
+
+
+# Messages.
+
+
+def _too_few_blocks(
+    blocks: int,
+    options: CutOptions,
+    traced: Traced,
+    prefix: str,
+) -> str:
+    """Return the message for more stages than blocks, with ways out."""
+    plural = "s" * (blocks != 1)
+    message = (
+        f"The network has {blocks} block{plural} to cut between, which is not enough for {len(options.devices)} stages."
+    )
+    advice = _advice_on_uncut_submodule(traced, prefix)
+    if blocks > 1:
+        or_stages = " or stages_per_device" * (options.stages_per_device > 1)
+        message += f" Give fewer devices{or_stages}."
+        if advice:
+            message += f" Or: {advice}"
+        return message
+    advice = advice or "Write it as several submodules"
+    return f"{message} {advice}, or choose another strategy, such as 'dp' or 'ddp'."
+
+
+def _advice_on_uncut_submodule(traced: Traced, prefix: str) -> str:
+    """Return why the largest submodule that could not be traced is one block, and a remedy; empty if there is none."""
+    if not traced.opaque:
+        return ""
+    largest = largest_opaque(traced)
+    submodule = traced.root.get_submodule(f"network.{largest}")
+    total = _parameter_count(traced.root)
+    share = "none"
+    if total:
+        share = f"{_parameter_count(submodule) / total:.0%}"
+    kind = type(submodule).__name__
+    return (
+        f"{public_name(largest, True, prefix)!r} ({kind}), which has {share} of the parameters, is one"
+        f" block, since it cannot be followed: {traced.opaque[largest]}. Let a submodule of its own, without the large"
+        " layers, do what that line does"
+    )
+
+
+def largest_opaque(traced: Traced) -> str:
+    """Return the name of the submodule with the most parameters among those that stay whole.
+
+    Args:
+        traced: A forward with at least one of them.
+    """
+    sizes: dict[str, int] = {}
+    for name in traced.opaque:
+        # A submodule within another one that stays whole is not the reason.
+        parents = with_parents(name)[:-1]
+        if not any(parent in traced.opaque for parent in parents):
+            submodule = traced.root.get_submodule(f"network.{name}")
+            sizes[name] = _parameter_count(submodule)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Sequence[int]) -> str:
+    """Return the message for a network that does not fit into the devices' memory."""
+    if options.stages_per_device == 1:
+        owner = "stage"
+        verb = "fits"
+    else:
+        owner = "device"
+        verb = "was found that fits"
+    needs = []
+    for index, (peak, name, device) in enumerate(zip(peaks, options.devices, devices, strict=False)):
+        available = format_bytes(device.memory or 0)
+        needs.append(f"{owner} {index} on {name} {format_bytes(peak)} of {available}")
+    return (
+        f"No cut of the network {verb} into memory; the best would need: {'; '.join(needs)}."
+        " More micro_batches, a smaller batch, activation checkpointing, a lower precision or more devices would help."
+    )
+
+
+def narrow_to_micro_batch(tensors: list[Tensor], options: CutOptions) -> list[Tensor]:
+    """Return the tensors of a call with one micro-batch.
+
+    Args:
+        tensors: The tensors of a call with a full batch. They stay as they are if their numbers of samples differ.
+        options: The number of micro-batches, and the dimension of the samples.
+    """
+    dim = options.dim
+    sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+    if len(sizes) != 1:
+        return tensors
+
+    # Round up, as the split of a batch does.
+    size = -(-sizes.pop() // options.micro_batches)
+    micro_batch = []
+    for tensor in tensors:
+        if tensor.ndim > dim:
+            micro_batch.append(tensor.narrow(dim, 0, size))
+        else:
+            micro_batch.append(tensor)
+    return micro_batch

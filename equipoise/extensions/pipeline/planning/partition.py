@@ -1,0 +1,317 @@
+"""Choose where the network is cut: stages of balanced time within the memory of their devices.
+
+A dynamic programme over the ends of stages, exact for a given order of devices. Its cost is the time of the slowest
+stage, with the exchange of what passes. Among cuts whose times differ by less than measuring can tell, it is the bytes
+that pass between stages. Devices may be of unequal speed and memory, and so may the links between them (the problem of
+Narayanan et al., "PipeDream", 2019).
+
+Several stages on a device share its memory, so the memory of one depends on the rest. First the programme runs without
+a limit of memory: if that cut fits, it is the best one. Otherwise each stage gets a part of its device's memory, and
+the programme runs again: at first with equal parts, then in the ratio of what the stages of the previous cut need. A
+cut that is returned fits, but a quicker one that fits may exist. A search without a result does not prove that none
+fits.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
+from equipoise.extensions.pipeline.schedule.schedule import Schedule
+
+__all__ = ["DoesNotFit", "NoCut", "choose_cuts", "describe_stages"]
+
+# Cuts whose slowest stages differ by no more than this factor are equally good.
+_TOLERANCE = 1.01
+# Number of attempts to divide a device's memory between its stages.
+_ROUNDS = 8
+
+
+class NoCut(ValueError):
+    """There are more stages than places between which a cut is allowed."""
+
+
+class DoesNotFit(Exception):
+    """No cut fits into the devices' memory.
+
+    Attributes:
+        best: The cut whose stages overrun their memory least.
+    """
+
+    def __init__(self, best: Sequence[int]) -> None:
+        super().__init__("no cut fits")
+        self.best = list(best)
+
+
+def choose_cuts(
+    blocks: Sequence[Block],
+    devices: Sequence[StageDevice],
+    *,
+    schedule: Schedule = "1f1b",
+    micro_batches: int = 1,
+    stages_per_device: int = 1,
+    state_factor: float = 3.0,
+) -> list[int]:
+    """Choose the blocks with which stages end.
+
+    Args:
+        blocks: The blocks, in order.
+        devices: One for each stage, in order. With several stages on each of p devices, stage s has the device of stage
+            s - p, and all stages of a device share its memory.
+        schedule: The schedule; it decides how many activations a stage holds.
+        micro_batches: Number of micro-batches.
+        stages_per_device: Number of stages on each device. Default: 1.
+        state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter. Default: 3,
+            as for Adam: one byte of gradients and two of state.
+
+    Returns:
+        For each stage the index of the block after its last.
+
+    Raises:
+        NoCut: If there are more stages than blocks between which a cut is allowed.
+        DoesNotFit: If no cut fits into memory; with several stages on a device, if none was found.
+
+    Example:
+        >>> blocks = [Block(name=str(index), forward=seconds) for index, seconds in enumerate([1, 1, 1, 3])]
+        >>> choose_cuts(blocks, [StageDevice(), StageDevice()])
+        [3, 4]
+    """
+    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
+    if stages_per_device > 1:
+        cuts = _cut_with_shared_memory(costs, stages_per_device)
+    else:
+        cuts = _cut(costs)
+    if cuts is None:
+        raise NoCut(
+            f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
+        )
+    if _overrun(costs, cuts) > 0:
+        raise DoesNotFit(cuts)
+    return cuts
+
+
+def describe_stages(
+    blocks: Sequence[Block],
+    devices: Sequence[StageDevice],
+    cuts: Sequence[int],
+    *,
+    schedule: Schedule = "1f1b",
+    micro_batches: int = 1,
+    stages_per_device: int = 1,
+    state_factor: float = 3.0,
+) -> tuple[list[Stage], list[int]]:
+    """Return the costs of each stage of a cut, and for each device the bytes at its peak; see `choose_cuts`."""
+    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
+    stages = costs.stages(cuts)
+    return stages, costs.peaks(stages)
+
+
+def _cut(costs: Costs) -> list[int] | None:
+    """Return the best cut, each stage by itself within its device's memory, or the one that overruns it least."""
+    # 1. Find the time of the slowest stage.
+    _, cost = _best(costs)
+    # 2. Among the cuts that are about as fast, find the one that passes the fewest bytes between stages.
+    cuts, _ = _best(costs, _TOLERANCE * cost.slowest)
+    return cuts
+
+
+def _cut_with_shared_memory(costs: Costs, stages_per_device: int) -> list[int] | None:
+    """Return a good cut if the stages of a device share its memory; see the text above."""
+    stages = len(costs.devices)
+    devices = stages // stages_per_device
+
+    # 1. Try without a limit of memory.
+    without_limit = costs.with_memory([None] * stages)
+    cuts = _cut(without_limit)
+
+    # 2. Divide each device's memory between its stages until a cut fits.
+    attempts = [cuts]
+    parts = [1 / stages_per_device] * stages
+    while len(attempts) <= _ROUNDS:
+        if not cuts or _overrun(costs, cuts) == 0:
+            break
+        if len(attempts) > 1:
+            parts = _parts_by_need(costs, cuts, devices)
+        memory = []
+        for device, part in zip(costs.devices, parts, strict=True):
+            limit = None
+            if device.memory is not None:
+                limit = int(part * device.memory)
+            memory.append(limit)
+        with_limits = costs.with_memory(memory)
+        cuts = _cut(with_limits)
+        attempts.append(cuts)
+
+    # 3. Take the first cut that fits, or the one that overruns memory least.
+    candidates = [candidate for candidate in attempts if candidate]
+    return min(candidates, key=lambda candidate: _overrun(costs, candidate), default=None)
+
+
+def _parts_by_need(costs: Costs, cuts: Sequence[int], devices: int) -> list[float]:
+    """Return for each stage its part of the memory that the stages of its device need together."""
+    sizes = [stage.memory for stage in costs.stages(cuts)]
+    parts = []
+    for index, size in enumerate(sizes):
+        device = index % devices
+        size_of_device = sum(sizes[device::devices])
+        parts.append(size / max(1, size_of_device))
+    return parts
+
+
+def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
+    """Return the share of its memory by which the worst device is overrun; 0 if all fit."""
+    stages = costs.stages(cuts)
+    worst = 0.0
+    # The first stages have one device each. The devices repeat for the stages after them.
+    for peak, device in zip(costs.peaks(stages), costs.devices, strict=False):
+        if device.memory is not None:
+            overrun = peak / max(1, device.memory) - 1
+            worst = max(worst, overrun)
+    return worst
+
+
+# The dynamic programme.
+
+
+class _Cost(NamedTuple):
+    """Cost of the stages up to an end. The first attribute in which two costs differ decides.
+
+    Attributes:
+        overrun: Share of its memory by which the worst device is overrun.
+        slowest: Seconds of the slowest stage.
+        passing: Bytes that pass between stages.
+    """
+
+    overrun: float
+    slowest: float
+    passing: int
+
+
+class _LastStage(NamedTuple):
+    """Best last stage of a partition.
+
+    Attributes:
+        cost: Cost of all stages up to its end.
+        first: Index of its first block.
+    """
+
+    cost: _Cost
+    first: int
+
+
+# By the end of a stage, the index of the block after its last.
+_Row = dict[int, _LastStage]
+
+
+def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, _Cost]:
+    """Return the best ends of all stages, and their cost.
+
+    Args:
+        costs: Costs of stages.
+        enough: Seconds of the slowest stage below which a partition does not become better. Default: 0.
+    """
+    blocks = costs.blocks
+    stages = len(costs.devices)
+    last_end = len(blocks)
+
+    # 1. For each number of stages and each end, find the best partition of the blocks before that end.
+    no_cost = _Cost(overrun=0.0, slowest=0.0, passing=0)
+    no_stage = _LastStage(no_cost, first=0)
+    rows: list[_Row] = [{0: no_stage}]
+    for stage in range(stages):
+        row: _Row = {}
+        hint = None
+        first_end = stage + 1
+        if stage == stages - 1:
+            first_end = last_end
+        for end in range(first_end, last_end + 1):
+            if not blocks[end - 1].may_end and end != last_end:
+                continue
+            last_stage = _best_beginning(costs, stage, end, rows[stage], enough, hint)
+            if last_stage is not None:
+                row[end] = last_stage
+                # Stages that end a block later often begin with the same block.
+                hint = last_stage.first
+        rows.append(row)
+    if last_end not in rows[stages]:
+        impossible = _Cost(overrun=math.inf, slowest=math.inf, passing=0)
+        return None, impossible
+
+    # 2. Follow the beginnings back from the last stage.
+    cuts = []
+    end = last_end
+    for stage in range(stages, 0, -1):
+        cuts.append(end)
+        end = rows[stage][end].first
+    cuts.reverse()
+    last_stage_of_all = rows[stages][last_end]
+    return cuts, last_stage_of_all.cost
+
+
+def _best_beginning(
+    costs: Costs,
+    stage: int,
+    end: int,
+    before: _Row,
+    enough: float,
+    hint: int | None,
+) -> _LastStage | None:
+    """Return where a stage with this end best begins, and the cost up to its end; None if it cannot begin anywhere.
+
+    Args:
+        costs: Costs of stages.
+        stage: Index of the stage.
+        end: Index of the block after its last.
+        before: Results for the stage before.
+        enough: See `_best`.
+        hint: A likely beginning. It is tried first, so that worse ones are soon passed over.
+    """
+    memory = costs.devices[stage].memory
+    boundary = 0
+    if end < len(costs.blocks):
+        boundary = costs.blocks[end - 1].boundary
+    # From short stages to long ones.
+    candidates = list(range(end - 1, stage - 1, -1))
+    if hint is not None:
+        candidates.insert(0, hint)
+
+    best: _LastStage | None = None
+    # Seconds of the slowest stage of the best partition, once that one fits into memory.
+    limit = math.inf
+    for first in candidates:
+        if first not in before:
+            continue
+        earlier = before[first].cost
+        if earlier.slowest > limit or (earlier.overrun and limit < math.inf):
+            continue
+        seconds = costs.seconds(stage, first, end)
+        if max(seconds, enough) > limit:
+            # All stages after this one in the list are longer, and compute longer.
+            break
+        seconds += costs.exchange(stage, first, end)
+        seconds = max(seconds, enough)
+        if seconds > limit:
+            continue
+
+        # Compare without the memory of this stage first: to price it takes longer.
+        cost = _Cost(
+            overrun=earlier.overrun,
+            slowest=max(earlier.slowest, seconds),
+            passing=earlier.passing + boundary,
+        )
+        if best is not None and cost >= best.cost:
+            # Memory can only raise the cost.
+            continue
+        if memory is not None:
+            cost = _with_memory(cost, costs.stage(stage, first, end).memory, memory)
+        if best is None or cost < best.cost:
+            best = _LastStage(cost, first)
+            if not cost.overrun:
+                limit = cost.slowest
+    return best
+
+
+def _with_memory(cost: _Cost, needed: int, available: int) -> _Cost:
+    """Return a cost with the bytes that its last stage needs, and those that its device has."""
+    overrun = needed / max(1, available) - 1
+    return cost._replace(overrun=max(cost.overrun, overrun))

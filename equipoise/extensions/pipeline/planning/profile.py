@@ -1,0 +1,388 @@
+"""Profile of each call of a network: time forward and backward, activations, sizes of outputs.
+
+The whole network runs several times, and the quickest pass of each call counts. Other work on the machine, or memory
+that is touched for the first time, disturbs one pass and not all of them.
+"""
+
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.extensions.pipeline.graph.call_names import names_of
+from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
+from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
+from equipoise.extensions.pipeline.graph.traced import Traced, on_device, writes_in_place
+from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, peak_bytes
+from equipoise.extensions.pipeline.planning.stage_costs import Block
+from equipoise.extensions.pipeline.planning.traced_calls import (
+    attribute_of,
+    layer_of,
+    now,
+    output_of,
+    placed,
+    placeholder_of,
+    run_call,
+    used_tensors,
+)
+from equipoise.interop.torch.modules import buffers_of, versions
+from equipoise.parallel.snapshot.attributes import Attributes
+from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapshot
+
+__all__ = ["profile_calls"]
+
+# Limits for the number of passes.
+_LEAST_PASSES = 3
+_MOST_PASSES = 8
+
+# Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its
+# output.
+MeasureRest = Callable[[Set[int], Any], None]
+
+
+def profile_calls(
+    traced: Traced,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    *,
+    seconds: float = 3.0,
+    split: bool = False,
+    rest: MeasureRest | None = None,
+) -> list[Block]:
+    """Measure every call of a forward, one after the other, on a device. The module keeps its state.
+
+    Args:
+        traced: The forward.
+        module: The user's module, whose buffers and metrics are restored.
+        tensors: Tensors of the call, with one micro-batch.
+        device: Device of the measurement. Parameters on other devices are moved there for their call.
+        seconds: Time after which no pass begins, once there were three. Default: 3.
+        split: True if backwards are split into two halves. Default: False.
+        rest: Called at the end with the identities of the used tensors and the output. Default: None.
+
+    Returns:
+        A block for each call.
+    """
+    modules = list(module.modules())
+    snapshot = StateSnapshot(
+        [
+            Attributes(modules),
+            Attributes(modules, buffers_of),
+            StepSnapshot(module, [device]),
+        ]
+    )
+    snapshot.mark()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
+            begin = time.perf_counter()
+
+            # 1. The first pass also measures memory.
+            first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
+            blocks = first_pass.run()
+
+            # 2. The others measure time only.
+            for count in range(1, _MOST_PASSES):
+                elapsed = time.perf_counter() - begin
+                if count >= _LEAST_PASSES and elapsed > seconds:
+                    break
+                next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
+                blocks = list(map(_quicker, blocks, next_blocks))
+
+            if rest is not None:
+                rest(used_tensors(traced), first_pass.output)
+            return blocks
+    finally:
+        snapshot.restore()
+
+
+def _quicker(block: Block, other: Block) -> Block:
+    """Return the first block with the shorter times of both."""
+    return replace(
+        block,
+        forward=min(block.forward, other.forward),
+        backward=min(block.backward, other.backward),
+    )
+
+
+class _Pass:
+    """Run all calls of a forward once, and measure each of them.
+
+    Args:
+        traced: The forward.
+        inputs: Tensors of the call.
+        device: Device of the measurement.
+        measures_peaks: True to measure the peak of each call, which takes time.
+        split: True to measure what the first half of a split backward leaves.
+
+    Attributes:
+        output: Output of the forward; None before `run`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        inputs: tuple[Tensor, ...],
+        device: torch.device,
+        *,
+        measures_peaks: bool,
+        split: bool,
+    ) -> None:
+        self.output: Any = None
+        self._traced = traced
+        self._device = device
+        self._measures_peaks = measures_peaks
+        self._split = split
+        self._values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
+        self._storages = SavedTensors(traced.root)
+        self._storages.keep_only(inputs)
+
+    def run(self) -> list[Block]:
+        """Return a block for each call."""
+        traced = self._traced
+        values = self._values
+        calls = traced.calls
+        ends = range(1, len(calls) + 1)
+        passing = crossing(traced, ends)
+        last_use: dict[fx.Node, int] = {}
+        for index, nodes in enumerate(passing):
+            for node in nodes:
+                last_use[node] = index
+        names = names_of(traced)
+
+        blocks = []
+        for index, node in enumerate(calls):
+            # 1. Measure the call.
+            block, values[node] = self._measure(node)
+
+            # 2. Count what passes to later calls.
+            passing_tensors = tensors_of([values[later] for later in passing[index]])
+            sent = self._storages.passing(passing_tensors)
+            name, is_named = names[index]
+            block = replace(
+                block,
+                name=name,
+                named=is_named,
+                boundary=sum(sent.values()),
+                passing=sent,
+            )
+            blocks.append(block)
+
+            # 3. Release what no later call uses.
+            unused = [value for value in values if last_use.get(value, -1) < index]
+            for value in unused:
+                del values[value]
+            alive = tensors_of(list(values.values()))
+            self._storages.keep_only(alive)
+        self.output = output_of(traced, values)
+
+        # 4. Only now is it known which calls change their arguments in place.
+        for index, may_end in enumerate(may_cut(traced)):
+            blocks[index] = replace(blocks[index], may_end=may_end)
+        return blocks
+
+    def _measure(self, node: fx.Node) -> tuple[Block, Any]:
+        """Return the costs of a call, without what passes to later ones, and its value."""
+        layer = layer_of(node, self._traced.root)
+        parameters = _parameters_of(node, self._traced.root)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        run = _Run(node, self._traced, self._values, trainable, self._device)
+
+        # 1. Run the call with its layer on the device.
+        peak = 0
+        left = 0
+        with placed(layer, self._device):
+            run.measure(self._storages)
+            if self._measures_peaks:
+                existing = tensors_of(list(self._values.values()))
+                peak = peak_bytes(run.repeat, [*existing, *parameters])
+            if self._split:
+                left = run.left_bytes()
+
+        # 2. Count what it keeps. The peak contains that, and its output.
+        outputs = tensors_of(run.output)
+        saved, saves = self._storages.add(run.saved, outputs)
+        kept_bytes = dict(run.saved)
+        for address in run.argument_addresses:
+            kept_bytes.pop(address, None)
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            kept_bytes[storage.data_ptr()] = storage.nbytes()
+
+        block = Block(
+            name="",
+            forward=run.forward,
+            backward=run.backward,
+            parameters=sum(parameter.nbytes for parameter in parameters),
+            trained=sum(parameter.nbytes for parameter in trainable),
+            saved=saved,
+            saves=saves,
+            left=left,
+            transient=max(0, peak - sum(kept_bytes.values())),
+        )
+        return block, map_tensors(_as_leaf, run.output)
+
+
+def _parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the layer that a call runs, or the parameter that it looks up."""
+    layer = layer_of(node, root)
+    if layer is not None:
+        return list(layer.parameters())
+    if node.op != "get_attr":
+        return []
+    attribute = attribute_of(node, root)
+    if isinstance(attribute, nn.Parameter):
+        return [attribute]
+    return []
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class _Run:
+    """Run one call and its backward.
+
+    Args:
+        node: The call.
+        traced: The forward.
+        values: Values of the calls before.
+        trainable: Parameters of the call that require gradients.
+        device: Device of the measurement.
+
+    Attributes:
+        forward, backward: Seconds.
+        saved: Addresses of the storages that the last forward saved, and their bytes.
+        argument_addresses: Addresses of the storages of its arguments.
+        output: Value of the call.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        traced: Traced,
+        values: dict[fx.Node, Any],
+        trainable: Sequence[nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.forward = 0.0
+        self.backward = 0.0
+        self.saved: dict[int, int] = {}
+        self.argument_addresses: set[int] = set()
+        self.output: Any = None
+        self._node = node
+        self._traced = traced
+        self._values = values
+        self._trainable = trainable
+        self._device = device
+
+    def measure(self, storages: SavedTensors) -> None:
+        """Measure time and saved storages.
+
+        Args:
+            storages: Watches what is saved.
+        """
+        self.output = None
+        self.saved = {}
+        args, kwargs, inputs = self._arguments()
+        arguments = tensors_of((args, kwargs))
+        versions_before = versions(arguments)
+        self.argument_addresses = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+
+        begin = now(self._device)
+        with storages.watch(self.saved):
+            self.output = self._call(args, kwargs)
+        self.forward = now(self._device) - begin
+
+        # The graph does not show which layers change their arguments in place.
+        if versions(arguments) != versions_before:
+            self._traced.changes.setdefault(self._node, set(self._node.all_input_nodes))
+        self.backward = self._run_backward(inputs)
+
+    def repeat(self) -> None:
+        """Run forward and backward once more, and keep nothing of it."""
+        args, kwargs, inputs = self._arguments()
+        output = self.output
+        self.output = self._call(args, kwargs)
+        self._run_backward(inputs)
+        self.output = output
+
+    def left_bytes(self) -> int:
+        """Return the bytes that the first half of a split backward leaves for the second, beside what is saved."""
+        args, kwargs, inputs = self._arguments()
+        output = self._call(args, kwargs)
+        outputs = tensors_of(output)
+        gradients = [torch.ones_like(output) if output.requires_grad else None for output in outputs]
+        split = SplitBackward(inputs, outputs)
+        split.of_inputs(gradients)
+        return split.nbytes
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return run_call(self._node, self._traced.root, args, kwargs, self._device)
+
+    def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        """Return the arguments of the call as leaves of autograd, and the list of these leaves."""
+        node = self._node
+        inputs: list[Tensor] = []
+        as_leaves = partial(_leaves, self._values, inputs)
+        arguments = on_device(self._device, (node.args, node.kwargs))
+        args, kwargs = fx.map_arg(arguments, as_leaves)
+        if node in self._traced.changes or _may_write(node, self._traced.root):
+            # Leaves and the values of earlier calls must not change.
+            args = map_tensors(torch.clone, args)
+            kwargs = map_tensors(torch.clone, kwargs)
+        return args, kwargs, inputs
+
+    def _run_backward(self, inputs: Sequence[Tensor]) -> float:
+        """Return the seconds of the backward."""
+        outputs = _requiring_grad(tensors_of(self.output))
+        leaves = _requiring_grad(inputs)
+        sources = [*leaves, *self._trainable]
+        if not outputs or not sources:
+            return 0.0
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+
+        begin = now(self._device)
+        gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        # A step also adds the gradients of weights to those of earlier micro-batches.
+        gradients_of_weights = gradients[len(leaves) :]
+        for gradient in gradients_of_weights:
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if gradient.is_contiguous():
+                gradient.add_(gradient)
+        return now(self._device) - begin
+
+
+def _requiring_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _may_write(node: fx.Node, root: nn.Module) -> bool:
+    """Return True if a call may change its arguments in place. A layer that is not torch's own always may."""
+    layer = layer_of(node, root)
+    if layer is not None and not type(layer).__module__.startswith("torch."):
+        return True
+    return writes_in_place(node, root)
+
+
+def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:
+    """Return a value with its tensors as leaves of autograd.
+
+    Args:
+        values: Values of the calls before.
+        inputs: Receives the leaves.
+        node: The call whose value to return.
+    """
+
+    def as_input(tensor: Tensor) -> Tensor:
+        leaf = _as_leaf(tensor)
+        inputs.append(leaf)
+        return leaf
+
+    return map_tensors(as_input, values[node])

@@ -1,0 +1,367 @@
+"""Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+from equipoise.extensions.pipeline.processes.optimizers.process_gradients import (
+    gradient_norm,
+    sum_tied_gradients,
+    summed_gradients,
+)
+from equipoise.parallel.clipping import clip_by_value
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.payload.shared_payload import dumps
+
+__all__ = ["ProcessBackend"]
+
+
+class ProcessBackend:
+    """Optimisers and states, of which every process has those of its stage's parameters.
+
+    The user's optimiser stays as it is, and steps the parameters of the main process: all others have no gradient
+    there. Each worker has an optimiser of the same class and options for its parameters. Its state returns to the main
+    process together with the module.
+
+    Args:
+        processes: The workers.
+        module: The user's module, all of which is still in this process.
+    """
+
+    def __init__(self, processes: StageClient, module: nn.Module) -> None:
+        self.processes = processes
+        self._module = module
+        self._optimizers: list[Optimizer] = []
+        # For the number of an optimiser the groups of parameters that the workers have received.
+        self._sent: dict[int, list[list[int]]] = {}
+        processes.begin(module, before_move=self._recall_states)
+        self._commands = processes.commands
+        self._placement = processes.placement
+        self._transfer = processes.transfer
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._commands.devices[-1]
+
+    # Optimisers.
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Return the number by which the workers know an optimiser; send it if they lack it or its parameters."""
+        index = self._find(optimizer)
+        if index is None:
+            _check_optimizer(optimizer)
+            index = len(self._optimizers)
+            self._optimizers.append(optimizer)
+        groups = _identities_of(optimizer)
+        if self._sent.get(index) == groups:
+            return index
+        if index in self._sent:
+            # A callback has added parameters.
+            self._recall_states()
+        self._send(index, optimizer)
+        self._sent[index] = groups
+        return index
+
+    def _find(self, optimizer: Optimizer) -> int | None:
+        # Not by `index`, which compares by equality.
+        for index, candidate in enumerate(self._optimizers):
+            if candidate is optimizer:
+                return index
+        return None
+
+    def _send(self, index: int, optimizer: Optimizer) -> None:
+        """Send every worker an optimiser for its parameters, with their state."""
+        # 1. Copy the groups, whose options schedulers change, and find the states.
+        groups = []
+        for group in optimizer.param_groups:
+            parameters = list(group["params"])
+            groups.append(dict(group, params=parameters))
+        states = {}
+        for parameter in optimizer_parameters(optimizer):
+            # `state` is a defaultdict, so reading would add an entry.
+            if parameter in optimizer.state:
+                states[parameter] = optimizer.state[parameter]
+
+        # 2. Send each worker the states of its parameters.
+        for stage in range(self._commands.last):
+            states_of_stage = {}
+            for parameter, state in states.items():
+                if self._has(stage, parameter):
+                    states_of_stage[parameter] = _on_cpu(state)
+            description = (type(optimizer), states_of_stage, groups, optimizer.defaults)
+            content = dumps(description, self._placement.tensors)
+            self._commands.send_command(stage, "optimizer", index, content)
+        self._commands.messenger.flush()
+
+        # 3. Keep only those of this process.
+        self._drop_states_elsewhere(optimizer)
+
+    def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:
+        """Remove the state of parameters that only workers have."""
+        for parameter in optimizer_parameters(optimizer):
+            if self._is_elsewhere(parameter):
+                optimizer.state.pop(parameter, None)
+
+    def _is_elsewhere(self, parameter: Tensor) -> bool:
+        """Return True if only workers have a parameter."""
+        key = self._placement.key_of(parameter)
+        if key is None:
+            return False
+        return self._placement.is_elsewhere(key)
+
+    def _has(self, stage: int, parameter: Tensor) -> bool:
+        """Return True if a worker has a parameter."""
+        key = self._placement.key_of(parameter)
+        if key is None:
+            return False
+        return self._placement.has_tensor(stage, key)
+
+    def _recall_states(self) -> None:
+        """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
+        for index in self._sent:
+            optimizer = self._optimizers[index]
+            states_of_stages = self._commands.request_all("optimizer_state", index)
+            for stage, states in enumerate(states_of_stages):
+                self._take_states(optimizer, stage, states)
+        self._sent.clear()
+
+    def _take_states(self, optimizer: Optimizer, stage: int, states: Mapping[int, Any]) -> None:
+        """Set the states of an optimiser that a worker owns.
+
+        Args:
+            optimizer: The optimiser.
+            stage: The worker.
+            states: States of all parameters that the worker has, by key.
+        """
+        placement = self._placement
+        for key, state in states.items():
+            # The state of tied parameters is the same in all of their stages.
+            is_owner = placement.owner_of(key) == stage
+            if is_owner and placement.is_elsewhere(key):
+                parameter = placement.tensors[key]
+                optimizer.state[parameter] = state
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step an optimiser in all processes.
+
+        Args:
+            optimizer: The optimiser.
+            closure: Computes the step's batch; None: the gradients are there.
+            **kwargs: Further arguments of the optimiser's `step`.
+
+        Returns:
+            What the optimiser's `step` returns.
+        """
+        # 1. Step this process's parameters.
+        if closure is None:
+            result = optimizer.step(**kwargs)
+        else:
+            checked_closure = _called_once(closure, optimizer)
+            result = optimizer.step(closure=checked_closure, **kwargs)
+
+        # 2. Step those of the workers, with the current options of this optimiser.
+        index = self.number_of(optimizer)
+        options = [_options_of(group) for group in optimizer.param_groups]
+        self._commands.send_to_all("optimize", index, options, kwargs)
+        # Options may be tensors, which schedulers change in place.
+        self._commands.messenger.flush()
+        return result
+
+    @contextmanager
+    def _gathered_state(self, optimizer: Optimizer) -> Iterator[None]:
+        """Gather the whole state of an optimiser in this process for a `with` block."""
+        index = self._find(optimizer)
+        was_sent = index in self._sent
+        if was_sent:
+            self._copy_states(optimizer)
+        try:
+            yield
+        finally:
+            if was_sent:
+                self._drop_states_elsewhere(optimizer)
+
+    def _copy_states(self, optimizer: Optimizer) -> None:
+        """Fetch an optimiser's state, which the workers keep as well."""
+        sent = dict(self._sent)
+        self._recall_states()
+        self._sent = sent
+        for index in sent:
+            candidate = self._optimizers[index]
+            if candidate is not optimizer:
+                self._drop_states_elsewhere(candidate)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimiser."""
+        with self._gathered_state(optimizer):
+            return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load the whole state of an optimiser; workers receive theirs at the next step."""
+        self._recall_states()
+        optimizer.load_state_dict(state)
+
+    # Gradients.
+
+    def gather(self, optimizer: Optimizer, factor: float | Tensor | None) -> None:
+        """Sum the gradients of tied parameters, and scale the gradients of the workers.
+
+        Args:
+            optimizer: Optimiser of the parameters.
+            factor: Factor of the workers' gradients; None: they stay as they are.
+
+        Raises:
+            StepError: If the step has used a parameter of a worker outside the network's forward.
+        """
+        # 1. Check that no gradient was computed beside the network.
+        index = self.number_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
+        for parameter in parameters:
+            if parameter.grad is not None and self._is_elsewhere(parameter):
+                key = self._placement.key_of(parameter) or 0
+                stage = self._placement.owner_of(key)
+                raise StepError(
+                    f"`training_step` uses {self._name_of(parameter)} beside the network's call, but that lies in the"
+                    f" process of stage {stage}. Use it within the network's forward, or take engine='threads'."
+                )
+
+        # 2. Sum and scale.
+        sum_tied_gradients(self.processes, parameters)
+        if factor is not None:
+            self._commands.send_to_all("scale", index, factor)
+            self._commands.messenger.flush()
+
+    def gradients_of(self, optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
+        """Return the gradients of all parameters of optimisers, summed over the processes, in order."""
+        parameters: list[nn.Parameter] = []
+        for optimizer in optimizers:
+            parameters.extend(optimizer_parameters(optimizer))
+        return summed_gradients(self.processes, parameters)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        named_parameters = self._module.named_parameters()
+        return next(name for name, candidate in named_parameters if candidate is parameter)
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip gradients over all stages.
+
+        Args:
+            optimizer: Optimiser of the parameters.
+            value: Largest norm of all gradients, or largest absolute value of each entry.
+            algorithm: "norm" or "value".
+
+        Raises:
+            ConfigurationError: If the algorithm is another one.
+        """
+        index = self.number_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
+        if algorithm == "value":
+            self._commands.send_to_all("clip", index, value, None)
+            clip_by_value(parameters, value)
+        elif algorithm == "norm":
+            norm = gradient_norm(self.processes, index, parameters)
+            self._commands.send_to_all("clip", index, value, norm)
+            nn.utils.clip_grads_with_norm_(parameters, value, norm)
+        else:
+            raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
+        self._commands.messenger.flush()
+
+    def unscale_workers(self, optimizer: Optimizer, scale: float) -> bool:
+        """Divide the gradients of the workers by a loss scale, and return True if all of them are finite."""
+        index = self.number_of(optimizer)
+        are_finite = self._commands.request_all("unscale", index, scale)
+        return all(are_finite)
+
+    # State.
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the whole state of the module."""
+        with self._transfer.gathered_parameters():
+            return self._module.state_dict()
+
+    def load_module_state(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Load the whole state of the module during a run."""
+        with self._transfer.gathered_parameters(changed=True):
+            self._module.load_state_dict(state, strict=strict)
+
+    def end(self) -> None:
+        """Take back all parameters and states at the end of a run."""
+        self._recall_states()
+        self._transfer.gather_parameters()
+        self.processes.end()
+
+
+def _identities_of(optimizer: Optimizer) -> list[list[int]]:
+    """Return for each parameter group the identities of its parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        identities = [id(parameter) for parameter in group["params"]]
+        groups.append(identities)
+    return groups
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimiser can step its parameters in several processes.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(_several_evaluations(optimizer))
+    if type(optimizer).__getstate__ is not Optimizer.__getstate__:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} keeps more than torch's optimisers do, so it cannot be shared out over the"
+            " processes of a pipeline. Take engine='threads', or another optimiser."
+        )
+
+
+def _called_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure that raises an error when it is called again."""
+    was_called = False
+
+    def run_closure() -> Any:
+        nonlocal was_called
+        if was_called:
+            raise StepError(_several_evaluations(optimizer))
+        was_called = True
+        return closure()
+
+    return run_closure
+
+
+def _several_evaluations(optimizer: Optimizer) -> str:
+    """Return the text of an error."""
+    return (
+        f"{type(optimizer).__name__} computes a batch several times in a step, which a pipeline over processes does not"
+        " do. Take engine='threads', or another optimiser."
+    )
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    options = dict(group)
+    del options["params"]
+    return options
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return nested dictionaries with their tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        items_on_cpu = {}
+        for key, item in value.items():
+            items_on_cpu[key] = _on_cpu(item)
+        return items_on_cpu
+    return value

@@ -1,0 +1,143 @@
+"""Exchange between the replicas of a pipeline, seen from a main process: gradients, weights of windows, and buffers.
+
+The processes with the same stages of all replicas exchange their gradients with one another. So all replicas must have
+each tensor in the processes of the same stages. A tensor moves to the process of a stage when a call uses it there, and
+replicas may make different calls. So they agree on the places before each exchange.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from equipoise.extensions.pipeline.execution.placement import move
+from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
+from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
+from equipoise.interop.torch import foreach
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.communication.process_group import host_group
+from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+
+__all__ = ["ReplicaExchange"]
+
+
+class ReplicaExchange:
+    """Exchanges values with the main processes of other replicas, and lets the workers do the same.
+
+    Args:
+        backend: Optimisers of this replica.
+        module: The user's module.
+    """
+
+    def __init__(self, backend: ProcessBackend, module: nn.Module) -> None:
+        self._module = module
+        self._backend = backend
+        self._processes = backend.processes
+        self._sums = ReplicaSums()
+        # The places of all tensors when the replicas agreed on them last.
+        self._agreed_places: list[list[int]] | None = None
+
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
+        """Turn the gradients of a window into their weighted mean over all replicas.
+
+        Args:
+            window: The window of this replica.
+            optimizer: The optimiser.
+
+        Returns:
+            True if Σw of all replicas is 0. Then no parameter keeps a gradient.
+        """
+        # 1. Exchange weights and gradients.
+        total = self._total_weight(window.total)
+        self._sum_gradients(optimizer)
+        if not total:
+            self._clear_gradients(optimizer)
+            return True
+
+        # 2. Sum those of tied parameters, and scale all.
+        factor = window.correction(total)
+        self._backend.gather(optimizer, factor)
+        if factor is not None:
+            gradients = [parameter.grad for parameter in self._parameters_here(optimizer) if parameter.grad is not None]
+            foreach.multiply_(gradients, factor)
+        return False
+
+    def _total_weight(self, weight: Weight) -> float:
+        """Return Σw of a window over all replicas, and let all of them have their tensors in the same processes.
+
+        Args:
+            weight: Σw of this replica.
+        """
+        has_moved = self._processes.placement.places() != self._agreed_places
+        values = torch.tensor([float(weight), float(has_moved)], dtype=torch.float64)
+        dist.all_reduce(values, group=host_group())
+        total, number_of_moved = values.tolist()
+        if number_of_moved:
+            self._agree_on_places()
+        return float(total)
+
+    def _agree_on_places(self) -> None:
+        """Move tensors to the processes that have them in other replicas."""
+        placement = self._processes.placement
+        places_of_replicas = gather_objects(placement.places())
+        union: list[set[int]] = [set() for _ in placement.places()]
+        for places in places_of_replicas:
+            for keys, keys_of_process in zip(union, places, strict=True):
+                keys.update(keys_of_process)
+        self._processes.transfer.move(union)
+        # Gradients are exchanged between devices of the same type.
+        device = self._processes.commands.devices[-1]
+        for key, tensor in enumerate(placement.tensors):
+            if not placement.is_elsewhere(key):
+                move(tensor, device)
+        self._agreed_places = placement.places()
+
+    def _sum_gradients(self, optimizer: Optimizer) -> None:
+        """Sum the gradients of an optimiser over all replicas, stage by stage.
+
+        Args:
+            optimizer: The optimiser.
+        """
+        # A replica without a batch has not sent its workers which parameters are frozen.
+        self._processes.transfer.send_trainable()
+        index = self._backend.number_of(optimizer)
+        commands = self._processes.commands
+        commands.send_to_all("sum", index)
+        commands.messenger.flush()
+        self._sums.sum(self._parameters_here(optimizer))
+
+    def _parameters_here(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters of an optimiser whose values are in this process."""
+        placement = self._processes.placement
+        parameters = []
+        for parameter in optimizer_parameters(optimizer):
+            key = placement.key_of(parameter)
+            if key is None or not placement.is_elsewhere(key):
+                parameters.append(parameter)
+        return parameters
+
+    def _clear_gradients(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of a window without weight."""
+        self._processes.commands.send_to_all("clear")
+        for parameter in optimizer_parameters(optimizer):
+            parameter.grad = None
+
+    def copy_buffers(self) -> None:
+        """Give all replicas the buffers of the first."""
+        self._agree_on_places()
+        commands = self._processes.commands
+        commands.send_to_all("copy_buffers")
+        commands.messenger.flush()
+        copy_from_first(self._buffers_here())
+
+    def _buffers_here(self) -> list[Tensor]:
+        """Return the buffers whose values are in this process; a step may have replaced some by other tensors."""
+        placement = self._processes.placement
+        buffers = []
+        for buffer in self._module.buffers():
+            key = placement.key_of(buffer)
+            if key is None or not placement.is_elsewhere(key):
+                buffers.append(buffer)
+        return buffers

@@ -1,0 +1,383 @@
+"""Worker process of a pipeline: computes its stages as the main process commands.
+
+The main process has the last stage, and with it the user's module, the data, the losses, callbacks and checkpoints. A
+worker knows none of these. It receives the calls and layers of its stages, computes the forwards and backwards of
+micro-batches in the order of its schedule, and steps its part of the optimisers.
+
+    main process        stage 0       stage 1       ...
+    command        ──>  all of them
+    input          ──>
+                        output   ──>
+                                      output   ──>        to the main process, which has the last stage
+                                      gradient <──        from the main process
+                        gradient <──
+    reply          <──  of each
+
+With several stages in each of p processes, the process of stage s also has the stages s + p, s + 2p, ..., and values
+pass round the processes several times. `process_step` says how errors pass.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import WorkerError
+from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
+from equipoise.extensions.pipeline.graph.stage_spec import StageSpec, rebuild
+from equipoise.extensions.pipeline.graph.stages import StageProgram
+from equipoise.extensions.pipeline.graph.training_modes import set_modes
+from equipoise.extensions.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
+from equipoise.extensions.pipeline.messaging.link_times import answer_link, time_link
+from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError, as_late
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep
+from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
+from equipoise.extensions.pipeline.processes.workers.worker_optimizers import WorkerOptimizers
+from equipoise.extensions.pipeline.schedule.schedule import Task, actions_of, splits
+from equipoise.extensions.pipeline.schedule.timeline import Span
+from equipoise.interop.torch.modules import buffers_of
+from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.payload.shared_payload import loads
+
+__all__ = ["StageWorker"]
+
+
+class _Programs(NamedTuple):
+    """The stages of a worker for one kind of call.
+
+    Attributes:
+        stages: The stages.
+        modes: For each layer the training mode of each of its submodules.
+    """
+
+    stages: list[StageProgram]
+    modes: dict[str, list[bool]]
+
+
+class _BufferSlot(NamedTuple):
+    """Place where a layer keeps a buffer.
+
+    Attributes:
+        buffers: Buffers of a submodule by name.
+        name: Name of this buffer.
+        key: Key of its tensor.
+    """
+
+    buffers: dict[str, Tensor | None]
+    name: str
+    key: int
+
+
+class StageWorker:
+    """Computes one or several stages.
+
+    Args:
+        messenger: Connection to the other processes.
+        stage: Number of its first stage.
+        count: Number of processes.
+        device: Its device.
+        before: Device of the stages before; for the first stage that of the main process, which sends the inputs.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        stage: int,
+        count: int,
+        device: torch.device,
+        before: torch.device,
+    ) -> None:
+        self._messenger = messenger
+        self._stage = stage
+        self._count = count
+        self._device = device
+        self._device_before = before
+        self._failure: StageError | None = None
+        self._spans: list[Span] = []
+        self._begin([])
+
+    def serve(self) -> Any:
+        """Run commands until the end, and return the argument of the last one."""
+        while True:
+            has_reply, name, *arguments = self._messenger.receive(0, COMMAND, idle=True)
+            if name == "end":
+                return arguments[0]
+            result = None
+            try:
+                result = self._commands[name](*arguments)
+            except BaseException as error:
+                # Without a connection nothing can be reported.
+                if self._messenger.broken:
+                    raise
+                raised = error if has_reply else as_late(error, name)
+                self._note_failure(StageError.of(raised, self._stage, self._device))
+            if has_reply:
+                self._reply(result)
+
+    def _all_commands(self) -> dict[str, Callable[..., Any]]:
+        """Return for the name of each command what runs it."""
+        return {
+            "begin": self._begin,
+            "take": self._tensors.load,
+            "learn": self._tensors.set_trainable,
+            "give": self._tensors.values_of,
+            "program": self._load_stages,
+            "step": self._step,
+            "spans": self._spans_of_step,
+            "zero": self._begin_window,
+            "gradients": self._tensors.gradients_of,
+            "set_gradients": self._tensors.set_gradients,
+            "clear": self._tensors.clear_gradients,
+            "copy_buffers": self._copy_buffers,
+            "sum": self._optimizers.sum_gradients,
+            "scale": self._optimizers.scale_gradients,
+            "unscale": self._optimizers.unscale_gradients,
+            "norms": self._optimizers.norms,
+            "clip": self._optimizers.clip_gradients,
+            "optimizer": self._optimizers.load,
+            "optimizer_state": self._optimizers.state_of,
+            "optimize": self._optimize,
+            "time_link": partial(time_link, self._messenger, device=self._device),
+            "answer_link": partial(answer_link, self._messenger, device=self._device),
+            "arm": self._enable_recovery,
+            "discard": self._discard,
+        }
+
+    def _reply(self, result: Any) -> None:
+        """Send a result, or the failure of this command or an earlier one."""
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            result = None
+        self._messenger.send(0, REPLY, (result, failure))
+        self._messenger.flush()
+
+    def _note_failure(self, failure: StageError) -> None:
+        """Keep the first failure until the next reply."""
+        if self._failure is None:
+            self._failure = failure
+
+    # Module and stages.
+
+    def _begin(self, specs: Sequence[TensorSpec]) -> None:
+        """Drop everything, and begin with a module.
+
+        Args:
+            specs: Properties of its parameters and buffers, whose indices are their keys.
+        """
+        self._tensors = TensorStore(specs, self._device)
+        self._optimizers = WorkerOptimizers(self._tensors, self._device)
+        self._layers: dict[str, Any] = {}
+        self._buffer_slots: list[_BufferSlot] = []
+        self._programs: dict[int, _Programs] = {}
+        # Whether a window may be computed again, and the buffers from before it.
+        self._may_recover = False
+        self._earlier_buffers: dict[int, Tensor] = {}
+        # The commands act on these objects.
+        self._commands = self._all_commands()
+
+    def _load_stages(
+        self,
+        number: int,
+        specs: Sequence[StageSpec],
+        layers: bytes,
+        names: Mapping[str, str],
+        modes: dict[str, list[bool]],
+    ) -> None:
+        """Load the calls of its stages, and the layers that are new.
+
+        Args:
+            number: Number of these calls.
+            specs: The calls of each stage.
+            layers: The new layers, pickled, by their names in the user's module.
+            names: For the names of layers in the calls their names in the user's module.
+            modes: For each layer the training mode of each of its submodules.
+        """
+        # 1. Load the layers. The store stands for a list of tensors, of which only items are read.
+        new_layers = loads(layers, self._tensors)  # type: ignore[arg-type]
+        self._layers.update(new_layers)
+        self._buffer_slots += self._buffer_slots_of(new_layers.values())
+
+        # 2. Build the stages.
+        used_layers = {target: self._layers[name] for target, name in names.items()}
+        stages = [rebuild(spec, used_layers) for spec in specs]
+        self._programs[number] = _Programs(stages, modes)
+
+    def _buffer_slots_of(self, layers: Iterable[Any]) -> Iterator[_BufferSlot]:
+        keys = self._tensors.keys_by_identity()
+        for layer in layers:
+            if not isinstance(layer, nn.Module):
+                continue
+            for submodule in layer.modules():
+                buffers = buffers_of(submodule)
+                for name, buffer in buffers.items():
+                    if id(buffer) in keys:
+                        yield _BufferSlot(buffers, name, keys[id(buffer)])
+
+    # Steps.
+
+    def _spans_of_step(self) -> list[Span]:
+        """Return the actions of the last step as they ran."""
+        return self._spans
+
+    def _step(self, *fields: Any) -> None:
+        """Compute the stages of this process for all micro-batches of a step.
+
+        Args:
+            *fields: Fields of a `StepOrder`.
+        """
+        order = StepOrder(*fields)
+
+        # 1. Prepare. If that fails, the failure passes in place of all values.
+        try:
+            self._prepare(order)
+        except BaseException as error:
+            self._note_failure(StageError.of(error, self._stage, self._device))
+
+        # 2. Compute.
+        step = self._new_step(order)
+        step.run(self._actions_of(order))
+        self._failure = step.failure
+        self._spans = step.spans
+
+        # 3. Finish.
+        self._restore_buffers()
+        self._messenger.flush()
+        if order.schedule is None:
+            # The failure has reached the main process in place of the output.
+            self._failure = None
+
+    def _prepare(self, order: StepOrder) -> None:
+        for number in set(order.programs):
+            for name, modes in self._programs[number].modes.items():
+                set_modes(self._layers[name], modes)
+        if order.fresh:
+            self._begin_window()
+        torch.manual_seed(order.seed)
+
+    def _new_step(self, order: StepOrder) -> "_WorkerStep":
+        split = order.schedule is not None and splits(order.schedule)
+        graphs = {}
+        for index in range(order.stages_per_device):
+            stage = self._stage + index * self._count
+            graphs[stage] = StageGraphs(self._device, self._device_before, split=split)
+        programs = [self._stages_of(number) for number in order.programs]
+        rank = rank_of(self._stage, self._count)
+        return _WorkerStep(
+            self._messenger,
+            rank,
+            self._count,
+            self._device,
+            graphs,
+            order,
+            programs,
+            self._failure,
+        )
+
+    def _stages_of(self, number: int) -> list[StageProgram]:
+        """Return the stages of a kind of call; none if they could not be loaded."""
+        programs = self._programs.get(number)
+        if programs is None:
+            return []
+        return programs.stages
+
+    def _actions_of(self, order: StepOrder) -> list[Task]:
+        count = len(order.programs)
+        schedule = order.schedule or "gpipe"
+        actions = actions_of(schedule, self._stage, self._count, count, order.stages_per_device)
+        if order.schedule is None:
+            return [(stage, action) for stage, action in actions if not action.backward]
+        return actions
+
+    def _restore_buffers(self) -> None:
+        """Put buffers back that a forward has replaced by other tensors, with the values of those."""
+        # Commands know a buffer by the tensor that the store has.
+        for buffers, name, key in self._buffer_slots:
+            tensor = self._tensors[key]
+            current = buffers[name]
+            if current is not tensor and current is not None:
+                self._tensors.set_values(key, current)
+                buffers[name] = tensor
+
+    def _copy_buffers(self) -> None:
+        """Take the buffers of the first replica."""
+        # The default group has the workers with the same stages.
+        buffers = self._tensors.buffers()
+        copy_from_first(buffers.values())
+
+    def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        """Step an optimiser; see `WorkerOptimizers.step`.
+
+        Raises:
+            WorkerError: If an earlier command failed.
+        """
+        if self._failure is not None:
+            raise WorkerError("An earlier command failed.")
+        self._optimizers.step(index, options, kwargs)
+
+    # Accumulation windows.
+
+    def _begin_window(self) -> None:
+        """Begin an accumulation window without gradients."""
+        self._tensors.clear_gradients()
+        if self._may_recover:
+            self._earlier_buffers = self._tensors.copy_buffers()
+
+    def _enable_recovery(self) -> None:
+        """Copy buffers before each window from now on, so that it may be computed again."""
+        self._may_recover = True
+
+    def _discard(self) -> None:
+        """Drop gradients, and restore buffers to their values before the window."""
+        self._tensors.clear_gradients()
+        for key, value in self._earlier_buffers.items():
+            self._tensors[key].data.copy_(value)
+
+
+class _WorkerStep(ProcessStep):
+    """A step in the stages of a worker.
+
+    Args:
+        messenger, rank, count, device, graphs: See `ProcessStep`.
+        order: The order.
+        programs: For each micro-batch the stages of this worker.
+        failure: An earlier failure; None if there is none.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        rank: int,
+        count: int,
+        device: torch.device,
+        graphs: dict[int, StageGraphs],
+        order: StepOrder,
+        programs: Sequence[Sequence[StageProgram]],
+        failure: StageError | None,
+    ) -> None:
+        last_stage = count * order.stages_per_device - 1
+        super().__init__(
+            messenger,
+            rank,
+            count,
+            device,
+            graphs,
+            last_stage,
+            failure=failure,
+            input_gradients=order.input_gradients,
+        )
+        self._count = count
+        self._order = order
+        self._programs = programs
+
+    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
+        """Return the outputs of a stage."""
+        program = self._programs[micro_batch][stage // self._count]
+        keep = self._order.schedule is not None
+        with self._order.state.entered():
+            return self._graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
+
+    def on_error(self, error: BaseException) -> None:
+        """Do nothing: the main process raises the error."""

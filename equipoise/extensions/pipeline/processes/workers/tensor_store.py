@@ -1,0 +1,128 @@
+"""Parameters and buffers of a worker, by the keys under which all processes of a pipeline know them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.pipeline.messaging.commands import TensorSpec, placeholder
+
+__all__ = ["TensorStore"]
+
+
+class TensorStore:
+    """Tensors of a module, of which some have values in this process.
+
+    Args:
+        specs: Properties of all tensors of the module. Their indices are the keys.
+        device: Device of the values.
+
+    Attributes:
+        present: Keys of the tensors whose values have arrived.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+    ) -> None:
+        self._specs = list(specs)
+        self._device = device
+        self._tensors: dict[int, Tensor] = {}
+        self.present: set[int] = set()
+
+    def __getitem__(self, key: int) -> Tensor:
+        """Return a tensor; a placeholder as long as its values have not arrived."""
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            tensor = self._without_values(key)
+            self._tensors[key] = tensor
+        return tensor
+
+    def _without_values(self, key: int) -> Tensor:
+        """Return a new tensor that has a shape and no memory."""
+        spec = self._specs[key]
+        values = placeholder(spec.shape, spec.dtype)
+        if spec.is_parameter:
+            return nn.Parameter(values, requires_grad=False)
+        return values
+
+    def load(
+        self,
+        values: Mapping[int, Tensor],
+        trainable: Mapping[int, bool],
+    ) -> None:
+        """Set the values of tensors, and whether they are trainable."""
+        for key, value in values.items():
+            self.set_values(key, value)
+            tensor = self[key]
+            tensor.requires_grad_(trainable[key])
+            self.present.add(key)
+
+    def set_values(self, key: int, values: Tensor) -> None:
+        """Set the values of a tensor, which stays the same object."""
+        tensor = self[key]
+        # Layers and optimisers refer to the tensor, so it is not replaced.
+        values = values.detach()
+        tensor.data = values.to(self._device)
+
+    def set_trainable(self, trainable: Mapping[int, bool]) -> None:
+        """Freeze and unfreeze parameters."""
+        for key, is_trainable in trainable.items():
+            # Placeholders become trainable when their values arrive.
+            if key in self.present:
+                tensor = self[key]
+                tensor.requires_grad_(is_trainable)
+
+    def values_of(self, keys: Sequence[int]) -> dict[int, Tensor]:
+        """Return the values of tensors."""
+        values = {}
+        for key in keys:
+            tensor = self[key]
+            values[key] = tensor.detach()
+        return values
+
+    def keys_by_identity(self) -> dict[int, int]:
+        """Return the keys of all tensors used so far by the tensors' `id`."""
+        keys = {}
+        for key, tensor in self._tensors.items():
+            keys[id(tensor)] = key
+        return keys
+
+    def buffers(self) -> dict[int, Tensor]:
+        """Return all buffers in this process, in the order of their keys."""
+        buffers = {}
+        for key in sorted(self.present):
+            spec = self._specs[key]
+            if not spec.is_parameter:
+                buffers[key] = self[key]
+        return buffers
+
+    def copy_buffers(self) -> dict[int, Tensor]:
+        """Return copies of the values of all buffers in this process."""
+        copies = {}
+        for key, buffer in self.buffers().items():
+            values = buffer.detach()
+            copies[key] = values.clone()
+        return copies
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        no_gradients = dict.fromkeys(self.present)
+        self.set_gradients(no_gradients)
+
+    def gradients_of(self, keys: Sequence[int]) -> dict[int, Tensor | None]:
+        """Return the gradients of parameters."""
+        gradients = {}
+        for key in keys:
+            parameter = self[key]
+            gradients[key] = parameter.grad
+        return gradients
+
+    def set_gradients(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Set the gradients of parameters; None: there is no gradient."""
+        for key, gradient in gradients.items():
+            parameter = self[key]
+            if gradient is not None:
+                gradient = gradient.to(self._device)
+            parameter.grad = gradient

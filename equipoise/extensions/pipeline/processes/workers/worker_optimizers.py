@@ -1,0 +1,236 @@
+"""Optimisers of a worker, each for the worker's parameters of one optimiser of the main process."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
+from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
+from equipoise.parallel.clipping import clip_by_value
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.payload.shared_payload import loads
+
+__all__ = ["WorkerOptimizers", "unscale"]
+
+
+class WorkerOptimizers:
+    """Optimisers by the numbers that the main process gives them.
+
+    Args:
+        tensors: The worker's tensors.
+        device: Their device.
+    """
+
+    def __init__(self, tensors: TensorStore, device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._optimizers: dict[int, Optimizer] = {}
+        self._replica_sums = ReplicaSums()
+
+    def load(self, index: int, content: bytes) -> None:
+        """Load an optimiser, for the parameters that are in this process.
+
+        Args:
+            index: Its number.
+            content: Its class, states by parameter, groups and defaults, pickled.
+        """
+        # 1. Read it. The store stands for a list of tensors, of which only items are read.
+        description = loads(content, self._tensors)  # type: ignore[arg-type]
+        kind, states, groups, defaults = description
+
+        # 2. Leave the groups the parameters of this process.
+        for group in groups:
+            group["params"] = self._present_among(group["params"])
+
+        # 3. Build it without `__init__`, whose arguments are not known.
+        optimizer: Optimizer = kind.__new__(kind)
+        attributes = {
+            "state": {},
+            "param_groups": groups,
+            "defaults": defaults,
+        }
+        optimizer.__setstate__(attributes)
+        state_dict = _state_dict_of(optimizer, states)
+        optimizer.load_state_dict(state_dict)
+        self._optimizers[index] = optimizer
+
+    def _present_among(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the parameters whose values are in this process."""
+        identities = set()
+        for key in self._tensors.present:
+            tensor = self._tensors[key]
+            identities.add(id(tensor))
+        return [parameter for parameter in parameters if id(parameter) in identities]
+
+    def state_of(self, index: int) -> dict[int, Any]:
+        """Return an optimiser's states by the keys of parameters."""
+        optimizer = self._optimizers.get(index)
+        if optimizer is None:
+            return {}
+        states = {}
+        for key in sorted(self._tensors.present):
+            parameter = self._tensors[key]
+            state = optimizer.state.get(parameter)
+            if state is not None:
+                states[key] = dict(state)
+        return states
+
+    def step(
+        self,
+        index: int,
+        options: Sequence[dict[str, Any]],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Step an optimiser.
+
+        Args:
+            index: Its number.
+            options: Current options of each of its groups.
+            kwargs: Further arguments of the step.
+        """
+        optimizer = self._optimizers[index]
+        # Schedulers change options in the main process only.
+        pairs = zip(optimizer.param_groups, options, strict=True)
+        for group, current_options in pairs:
+            group.update(current_options)
+        optimizer.step(**kwargs)
+
+    # Gradients.
+
+    def _parameters_here(self, index: int) -> dict[int, nn.Parameter]:
+        """Return the parameters of an optimiser that are in this process, by key."""
+        optimizer = self._optimizers[index]
+        identities = set()
+        for parameter in optimizer_parameters(optimizer):
+            identities.add(id(parameter))
+        parameters = {}
+        for key in sorted(self._tensors.present):
+            tensor = self._tensors[key]
+            if id(tensor) in identities:
+                assert isinstance(tensor, nn.Parameter)
+                parameters[key] = tensor
+        return parameters
+
+    def _parameters_of(self, index: int) -> dict[int, nn.Parameter]:
+        """Return those parameters of an optimiser in this process that have a gradient, by key."""
+        parameters = self._parameters_here(index)
+        return {key: parameter for key, parameter in parameters.items() if parameter.grad is not None}
+
+    def sum_gradients(self, index: int) -> None:
+        """Sum gradients over the same stages of all replicas."""
+        # All replicas have the same parameters here, also those without a gradient in this one.
+        parameters = self._parameters_here(index)
+        self._replica_sums.sum(list(parameters.values()))
+
+    def scale_gradients(self, index: int, factor: float | Tensor) -> None:
+        """Multiply gradients by a factor."""
+        if isinstance(factor, Tensor):
+            factor = factor.to(self._device)
+        parameters = self._parameters_of(index)
+        for parameter in parameters.values():
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient.mul_(factor)
+
+    def unscale_gradients(self, index: int, scale: float) -> bool:
+        """Divide gradients by the loss scale, and return True if they are finite."""
+        parameters = self._parameters_of(index)
+        return unscale(list(parameters.values()), scale, self._device)
+
+    def norms(self, index: int) -> dict[int, Tensor]:
+        """Return the norm of each gradient by the key of its parameter."""
+        norms = {}
+        parameters = self._parameters_of(index)
+        for key, parameter in parameters.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            norms[key] = torch.linalg.vector_norm(gradient)
+        return norms
+
+    def clip_gradients(
+        self,
+        index: int,
+        value: float,
+        norm: Tensor | None,
+    ) -> None:
+        """Clip gradients.
+
+        Args:
+            index: Number of the optimiser.
+            value: Largest norm, or largest absolute value.
+            norm: Norm of the gradients of all processes; None: clip by value.
+        """
+        parameters_by_key = self._parameters_of(index)
+        parameters = list(parameters_by_key.values())
+        if norm is None:
+            clip_by_value(parameters, value)
+        else:
+            norm_here = norm.to(self._device)
+            nn.utils.clip_grads_with_norm_(parameters, value, norm_here)
+
+
+def unscale(
+    parameters: Sequence[Tensor],
+    scale: float,
+    device: torch.device,
+) -> bool:
+    """Divide gradients by a loss scale as torch's scaler does, and return True if all of them were finite.
+
+    Args:
+        parameters: Parameters, each of which has a gradient.
+        scale: The loss scale.
+        device: Device of the gradients.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> weight.grad = torch.tensor([4.0, 2.0])
+        >>> unscale([weight], 2.0, weight.device), weight.grad
+        (True, tensor([2., 1.]))
+    """
+    # A scaler raises an error if there are none.
+    if not parameters:
+        return True
+    scaler = GradScaler(device.type, init_scale=scale)
+    # The first use creates the scale.
+    loss = torch.zeros((), device=device)
+    scaler.scale(loss)
+    # The scaler steps an optimiser only if all gradients are finite.
+    recorder: Any = _StepRecorder(parameters)
+    scaler.unscale_(recorder)
+    scaler.step(recorder)
+    return bool(recorder.was_stepped)
+
+
+class _StepRecorder:
+    """The part of an optimiser that a scaler needs. It records whether the scaler steps it.
+
+    Args:
+        parameters: Parameters whose gradients the scaler checks.
+
+    Attributes:
+        param_groups: One group with the parameters.
+        was_stepped: True after a step.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
+        self.was_stepped = False
+
+    def step(self) -> None:
+        """Record a step."""
+        self.was_stepped = True
+
+
+def _state_dict_of(optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return states by parameter as `load_state_dict` takes them, which converts them to the parameters' dtypes."""
+    state_dict = optimizer.state_dict()
+    states_by_index = {}
+    for index, parameter in enumerate(optimizer_parameters(optimizer)):
+        if parameter in states:
+            states_by_index[index] = states[parameter]
+    state_dict["state"] = states_by_index
+    return state_dict

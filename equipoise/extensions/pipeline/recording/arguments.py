@@ -1,0 +1,124 @@
+"""Arguments of recorded calls: calls in the place of tensors."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
+from equipoise.extensions.pipeline.graph.traced import STAGE_DEVICE
+from equipoise.extensions.pipeline.recording.targets import rebuilt
+from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, TensorNodes, inputs_of, sizes_of
+
+__all__ = ["Arguments"]
+
+# Values that a graph can hold.
+_PLAIN = (bool, int, float, complex, str, type(None), type(Ellipsis), range)
+_PLAIN_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.device)
+
+
+class Arguments:
+    """Turn the arguments of a call into those of a call in a graph.
+
+    Args:
+        graph: The graph.
+        tensors: The calls that compute tensors.
+        device: The device of the recording.
+    """
+
+    def __init__(self, graph: fx.Graph, tensors: TensorNodes, device: torch.device) -> None:
+        self._graph = graph
+        self._tensors = tensors
+        self._device = device
+
+    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return positional arguments and keyword arguments with calls in the place of tensors.
+
+        Args:
+            args: Positional arguments of a call.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            Obstacle: If they have tensors that cannot be followed.
+        """
+        graph_args = self.of(tuple(args))
+        graph_kwargs = self.of(dict(kwargs))
+        return graph_args, graph_kwargs
+
+    def of(self, value: Any) -> Any:
+        """Return a nested value with calls in the place of tensors.
+
+        Args:
+            value: The nested value.
+
+        Raises:
+            Obstacle: If the value has tensors that cannot be followed.
+        """
+        # 1. Values that differ from call to call, or from stage to stage.
+        if isinstance(value, Tensor):
+            return self._tensors.node_of(value)
+        if isinstance(value, torch.device) and value == self._device:
+            return STAGE_DEVICE
+
+        # 2. Containers. Their items may be tensors.
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, PackedSequence):
+            # Its constructor asks for the device of its tensors.
+            fields = [self.of(field) for field in value]
+            return self._add_call(PackedSequence, fields)
+        if isinstance(value, slice):
+            start = self.of(value.start)
+            stop = self.of(value.stop)
+            step = self.of(value.step)
+            return slice(start, stop, step)
+        kind = type(value)
+        if kind in (tuple, list):
+            items = [self.of(item) for item in value]
+            return kind(items)
+        if kind is dict and _has_names_as_keys(value):
+            return {key: self.of(item) for key, item in value.items()}
+
+        # 3. Anything else.
+        is_plain = kind in _PLAIN or isinstance(value, _PLAIN_OF_TORCH)
+        if is_plain:
+            return value
+        return self._of_object(value)
+
+    def _of_object(self, value: Any) -> Any:
+        """Return a call that returns an object, or builds one like it."""
+        # 1. Objects without tensors stay as they are.
+        if isinstance(value, torch.Generator):
+            raise Obstacle("draws from a generator of its own")
+        if isinstance(value, nn.Module | enum.Enum | type):
+            return self._tensors.constant(value)
+        structure = OutputStructure.of(value)
+        if not structure.tensors:
+            return self._tensors.constant(value)
+
+        # 2. Containers are built again from their tensors.
+        is_container = isinstance(value, Mapping | tuple | list)
+        if not is_container and not is_dataclass(value):
+            class_name = type(value).__name__
+            raise Obstacle(f"hands on a {class_name}, whose tensors cannot be followed")
+        nodes = [self.of(tensor) for tensor in structure.tensors]
+        target = rebuilt(structure.without_tensors())
+        return self._add_call(target.target, nodes)
+
+    def _add_call(self, function: Any, arguments: list[Any]) -> fx.Node:
+        """Add a call that builds an argument, and return it."""
+        node = self._graph.call_function(function, tuple(arguments))
+        facts = [self._tensors.facts(argument) for argument in node.all_input_nodes]
+        inputs = inputs_of(facts)
+        facts_of_node = Facts(inputs, is_pure=False, sizes=sizes_of(facts))
+        self._tensors.set_facts(node, facts_of_node)
+        return node
+
+
+def _has_names_as_keys(mapping: Mapping[Any, Any]) -> bool:
+    """Return True for a mapping that a graph can hold."""
+    return all(isinstance(key, str) for key in mapping)

@@ -1,0 +1,299 @@
+"""Functions of torch as calls of a graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.errors import StepError
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, items_of_output
+
+__all__ = [
+    "Modes",
+    "Target",
+    "applied",
+    "assigned",
+    "check_size",
+    "check_structure",
+    "encoded",
+    "holds",
+    "name_of",
+    "present_modes",
+    "rebuilt",
+    "structure_of",
+    "target_of",
+    "under_modes",
+]
+
+
+class Target(NamedTuple):
+    """A call, apart from its arguments.
+
+    Attributes:
+        op: Kind of the call in a graph.
+        target: Function, or name of a method.
+        extra: Arguments that follow those of the function itself.
+    """
+
+    op: str
+    target: Any
+    extra: tuple[Any, ...] = ()
+
+    def add_to(self, graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+        """Add the call to a graph.
+
+        Args:
+            graph: The graph.
+            args: Arguments of the function.
+            kwargs: Its keyword arguments.
+        """
+        all_args = (*args, *self.extra)
+        return graph.create_node(self.op, self.target, all_args, kwargs)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, method or attribute of torch, such as "shape"."""
+    name_of_class = type(function).__name__
+    name = str(getattr(function, "__name__", name_of_class))
+    if name in ("__get__", "__set__"):
+        # The function is a method of an attribute's descriptor, which has the name of the attribute.
+        descriptor = getattr(function, "__self__", None)
+        name_of_attribute = getattr(descriptor, "__name__", name)
+        return str(name_of_attribute)
+    return name
+
+
+def target_of(function: Callable[..., Any]) -> Target:
+    """Return the call of a function, method or attribute of torch."""
+    name = name_of(function)
+    is_attribute = getattr(function, "__name__", "") == "__get__"
+    if is_attribute:
+        return Target("call_function", getattr, (name,))
+    is_method = getattr(Tensor, name, None) is function
+    if is_method:
+        return Target("call_method", name)
+    return Target("call_function", function)
+
+
+class Modes(NamedTuple):
+    """Modes of torch that a forward may set for some of its calls.
+
+    Attributes:
+        grad: True if gradients are recorded.
+        autocast: For each kind of device: its name, True if autocast is on, and the dtype of autocast.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def present_modes() -> Modes:
+    """Return the present modes."""
+    autocast = []
+    for kind in ("cpu", "cuda"):
+        is_enabled = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind)
+        autocast.append((kind, is_enabled, dtype))
+    grad = torch.is_grad_enabled()
+    return Modes(grad, tuple(autocast))
+
+
+class _UnderModes:
+    """A call in other modes than those around it.
+
+    Args:
+        target: The call.
+        modes: Its modes.
+    """
+
+    def __init__(self, target: Target, modes: Modes) -> None:
+        self._target = target
+        self._modes = modes
+        # The graph names the call after it.
+        name = str(getattr(target.target, "__name__", target.target))
+        self.__name__ = name.strip("_")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # 1. Find the function. A method is that of the first argument.
+        function = self._target.target
+        if self._target.op == "call_method":
+            function = getattr(args[0], function)
+            args = args[1:]
+
+        # 2. Call it in its modes.
+        with ExitStack() as stack:
+            grad_mode = torch.set_grad_enabled(self._modes.grad)
+            stack.enter_context(grad_mode)
+            for kind, is_enabled, dtype in self._modes.autocast:
+                is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
+                if is_other_mode:
+                    autocast = torch.autocast(kind, dtype, is_enabled)
+                    stack.enter_context(autocast)
+            return function(*args, **kwargs)
+
+
+def under_modes(target: Target, modes: Modes) -> Target:
+    """Return a call that computes in its own modes, whatever the modes around it.
+
+    Args:
+        target: The call.
+        modes: Its modes.
+    """
+    function = _UnderModes(target, modes)
+    return Target("call_function", function, target.extra)
+
+
+class _Rebuilt:
+    """Builds an argument from its tensors.
+
+    Args:
+        structure: The structure of the argument.
+    """
+
+    # The graph names the call after it.
+    __name__ = "rebuilt"
+
+    def __init__(self, structure: OutputStructure) -> None:
+        self._structure = structure
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self._structure.fill(tensors)
+
+
+def rebuilt(structure: OutputStructure) -> Target:
+    """Return a call that builds an argument from its tensors.
+
+    Args:
+        structure: The structure of the argument.
+    """
+    function = _Rebuilt(structure)
+    return Target("call_function", function)
+
+
+def holds(condition: Any) -> None:
+    """Check an assertion of the user's when the forward runs.
+
+    Args:
+        condition: The condition, a tensor of one element.
+
+    Raises:
+        AssertionError: If the condition is false.
+    """
+    if not condition:
+        raise AssertionError("an assertion in the network's forward does not hold")
+
+
+def assigned(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    """Assign to items of a tensor, and return it. A call whose value is the tensor shows that it has changed.
+
+    Args:
+        tensor: The tensor.
+        key: Its index.
+        value: The new value of the items.
+    """
+    tensor[key] = value
+    return tensor
+
+
+class _Applied:
+    """Applies an autograd function.
+
+    Args:
+        kind: Its class.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        # The graph names the call after it.
+        self.__name__ = str(kind.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kind.apply(*args, **kwargs)
+
+
+def applied(kind: Any) -> Target:
+    """Return the call of an autograd function."""
+    return Target("call_function", _Applied(kind))
+
+
+def encoded(
+    encoder: nn.TransformerEncoder,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool | None = None,
+) -> Any:
+    """Return the output of a TransformerEncoder without its branches on values, and its shortcut in evaluations.
+
+    Args:
+        encoder: The encoder.
+        src: See its forward.
+        mask: See its forward.
+        src_key_padding_mask: See its forward.
+        is_causal: Not used, since it is a hint.
+    """
+    for layer in encoder.layers:
+        src = layer(
+            src,
+            src_mask=mask,
+            src_key_padding_mask=src_key_padding_mask,
+        )
+    if encoder.norm is None:
+        return src
+    return encoder.norm(src)
+
+
+def check_size(tensor: Tensor, size: tuple[int, ...]) -> None:
+    """Check a size for which the forward has asked while it was recorded.
+
+    Args:
+        tensor: A tensor that follows from a submodule that stays whole and reads values.
+        size: Its size when it was recorded.
+
+    Raises:
+        StepError: If the size is another one.
+    """
+    if tuple(tensor.shape) != size:
+        raise StepError(
+            f"A tensor in the network's forward has the sizes {list(tensor.shape)}; in an earlier call with tensors of"
+            f" the same sizes it had {list(size)}. A submodule that stays whole returns sizes that depend on values,"
+            " and the code around it asks for them. Let a submodule ask that stays whole, too; or choose another"
+            " strategy."
+        )
+
+
+def structure_of(value: Any) -> Any:
+    """Return a description of what a submodule returns: types, lengths, keys, dtypes, and what is no tensor."""
+    if isinstance(value, Tensor):
+        return ("tensor", str(value.dtype))
+    kind = type(value).__name__
+    items = items_of_output(value)
+    if items is None:
+        return (kind, repr(value))
+    keys: tuple[str, ...] = ()
+    if isinstance(value, Mapping):
+        keys = tuple(map(str, value))
+    # Tuples alone: a graph turns lists into lists of its own.
+    structures = tuple(structure_of(item) for item in items)
+    return (kind, keys, structures)
+
+
+def check_structure(value: Any, structure: Any) -> None:
+    """Check that a submodule that stays whole returns the same structure as when the forward was recorded.
+
+    Args:
+        value: What it returns.
+        structure: The description of what it returned.
+
+    Raises:
+        StepError: If it returns another structure.
+    """
+    present_structure = structure_of(value)
+    if present_structure != structure:
+        raise StepError(
+            f"A submodule that stays whole returns {present_structure}; in an earlier call with tensors of the same"
+            f" sizes it returned {structure}. The code around it was recorded with that. Let that code be in a"
+            " submodule that stays whole, too; or choose another strategy."
+        )

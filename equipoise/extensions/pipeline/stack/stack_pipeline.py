@@ -1,0 +1,174 @@
+"""Stages of a network whose forward runs as it is, micro-batch by micro-batch.
+
+The forward of a micro-batch runs in the thread of its step, and pauses where it reaches a layer of the next stage. So
+the stages of several micro-batches compute in the order of the schedule, as stages of recorded calls do. The backward
+of a micro-batch runs as a whole in the turn of the last stage: nothing tells which values pass by the layers.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
+from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline, StepRun
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.schedule.schedule import Schedule
+from equipoise.extensions.pipeline.stack.stacked_call import StackedCall, stages_noticed
+
+__all__ = ["StackPipeline", "StackedForward"]
+
+
+class StackedForward:
+    """The rest of a network's call, which runs in the thread of a step in place of the network's output.
+
+    Args:
+        forward: The network's own forward.
+        devices: The device of each stage.
+        step: The step.
+
+    Attributes:
+        stage: Number of the latest stage that the forward has reached.
+    """
+
+    def __init__(self, forward: Callable[..., Any], devices: Sequence[torch.device], step: SuspendedStep) -> None:
+        self.stage = 0
+        self._forward = forward
+        self._devices = devices
+        self._step = step
+
+    def _pause(self, stage: int) -> None:
+        self.stage = stage
+        self._step.pause()
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the network's output; see `StackedCall.run`."""
+        # The call has copies of tensors, so nothing refers to it afterwards.
+        call = StackedCall(self._forward, self._devices, self._pause)
+        with inside_stage():
+            return call.run(args, kwargs)
+
+
+class StackPipeline(Pipeline):
+    """Stages that begin at layers of a stack, in the threads of steps.
+
+    Args:
+        forward: The network's own forward.
+        layers: The layers of the stack.
+        stages_of_layers: The stage of each layer.
+        devices, schedule, stages_per_device, threads: See `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        layers: Sequence[nn.Module],
+        stages_of_layers: Sequence[int],
+        devices: Sequence[torch.device],
+        schedule: Schedule,
+        *,
+        stages_per_device: int = 1,
+        threads: bool | None = None,
+    ) -> None:
+        super().__init__((), devices, schedule, stages_per_device=stages_per_device, threads=threads)
+        self.network_forward = forward
+        self._layers = layers
+        self._stages_of_layers = stages_of_layers
+
+    def call(self, structure: CallStructure) -> Any:
+        """Return the network's output for one call. Gradients flow through it, as through any forward.
+
+        Args:
+            structure: The call.
+        """
+        self.failed = None
+        args, kwargs = structure.fill(structure.tensors)
+        # Outside of steps no other micro-batch computes, so the call waits for no turn.
+        call = StackedCall(self.network_forward, self.devices, _pass)
+        try:
+            with inside_stage(), self._stages_noticed():
+                return call.run(args, kwargs)
+        except BaseException:
+            self.failed = self.devices[call.stage]
+            raise
+
+    def run(
+        self,
+        steps: Sequence[SuspendedStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None] | None,
+        pipelines: Sequence[Pipeline] | None = None,
+    ) -> None:
+        """Compute micro-batches, each to the end of its step, and then backward; see `Pipeline.run`."""
+        with self._stages_noticed():
+            super().run(steps, inputs, backward, pipelines)
+
+    def _stages_noticed(self) -> AbstractContextManager[None]:
+        return stages_noticed(self._layers, self._stages_of_layers, self.devices)
+
+    def _new_run(
+        self,
+        steps: Sequence[SuspendedStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None] | None,
+        pipelines: Sequence[Pipeline],
+    ) -> StepRun:
+        return _StackRun(self, steps, inputs, backward)
+
+
+class _StackRun(StepRun):
+    """One step in stages at the layers of a stack.
+
+    Args:
+        pipeline, steps, inputs, backward: See `StepRun`.
+    """
+
+    def __init__(
+        self,
+        pipeline: StackPipeline,
+        steps: Sequence[SuspendedStep],
+        inputs: Sequence[Sequence[Tensor]],
+        backward: Callable[[int], None] | None,
+    ) -> None:
+        super().__init__(pipeline, steps, inputs, backward)
+        self._forwards_of_steps = [StackedForward(pipeline.network_forward, pipeline.devices, step) for step in steps]
+
+    def _run_forward(self, stage: int, index: int, received: Any) -> None:
+        """See `StepRun`: the step runs until it reaches a later stage, or to its end in the last stage."""
+        step = self._steps[index]
+        forward = self._forwards_of_steps[index]
+        # 1. The first stage begins the forward in the step's thread.
+        if stage == 0:
+            step.resume(forward)
+        # 2. The step pauses where it reaches a later stage. A forward may leave out all layers of a stage.
+        is_last = stage == self._last
+        while not step.ended:
+            has_passed = forward.stage > stage
+            if has_passed and not is_last:
+                break
+            step.resume(None)
+        # 3. The next stage has its turn.
+        if stage < self._last:
+            self._forwards[stage + 1].put(_REACHED)
+
+    def _run_backward(self, stage: int, index: int, received: Any) -> None:
+        """See `StepRun`: the last stage computes the gradients of all."""
+        assert self._backward is not None
+        if stage == self._last:
+            self._backward(index)
+        # Earlier stages only learn that the micro-batch has ended, and begin the next one.
+        if stage > 0:
+            self._backwards[stage - 1].put(_REACHED)
+
+    def _run_weights(self, stage: int, index: int) -> None:
+        """See `StepRun`: the backward has computed them."""
+
+
+# Passed on in the place of values, which stay in the step's thread.
+_REACHED = object()
+
+
+def _pass(stage: int) -> None:
+    """Go on at once: outside of steps there is one call at a time."""

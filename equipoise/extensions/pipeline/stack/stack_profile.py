@@ -1,0 +1,280 @@
+"""Times and memory of a network whose forward runs as it is, for each layer of a stack and what lies around it.
+
+The forward and its backward run several times on one device, and the quickest pass of each layer counts. What comes
+before the first layer counts as a part of it, and what follows a layer as a part of that layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
+from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.stages import tensors_of
+from equipoise.extensions.pipeline.planning.stage_costs import Block
+from equipoise.extensions.pipeline.planning.traced_calls import now
+from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
+from equipoise.extensions.pipeline.verification.layer_lending import computed_on, lent
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+
+__all__ = ["StackProfile", "profile_stack"]
+
+_PASSES = 3
+
+
+@dataclass(frozen=True)
+class StackProfile:
+    """Costs of a stack's layers, and the tensors around them.
+
+    Attributes:
+        blocks: A block for each layer.
+        before: Parameters and buffers outside of the layers that the forward uses before the first of them.
+        after: Other parameters and buffers of the network outside of the layers.
+        output: Output of the network on the device of the measurement.
+        side_effect: Change of an attribute or of a container in one, as a predicate. The forward of the next
+            micro-batch, which begins before this one ends, would find it. Empty if there is none.
+        repeats_random_layers: True if the backward computes layers again, and the forward draws random numbers.
+    """
+
+    blocks: list[Block]
+    before: list[Tensor]
+    after: list[Tensor]
+    output: Any
+    side_effect: str
+    repeats_random_layers: bool
+
+
+def profile_stack(
+    stack: LayerStack,
+    network: nn.Module,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    structure: CallStructure,
+    device: torch.device,
+) -> StackProfile:
+    """Measure the layers of a stack on a device. The module keeps its state.
+
+    Args:
+        stack: The stack.
+        network: The network.
+        module: The user's module, whose buffers and metrics are restored.
+        forward: The network's own forward.
+        structure: Its call with one micro-batch.
+        device: Device of the measurement.
+    """
+    # 1. Run the forward and its backward several times.
+    passes = []
+    side_effect = ""
+    for _ in range(_PASSES):
+        measurement = _Pass(stack, network, device)
+        # The backward needs the weights where the forward has used them, so the whole network is on the device.
+        with preserve_state(module, containers=True), lent(network, device), computed_on(device, network, module):
+            # In stages, the next micro-batch would find what a forward keeps.
+            effects = ForwardEffects(network)
+            measurement.run(forward, structure)
+            side_effect = side_effect or effects.describe_kept(network)
+        passes.append(measurement)
+
+    # 2. Take the quickest times of each layer, and the memory of the first pass.
+    first_pass = passes[0]
+    before, after = first_pass.tensors_around()
+    blocks = []
+    for index, (name, layer) in enumerate(zip(stack.names, stack.layers, strict=True)):
+        tensors = [*layer.parameters(), *layer.buffers()]
+        # What lies around the layers belongs to the first and to the last.
+        if index == 0:
+            tensors += before
+        if index == len(stack.layers) - 1:
+            tensors += after
+        block = Block(
+            name=name,
+            forward=min(measurement.forward[index] for measurement in passes),
+            backward=min(measurement.backward[index] for measurement in passes),
+            saved=first_pass.saved[index],
+            boundary=first_pass.boundaries[index],
+        )
+        blocks.append(_with_tensors(block, tensors))
+    repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
+    return StackProfile(blocks, before, after, first_pass.output, side_effect, repeats_random_layers)
+
+
+def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:
+    """Return a block with the bytes of its tensors."""
+    return replace(
+        block,
+        parameters=sum(tensor.nbytes for tensor in tensors),
+        trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
+    )
+
+
+class _Pass:
+    """One forward and backward.
+
+    Args:
+        stack: The stack.
+        network: The network.
+        device: Device of the computation.
+
+    Attributes:
+        forward, backward: Seconds of each layer.
+        saved: Bytes that each layer is the first to keep for its backward.
+        boundaries: Bytes of the arguments of the layer after each layer; 0 for the last.
+        output: Output of the network.
+        draws_numbers: True if the forward has drawn random numbers on the device.
+        repeats_layers: True if the backward has computed a layer again.
+    """
+
+    def __init__(self, stack: LayerStack, network: nn.Module, device: torch.device) -> None:
+        count = len(stack.layers)
+        self.forward = [0.0] * count
+        self.backward = [0.0] * count
+        self.saved = [0] * count
+        self.boundaries = [0] * count
+        self.output: Any = None
+        self.draws_numbers = False
+        self.repeats_layers = False
+        self._stack = stack
+        self._network = network
+        self._device = device
+        # The latest layer that was entered, and the time since which it counts.
+        self._layer = 0
+        self._has_entered = False
+        self._in_backward = False
+        self._since = 0.0
+        self._addresses = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+        # Modules whose first call came before the first layer; the network itself is called by its forward.
+        self._before = {id(network)}
+        # By layer, the time when the gradient of its first argument was there.
+        self._arrivals: dict[int, float] = {}
+
+    def run(self, forward: Callable[..., Any], structure: CallStructure) -> None:
+        """Run the forward and its backward."""
+        handles = self._watch_modules()
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs = structure.fill(structure.copies_on(self._device))
+                random_state = _random_state(self._device)
+                self._since = now(self._device)
+                with saved_tensors_hooks(self._on_save, _same):
+                    self.output = forward(*args, **kwargs)
+                self._end_layer()
+                self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
+                self._in_backward = True
+                self._run_backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watch_modules(self) -> list[RemovableHandle]:
+        handles = []
+        for index, layer in enumerate(self._stack.layers):
+            enter = partial(self._enter, index)
+            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        for module in _modules_around(self._network, self._stack):
+            handles.append(module.register_forward_pre_hook(self._on_call))
+        return handles
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        if not self._has_entered:
+            self._before.add(id(module))
+
+    def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that the forward reaches a layer."""
+        # Activation checkpointing computes layers again in the backward, and their times belong to it.
+        if self._in_backward:
+            self.repeats_layers = True
+            return
+        if self._has_entered:
+            self._end_layer()
+        self._has_entered = True
+        # What the layer receives passes from the layer before.
+        tensors = tensors_of((args, kwargs))
+        if index > self._layer:
+            self.boundaries[index - 1] = sum(tensor.nbytes for tensor in tensors)
+        self._layer = index
+        # Its backward ends when the gradient of an argument is there.
+        for tensor in tensors:
+            if tensor.requires_grad:
+                on_gradient = partial(self._on_gradient, index)
+                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+                break
+
+    def _end_layer(self) -> None:
+        """Count the time since the last layer was entered as its own."""
+        present = now(self._device)
+        self.forward[self._layer] += present - self._since
+        self._since = present
+
+    def _on_save(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        # A storage that several layers keep counts for the first of them.
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._addresses:
+            self._addresses.add(address)
+            self.saved[self._layer] += storage.nbytes()
+        return tensor
+
+    def _on_gradient(self, index: int, gradient: Tensor) -> None:
+        """Note when the gradient of a layer's argument is there; that of the first call counts."""
+        self._arrivals.setdefault(index, now(self._device))
+
+    def _run_backward(self) -> None:
+        outputs = [tensor for tensor in tensors_of(self.output) if tensor.requires_grad]
+        parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
+        if not outputs or not parameters:
+            return
+        ones = [torch.ones_like(output) for output in outputs]
+        begin = now(self._device)
+        try:
+            torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ConfigurationError(REENTRANT_CHECKPOINTING) from error
+            raise
+        end = now(self._device)
+
+        # The backward goes through the last layer first. Its part ends when the gradient of its argument is there.
+        for index in reversed(range(len(self.backward))):
+            arrival = self._arrivals.get(index, begin)
+            if index == 0:
+                # What comes before the first layer belongs to it.
+                arrival = end
+            self.backward[index] = max(0.0, arrival - begin)
+            begin = max(begin, arrival)
+
+    def tensors_around(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the network's tensors outside of the layers: those used before the first layer, and the others."""
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        for module in _modules_around(self._network, self._stack):
+            tensors = before if id(module) in self._before else after
+            tensors += module.parameters(recurse=False)
+            tensors += module.buffers(recurse=False)
+        return before, after
+
+
+def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
+    """Return the modules of a network that are neither layers of a stack nor parts of them."""
+    inside = {id(part) for layer in stack.layers for part in layer.modules()}
+    return [module for module in network.modules() if id(module) not in inside]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's generator of random numbers."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()

@@ -1,0 +1,142 @@
+"""A call of a network whose forward runs as it is, and goes to the next device at the layers of a stack."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.pipeline.stack.operation_moves import OperationMoves
+from equipoise.parallel.replicas.device_threads import on_device
+from equipoise.to_device import to_device
+from equipoise.tree import map_leaves, tensors_in
+
+__all__ = ["StackedCall", "stages_noticed"]
+
+
+class _LocalState(threading.local):
+    """State of each thread.
+
+    Attributes:
+        call: The call that runs in the thread; None if there is none.
+    """
+
+    call: "StackedCall | None" = None
+
+    def set_call(self, call: "StackedCall | None") -> None:
+        self.call = call
+
+
+_local = _LocalState()
+
+
+class StackedCall:
+    """One call of a network.
+
+    Args:
+        forward: The network's own forward.
+        devices: The device of each stage.
+        on_stage: Function that is called when the call reaches a layer of a later stage than before, with its number.
+
+    Attributes:
+        stage: Number of the latest stage that the call has reached.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        devices: Sequence[torch.device],
+        on_stage: Callable[[int], None],
+    ) -> None:
+        self.stage = 0
+        self._forward = forward
+        self._devices = devices
+        self._on_stage = on_stage
+        self._moves = OperationMoves(devices[0])
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the network's output.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        # A call may run within another one.
+        outer = _local.call
+        _local.set_call(self)
+        try:
+            with self._moves, on_device(self._devices[0]):
+                args = self._moves.here(args)
+                kwargs = self._moves.here(kwargs)
+                output = self._forward(*args, **kwargs)
+                # The loss is computed on the last device.
+                self._moves.go_to(self._devices[-1])
+                return self._moves.here(output)
+        finally:
+            _local.set_call(outer)
+
+    def enter_layer(self, stage: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Go to the device of a layer, and return its arguments there.
+
+        Args:
+            stage: The stage of the layer. A forward may also call layers of earlier stages again.
+            args: Positional arguments of the layer.
+            kwargs: Keyword arguments of the layer.
+        """
+        # 1. Wait for the turn of a stage that the call reaches for the first time.
+        if stage > self.stage:
+            self.stage = stage
+            self._on_stage(stage)
+        # 2. Compute on its device from now on.
+        device = self._devices[stage]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._moves.go_to(device)
+        return self._moves.here(args), self._moves.here(kwargs)
+
+
+@contextmanager
+def stages_noticed(
+    layers: Sequence[nn.Module],
+    stages: Sequence[int],
+    devices: Sequence[torch.device],
+) -> Iterator[None]:
+    """Let calls notice within the context when they reach layers.
+
+    Args:
+        layers: The layers of a stack.
+        stages: The stage of each layer.
+        devices: The device of each stage.
+    """
+    stage_of = {id(layer): stage for layer, stage in zip(layers, stages, strict=True)}
+
+    def enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        stage = stage_of[id(layer)]
+        if _local.call is not None:
+            return _local.call.enter_layer(stage, args, kwargs)
+        device = devices[stage]
+        if all(tensor.device == device for tensor in tensors_in((args, kwargs))):
+            return None
+        # Activation checkpointing computes a layer again in the backward, from arguments of the stage before.
+        move = partial(_moved, device=device)
+        return map_leaves(move, args), map_leaves(move, kwargs)
+
+    handles = []
+    for layer in layers:
+        handle = layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        handles.append(handle)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and anything else as it is."""
+    if isinstance(leaf, Tensor):
+        return to_device(leaf, device)
+    return leaf

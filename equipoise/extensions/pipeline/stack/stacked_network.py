@@ -1,0 +1,157 @@
+"""A network that is cut between the layers of its largest stack, because its forward cannot be followed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.execution.placement import Placement
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut
+from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
+from equipoise.extensions.pipeline.planning.measured_cut import samples_of
+from equipoise.extensions.pipeline.stack.layer_stack import LayerStack, largest_stack
+from equipoise.extensions.pipeline.stack.stack_cut import cut_stack, cut_stack_by_names, stages_of_layers
+from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
+from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
+from equipoise.extensions.pipeline.verification.layer_lending import computed_on
+
+__all__ = ["StackedNetwork"]
+
+
+class StackedNetwork:
+    """Cuts a network between layers, places it, and makes its stages.
+
+    Args:
+        network: The network.
+        name: Its name in the user's module.
+        module: The user's module.
+        options: Devices, schedule, micro-batches.
+        stack: The layers between which the network is cut.
+    """
+
+    def __init__(
+        self, network: nn.Module, name: str, module: nn.Module, options: CutOptions, stack: LayerStack
+    ) -> None:
+        self._network = network
+        self._name = name
+        self._module = module
+        self._options = options
+        self._stack = stack
+        self._profile: StackProfile | None = None
+        self._stages: list[int] = []
+
+    @classmethod
+    def of(cls, network: nn.Module, name: str, module: nn.Module, options: CutOptions) -> "StackedNetwork | None":
+        """Return a network that can be cut into so many stages between layers; None if it has too few.
+
+        Args:
+            network: The network.
+            name: Its name in the user's module.
+            module: The user's module.
+            options: Devices, schedule, micro-batches.
+        """
+        stack = largest_stack(network)
+        if stack is None or len(stack.layers) < len(options.devices):
+            return None
+        return cls(network, name, module, options, stack)
+
+    def uncut_output(self, forward: Callable[..., Any], structure: CallStructure, device: torch.device) -> Any:
+        """Return the output of a call on one device, before the network is placed.
+
+        Args:
+            forward: The network's own forward.
+            structure: The call.
+            device: The device.
+        """
+        args, kwargs = structure.fill([tensor.to(device) for tensor in structure.tensors])
+        with computed_on(device, self._network, self._module):
+            return forward(*args, **kwargs)
+
+    def cut(
+        self,
+        forward: Callable[..., Any],
+        structure: CallStructure,
+        names: Sequence[str] | None,
+        pinned: PinnedCut | None,
+        rest: LossProfile | None,
+    ) -> Cut | None:
+        """Return the cut; None if the forward keeps something, or the user names other modules than layers.
+
+        Args:
+            forward: The network's own forward.
+            structure: Its call with one micro-batch.
+            names: Layers to cut before; None: chosen by measuring.
+            pinned: The cut of an earlier run; None if there is none.
+            rest: Measures what a step computes after the network's call; None: that does not count.
+
+        Raises:
+            ConfigurationError: If activation checkpointing would draw other random numbers in the backward.
+        """
+        # 1. Measure. The order of calls also shows what lies before the layers and behind them.
+        device = self._options.measured_on or self._options.devices[0]
+        profile = profile_stack(self._stack, self._network, self._module, forward, structure, device)
+        self._profile = profile
+        # Several micro-batches are in the forward at the same time.
+        if profile.side_effect:
+            return None
+        # Checkpointing restores generators of the devices on which a layer's arguments lie, not of the layer's device.
+        if profile.repeats_random_layers and len(set(self._options.devices)) > 1:
+            raise ConfigurationError(
+                f"Layers of {type(self._network).__name__} draw random numbers within activation checkpointing. Stages"
+                " on several devices would draw others when the backward computes the layers again. Set their rates"
+                " of dropout to 0, or train without activation checkpointing."
+            )
+        # 2. A cut that is given needs no more.
+        if names is not None:
+            return cut_stack_by_names(self._stack, names, self._name)
+        if pinned is not None:
+            earlier_cut = cut_stack_by_names(self._stack, pinned.names, self._name)
+            if earlier_cut is not None and len(earlier_cut.ends) == len(self._options.devices):
+                return earlier_cut
+        # 3. Choose the best one.
+        block = None
+        if rest is not None:
+            used = {id(tensor) for tensor in (*self._network.parameters(), *self._network.buffers())}
+            rest.measure(used, profile.output)
+            block = rest.block
+        samples = samples_of(structure.tensors, self._options.dim)
+        return cut_stack(self._stack, profile, self._options, self._name, samples, block)
+
+    def place(self, cut: Cut, placement: Placement) -> list[int]:
+        """Place the layers and what lies around them, and return the bytes of each stage.
+
+        Args:
+            cut: The cut.
+            placement: Moves tensors to their devices.
+        """
+        assert self._profile is not None
+        self._stages = stages_of_layers(cut)
+        parts: list[list[Any]] = [[] for _ in cut.ends]
+        parts[0] += self._profile.before
+        for layer, stage in zip(self._stack.layers, self._stages, strict=True):
+            parts[stage].append(layer)
+        # The profile has an output on the device of the measurement.
+        self._profile = replace(self._profile, output=None)
+        return placement.place_parts(parts)
+
+    def pipeline(self, forward: Callable[..., Any], *, threads: bool | None) -> StackPipeline:
+        """Return the stages.
+
+        Args:
+            forward: The network's own forward.
+            threads: See `Pipeline`.
+        """
+        options = self._options
+        return StackPipeline(
+            forward,
+            self._stack.layers,
+            self._stages,
+            options.devices,
+            options.schedule,
+            stages_per_device=options.stages_per_device,
+            threads=threads,
+        )

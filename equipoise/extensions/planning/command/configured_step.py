@@ -1,0 +1,97 @@
+"""The step of a configuration: its batch, its settings, and its predicted memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from equipoise.app.build import build
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.prediction import MemoryPrediction, check_real_steps, predicted
+from equipoise.extensions.planning.tracing.batches import size_of_batch
+from equipoise.extensions.planning.tracing.obstacles import reason_of
+from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
+
+__all__ = ["first_batch", "predict_configured", "settings_of"]
+
+
+def first_batch(values: Mapping[str, Any]) -> Any:
+    """Return the first batch of the training loader.
+
+    Args:
+        values: The configuration.
+
+    Raises:
+        ConfigurationError: If there are no data, or the loader is empty.
+    """
+    if not values.get("data"):
+        raise ConfigurationError("A prediction reads one batch of the data; choose them by data=NAME.")
+    data = build(values["data"], "data")
+    data.prepare_data()
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        return batch
+    raise ConfigurationError("A prediction reads one batch of the data, but the training loader is empty.")
+
+
+def settings_of(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
+    """Return the settings of a step.
+
+    Args:
+        trainer: The trainer's arguments.
+        devices: The devices.
+    """
+    kinds = [device.kind for device in devices]
+    device: Literal["cpu", "cuda"] = "cpu"
+    if "cuda" in kinds:
+        device = "cuda"
+    batches = trainer.get("accumulate_grad_batches") or 1
+    if isinstance(batches, Mapping):
+        batches = max(batches.values(), default=1)
+    return StepSettings(
+        precision=trainer.get("precision") or "32-true",
+        accumulate_grad_batches=batches,
+        activation_checkpointing=tuple(trainer.get("activation_checkpointing") or ()),
+        device=device,
+    )
+
+
+def predict_configured(
+    values: Mapping[str, Any], example: Any, settings: StepSettings
+) -> tuple[MemoryPrediction, nn.Module]:
+    """Return the prediction of a step, and the module that was traced.
+
+    A step that cannot be traced runs with parts of the batch, if the module is small.
+
+    Args:
+        values: The configuration.
+        example: A batch.
+        settings: The settings of the step.
+
+    Raises:
+        ConfigurationError: If the step can neither be traced nor run.
+    """
+    modules: list[nn.Module] = []
+
+    def build_module() -> nn.Module:
+        module: nn.Module = build(values["module"], "module")
+        modules.append(module)
+        return module
+
+    try:
+        found = trace_step(build_module, example, settings)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # Without a module, there is nothing to run.
+        if not modules:
+            raise
+        reason = reason_of(error)
+        check_real_steps(modules[0], reason)
+        modules.clear()
+        measured = measure_step(build_module, example, settings)
+        found = replace(measured, notes=[f"{reason}, so real steps were run."])
+    return predicted(found, size_of_batch(example), settings), modules[0]

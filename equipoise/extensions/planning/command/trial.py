@@ -1,0 +1,215 @@
+"""The process of a plan, from the values of a configuration to the result.
+
+The data are real, and the first batch is read. The module is built and traced without memory.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+
+from equipoise.app.build import build
+from equipoise.extensions.comparison.savings.blocks import repeated_blocks
+from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
+from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
+from equipoise.extensions.planning.prediction import MemoryPrediction
+from equipoise.extensions.planning.process.worker import write_result
+from equipoise.extensions.planning.tracing.batches import size_of_batch
+from equipoise.extensions.planning.tracing.obstacles import reason_of
+from equipoise.strategies import Strategy
+from equipoise.strategies.by_name import make_strategy, strategy_names
+
+__all__ = ["write_plan"]
+
+# Strategies whose devices hold something else than a step of the module.
+_OTHER_STRATEGIES = ("ensemble", "hogwild")
+# Batch sizes of a picture: their number, and the largest one in multiples of the configured batch.
+_STRETCHES = 16
+_FARTHEST = 8
+
+
+def write_plan(result_file: Path, request: str) -> None:
+    """Make the plan, and write it as JSON; an error becomes its reason.
+
+    Args:
+        result_file: The file for the result.
+        request: As JSON, the values of the configuration, the devices, and `with_curves`: True to add the peaks of each
+            strategy over the batch size.
+    """
+    torch.set_num_threads(1)
+    try:
+        options = json.loads(request)
+        devices = [PlannedDevice(**device) for device in options["devices"]]
+        result = _plan(options["values"], devices, with_curves=options["with_curves"])
+    except Exception as error:
+        result = {"reason": reason_of(error)}
+    write_result(result_file, result)
+
+
+def _plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], *, with_curves: bool) -> dict[str, Any]:
+    # 1. A batch, and the settings.
+    seed_everything(values["seed"] or 0, workers=True, verbose=False)
+    example = first_batch(values)
+    batch_size = size_of_batch(example)
+    settings = settings_of(values["trainer"], devices)
+    planner = _Planner(values, example, _strategies(values["strategy"]), devices)
+
+    # 2. The plans.
+    prediction, module = planner.predict(settings)
+    plans = planner.plans(prediction, module)
+    result = {
+        "title": type(module).__name__,
+        "batch_size": batch_size,
+        "method": prediction.method,
+        "notes": [*prediction.notes, *_notes(values["trainer"])],
+        "strategies": [plain_plan(plan) for plan in plans],
+        "alternatives": [],
+        "curves": {},
+    }
+
+    # 3. If nothing fits, what helps: smaller batches that are accumulated, and other settings.
+    accumulated: list[StrategyPlan] = []
+    if not any(plan.fits for plan in plans):
+        if settings.accumulate_grad_batches == 1:
+            accumulated = planner.plans(*planner.predict(replace(settings, accumulate_grad_batches=2)))
+        result["alternatives"] = _alternatives(planner, settings, module)
+    advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches)
+    result["recommendation"] = asdict(_with_known_keys(advice, values))
+
+    # 4. What the picture needs.
+    if with_curves:
+        result["curves"] = _curves(plans, batch_size)
+    return result
+
+
+class _Planner:
+    """Makes plans of the configured step with other settings.
+
+    Args:
+        values: The configuration.
+        example: A batch.
+        strategies: The strategies.
+        devices: The devices.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        example: Any,
+        strategies: Sequence[Strategy],
+        devices: Sequence[PlannedDevice],
+    ) -> None:
+        self._values = values
+        self._example = example
+        self._strategies = strategies
+        self._devices = devices
+
+    def plans(self, prediction: MemoryPrediction, module: nn.Module) -> list[StrategyPlan]:
+        """Return the plan of each strategy."""
+        return plan_strategies(prediction, module, self._strategies, self._devices)
+
+    def predict(self, settings: StepSettings) -> tuple[MemoryPrediction, nn.Module]:
+        """Return the prediction of a step, and the module that was traced."""
+        return predict_configured(self._values, self._example, settings)
+
+
+def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recommendation:
+    """Return a recommendation without overrides of keys that the data do not have."""
+    overrides = []
+    for override in advice.overrides:
+        key = override.partition("=")[0].removeprefix("data.")
+        if not override.startswith("data.") or key in values["data"]:
+            overrides.append(override)
+    return replace(advice, overrides=overrides)
+
+
+def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[int, int]]:
+    """Return for each strategy the peak of its fullest device by batch size."""
+    # 1. From one sample to a little more than what fits.
+    most = 2 * batch_size
+    for plan in plans:
+        if plan.largest_batch <= _FARTHEST * batch_size:
+            most = max(most, round(1.2 * plan.largest_batch))
+    sizes = sorted({1 + (most - 1) * index // _STRETCHES for index in range(_STRETCHES + 1)})
+
+    # 2. The peaks.
+    curves = {}
+    for plan in plans:
+        if plan.peaks is not None:
+            curves[plan.strategy] = {size: plan.peaks.fullest(size) for size in sizes}
+    return curves
+
+
+def _notes(trainer: Mapping[str, Any]) -> list[str]:
+    notes = []
+    for name in NOT_PREDICTED:
+        if trainer.get(name):
+            notes.append(f"trainer.{name} is not part of the prediction.")
+    return notes
+
+
+def _strategies(configured: Any) -> list[Strategy]:
+    """Return a strategy of each kind; the configured one with its options."""
+    chosen = None
+    if isinstance(configured, Mapping):
+        chosen = build(configured, "strategy")
+    strategies: list[Strategy] = []
+    for name in strategy_names():
+        if chosen is not None and chosen.name == name:
+            strategies.append(chosen)
+        elif name not in _OTHER_STRATEGIES:
+            strategies.append(make_strategy(name))
+    return strategies
+
+
+def _alternatives(planner: _Planner, settings: StepSettings, module: nn.Module) -> list[dict[str, Any]]:
+    """Return the plans with what needs less memory: activation checkpointing, bf16-mixed, both."""
+    # 1. The overrides to try.
+    blocks = tuple(settings.activation_checkpointing or repeated_blocks(module))
+    half = settings.precision
+    if half in ("32-true", "32", 32):
+        half = "bf16-mixed"
+    variants = {(half, settings.activation_checkpointing), (settings.precision, blocks), (half, blocks)}
+    variants.discard((settings.precision, settings.activation_checkpointing))
+
+    # 2. The plan with each.
+    alternatives = []
+    for precision, patterns in sorted(variants, key=lambda variant: (str(variant[0]), len(variant[1]))):
+        changed = replace(settings, precision=precision, activation_checkpointing=patterns)
+        plans = planner.plans(*planner.predict(changed))
+        overrides = []
+        if precision != settings.precision:
+            overrides.append(f"trainer.precision={precision}")
+        if patterns != settings.activation_checkpointing:
+            overrides.append(f"trainer.activation_checkpointing=[{','.join(patterns)}]")
+        alternatives.append({"overrides": overrides, "strategies": [plain_plan(plan) for plan in plans]})
+    return alternatives
+
+
+def plain_plan(plan: StrategyPlan) -> dict[str, Any]:
+    """Return a plan as values that JSON can hold.
+
+    Args:
+        plan: The plan.
+    """
+    devices = []
+    for device in plan.devices:
+        values = asdict(device)
+        values["fits"] = device.room >= 0
+        devices.append(values)
+    return {
+        "strategy": plan.strategy,
+        "fits": plan.fits,
+        "largest_batch": plan.largest_batch,
+        "batches": plan.batches,
+        "note": plan.note,
+        "reason": plan.reason,
+        "devices": devices,
+    }

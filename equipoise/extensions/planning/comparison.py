@@ -1,0 +1,320 @@
+"""Strategies compared by what their devices would hold of a step: which fit, with which batch, the simplest of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.curve.parts import PredictedPeak
+from equipoise.extensions.planning.curve.search import largest_size
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import PlannedLoads, StepFacts
+from equipoise.extensions.planning.prediction import MemoryPrediction
+from equipoise.formats import format_bytes
+
+__all__ = [
+    "DevicePeaks",
+    "DevicePlan",
+    "NamedStrategy",
+    "PlannedStrategy",
+    "Recommendation",
+    "StrategyPlan",
+    "from_simplest",
+    "plan_strategies",
+    "recommend",
+]
+
+
+class NamedStrategy(Protocol):
+    """A strategy of which a plan has a line, with or without a prediction."""
+
+    @property
+    def name(self) -> str:
+        """Name of the strategy."""
+
+
+@runtime_checkable
+class PlannedStrategy(NamedStrategy, Protocol):
+    """A strategy that says what its devices hold."""
+
+    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
+        """Return what each device would hold of a step; the strategy is not connected then.
+
+        Args:
+            devices: The devices, which need not exist.
+            module: The user's module, whose parameters may have no memory.
+            facts: Bytes of the step on one device.
+
+        Raises:
+            ConfigurationError: If the strategy cannot say.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """Memory of one device.
+
+    Attributes:
+        name: The device.
+        usable: Bytes that tensors can have on it.
+        occupied: Bytes that other processes hold.
+        samples: Its samples of a batch.
+        peak: The predicted peak.
+    """
+
+    name: str
+    usable: int
+    occupied: int
+    samples: int
+    peak: PredictedPeak
+
+    @property
+    def room(self) -> int:
+        """Bytes that remain at the peak; negative if it does not fit."""
+        return self.usable - self.peak.nbytes
+
+
+class DevicePeaks:
+    """Peaks of the devices of a strategy with any batch.
+
+    Args:
+        prediction: The prediction for one device.
+        devices: The devices.
+        planned: What each of them holds; there may be fewer than devices.
+    """
+
+    def __init__(self, prediction: MemoryPrediction, devices: Sequence[PlannedDevice], planned: PlannedLoads) -> None:
+        self._prediction = prediction
+        self._pairs = list(zip(devices, planned.loads, strict=False))
+
+    def at(self, batch_size: int) -> list[PredictedPeak]:
+        """Return the peak of each device.
+
+        Args:
+            batch_size: Samples of a batch of the loader.
+        """
+        # Devices with one and the same load, as those of processes, have one peak.
+        by_load: dict[tuple[int, int], PredictedPeak] = {}
+        peaks = []
+        for device, load in self._pairs:
+            key = (id(load), device.rounding)
+            if key not in by_load:
+                by_load[key] = self._prediction.peak(batch_size, load, device.rounding)
+            peaks.append(by_load[key])
+        return peaks
+
+    def fit(self, batch_size: int) -> bool:
+        """Return True if every device has room for its part of a batch.
+
+        Args:
+            batch_size: Samples of a batch of the loader.
+        """
+        peaks = self.at(batch_size)
+        limits = [device.usable for device, _ in self._pairs]
+        # One device without room is enough.
+        return all(peak.nbytes <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+    def fullest(self, batch_size: int) -> int:
+        """Return the peak in bytes of the device with the least room.
+
+        Args:
+            batch_size: Samples of a batch of the loader.
+        """
+        peaks = self.at(batch_size)
+        rooms = []
+        for (device, _), peak in zip(self._pairs, peaks, strict=True):
+            room = device.usable - peak.nbytes
+            rooms.append((room, peak.nbytes))
+        # The room decides, the peak is shown.
+        _, nbytes = min(rooms)
+        return nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """Memory of a step under one strategy.
+
+    Attributes:
+        strategy: Name of the strategy.
+        devices: The devices that it uses, in order; empty if there is no prediction.
+        largest_batch: The largest batch of the loader with which every device fits; 0 if there is none.
+        batches: Batches of the loader that a step takes, such as one for each process.
+        note: What the figures rest on, if they are estimates.
+        reason: The reason why there is no prediction; None if there is one.
+        peaks: The peaks with other batches; None if there is no prediction.
+    """
+
+    strategy: str
+    devices: Sequence[DevicePlan] = ()
+    largest_batch: int = 0
+    batches: int = 1
+    note: str = ""
+    reason: str | None = None
+    peaks: DevicePeaks | None = None
+
+    @property
+    def fits(self) -> bool:
+        """True if every device has room for its part of the batch."""
+        return bool(self.devices) and all(device.room >= 0 for device in self.devices)
+
+    @property
+    def fullest(self) -> DevicePlan:
+        """The device with the least room."""
+        return min(self.devices, key=lambda device: device.room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The strategy to take.
+
+    Attributes:
+        strategy: Its name; None if none fits.
+        reason: One sentence.
+        overrides: Overrides for the command line.
+    """
+
+    strategy: str | None
+    reason: str
+    overrides: Sequence[str] = ()
+
+
+def plan_strategies(
+    prediction: MemoryPrediction,
+    module: nn.Module,
+    strategies: Iterable[NamedStrategy],
+    devices: Sequence[PlannedDevice],
+    batch_size: int | None = None,
+) -> list[StrategyPlan]:
+    """Return what every strategy would need on the devices.
+
+    Args:
+        prediction: The prediction for one device.
+        module: The user's module, whose parameters may have no memory.
+        strategies: The strategies.
+        devices: The devices.
+        batch_size: Samples of a batch of the loader. Default: those of the predicted step.
+    """
+    if batch_size is None:
+        batch_size = prediction.batch_size
+    return [_plan(prediction, module, strategy, devices, batch_size) for strategy in strategies]
+
+
+def _plan(
+    prediction: MemoryPrediction,
+    module: nn.Module,
+    strategy: NamedStrategy,
+    devices: Sequence[PlannedDevice],
+    batch_size: int,
+) -> StrategyPlan:
+    # 1. What the devices hold, and their peaks with the batch. A strategy may refuse both.
+    if not isinstance(strategy, PlannedStrategy):
+        reason = f"strategy={strategy.name!r} does not say what its devices hold"
+        return StrategyPlan(strategy=strategy.name, reason=reason)
+    try:
+        planned = strategy.device_loads(devices, module, prediction.facts)
+        peaks = DevicePeaks(prediction, devices, planned)
+        with_batch = peaks.at(batch_size)
+    except ConfigurationError as error:
+        return StrategyPlan(strategy=strategy.name, reason=str(error).rstrip("."))
+
+    # 2. The devices that it uses, which may be fewer than there are.
+    plans = []
+    for device, load, peak in zip(devices, planned.loads, with_batch, strict=False):
+        plan = DevicePlan(
+            name=device.name,
+            usable=device.usable,
+            occupied=device.occupied,
+            samples=load.samples(batch_size),
+            peak=peak,
+        )
+        plans.append(plan)
+
+    # 3. The largest batch that fits everywhere. The search begins where the step was predicted.
+    return StrategyPlan(
+        strategy=strategy.name,
+        devices=plans,
+        largest_batch=largest_size(peaks.fit, prediction.batch_size),
+        batches=planned.batches,
+        note=planned.note,
+        peaks=peaks,
+    )
+
+
+# Strategies that use several devices, the simplest first; of equal devices, and of unequal ones.
+_FOR_EQUAL = ("ddp", "dp", "balanced", "fsdp", "pipeline", "single_device")
+_FOR_UNEQUAL = ("balanced", "ddp", "dp", "fsdp", "pipeline", "single_device")
+
+
+def recommend(
+    plans: Sequence[StrategyPlan],
+    devices: Sequence[PlannedDevice],
+    batch_size: int,
+    accumulated: Sequence[StrategyPlan] = (),
+    accumulate_grad_batches: int = 1,
+) -> Recommendation:
+    """Return the simplest strategy that fits, with its reason.
+
+    Args:
+        plans: The strategies.
+        devices: The devices.
+        batch_size: Samples of a batch.
+        accumulated: The strategies with accumulated batches, if `plans` are without: gradients live longer then.
+            Default: `plans` are with them, or nothing is accumulated where no strategy fits.
+        accumulate_grad_batches: Batches of an accumulation window in `plans`. Default: 1.
+    """
+    # 1. The first one that fits.
+    for plan in from_simplest(plans, devices):
+        if plan.fits:
+            room = format_bytes(plan.fullest.room)
+            reason = (
+                f"it is the simplest strategy on {_count(len(devices))} with which a batch of {batch_size} fits; its"
+                f" fullest device has room for {room} more"
+            )
+            return Recommendation(strategy=plan.strategy, reason=reason, overrides=[f"strategy={plan.strategy}"])
+
+    # 2. Smaller batches, accumulated.
+    ordered = from_simplest(accumulated or plans, devices)
+    largest = max(ordered, key=lambda plan: plan.largest_batch * plan.batches, default=None)
+    # A step with one sample may be too large already.
+    if largest is None or not largest.largest_batch:
+        return Recommendation(strategy=None, reason="no strategy fits, not even with one sample")
+    # Rounded up, so that the step is no smaller.
+    batches = -(-batch_size // largest.largest_batch)
+    smaller = -(-batch_size // batches)
+    reason = (
+        f"no strategy fits with a batch of {batch_size}; {batches} batches of {smaller}, whose gradients are"
+        " accumulated, make the same step"
+    )
+    overrides = [
+        f"strategy={largest.strategy}",
+        f"data.batch_size={smaller}",
+        f"trainer.accumulate_grad_batches={batches * accumulate_grad_batches}",
+    ]
+    return Recommendation(strategy=largest.strategy, reason=reason, overrides=overrides)
+
+
+def from_simplest(plans: Sequence[StrategyPlan], devices: Sequence[PlannedDevice]) -> list[StrategyPlan]:
+    """Return the strategies that a user would take, the simplest first.
+
+    Unequal devices are best used in unequal parts, so strategies that can do so come first there.
+
+    Args:
+        plans: The strategies.
+        devices: The devices.
+    """
+    order: Sequence[str] = ["single_device"]
+    if len(devices) > 1:
+        order = _FOR_EQUAL
+        memories = {device.usable for device in devices}
+        if len(memories) > 1:
+            order = _FOR_UNEQUAL
+    by_name = {plan.strategy: plan for plan in plans}
+    return [by_name[name] for name in order if name in by_name]
+
+
+def _count(devices: int) -> str:
+    if devices == 1:
+        return "one device"
+    return f"{devices} devices"

@@ -1,0 +1,195 @@
+"""A recorded step whose storages know their sizes at any batch size: replayed, it gives the peak there."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.extensions.planning.curve.replay import EventArrays, Replay, event_arrays
+from equipoise.extensions.planning.curve.search import largest_within
+from equipoise.extensions.planning.curve.sizes import Growth, Size, Span
+from equipoise.extensions.planning.curve.stages import StagesOfStep, StepTrace
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
+from equipoise.memory.records import Category
+
+__all__ = ["MemoryCurve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCurve:
+    """Memory of a step as a function of its batch size.
+
+    Attributes:
+        span: The batch sizes at which the step was traced.
+        sizes: The different sizes of its storages.
+        holders: The storages, in the order of their allocation.
+        events: Allocations and releases in order: a positive number n allocates holder n - 1, a negative one releases
+            it.
+        phases: The phases in order.
+
+    Example:
+        >>> curve = MemoryCurve(
+        ...     span=Span(2, 4),
+        ...     sizes=[Size(100), Size(8, (Growth(2, 2),))],
+        ...     holders=[Holder("parameter", "", 0), Holder("activation", "", 1)],
+        ...     events=[1, 2, -2],
+        ...     phases=[PhaseStart("forward", 0)],
+        ... )
+        >>> curve.peak(10).nbytes
+        180
+        >>> curve.largest_batch(1000)
+        112
+    """
+
+    span: Span
+    sizes: Sequence[Size]
+    holders: Sequence[Holder]
+    events: Sequence[int]
+    phases: Sequence[PhaseStart]
+
+    def peak(
+        self,
+        batch_size: int,
+        load: DeviceLoad = WHOLE_STEP,
+        rounding: int = 1,
+    ) -> PredictedPeak:
+        """Return the peak at a batch size.
+
+        Args:
+            batch_size: Samples of the whole batch, from 1.
+            load: The part of the step that the device has. Default: all of it.
+            rounding: Bytes to which an allocator rounds each storage up. Default: 1.
+        """
+        if load.work is not None:
+            return self._peak_of_stages(load.work, batch_size, rounding)
+        nbytes = self._nbytes(load.samples(batch_size), rounding)
+        replay = Replay(self._events, self.phases, nbytes, load)
+        return replay.peak()
+
+    def _peak_of_stages(self, work: StageWork, batch_size: int, rounding: int) -> PredictedPeak:
+        """Return the peak of a device that computes stages of a pipeline."""
+        # 1. The cut, which holds for all batch sizes.
+        key = (work.stages, tuple(work.cut_before or ()))
+        if key not in self._stages:
+            trace = StepTrace(self.holders, self.events, self.phases)
+            nbytes = self._nbytes(self.span.first, rounding)
+            self._stages[key] = StagesOfStep(
+                trace,
+                nbytes,
+                work.stages,
+                work.cut_before,
+            )
+
+        # 2. The actions with micro-batches.
+        nbytes = self._nbytes(work.samples(batch_size), rounding)
+        whole_batch = self._nbytes(batch_size, rounding)
+        actions = work.actions(work.num_micro_batches(batch_size))
+        stages = self._stages[key]
+        return stages.peak(
+            nbytes,
+            whole_batch,
+            actions,
+            copies_inputs=work.copies_inputs,
+        )
+
+    def _nbytes(self, samples: int, rounding: int) -> list[int]:
+        """Return the bytes of each storage with a number of samples, as an allocator rounds them up."""
+        sizes = []
+        for size in self.sizes:
+            nbytes = size.at(samples, self.span)
+            # Rounded up.
+            blocks = -(-nbytes // rounding)
+            sizes.append(blocks * rounding)
+        return [sizes[holder.size] for holder in self.holders]
+
+    @cached_property
+    def _stages(self) -> dict[Any, StagesOfStep]:
+        """The step cut into stages, by their number and the names to cut before."""
+        return {}
+
+    @cached_property
+    def _events(self) -> EventArrays:
+        return event_arrays(self.events, self.holders)
+
+    def largest_batch(
+        self,
+        limit: int,
+        load: DeviceLoad = WHOLE_STEP,
+        rounding: int = 1,
+    ) -> int:
+        """Return the largest batch size whose peak stays within a limit; 0 if there is none.
+
+        Args:
+            limit: The limit in bytes.
+            load: The part of the step that the device has. Default: all of it.
+            rounding: Bytes to which an allocator rounds each storage up. Default: 1.
+
+        Returns:
+            The number of samples, at most 16.8 million.
+        """
+
+        def nbytes_at(size: int) -> int:
+            return self.peak(size, load, rounding).nbytes
+
+        return largest_within(limit, nbytes_at, self.span.second)
+
+    @cached_property
+    def totals(self) -> Mapping[Category, int]:
+        """Bytes of what does not depend on the batch, by category; storages of the optimiser's step count once."""
+        totals: dict[Category, int] = defaultdict(int)
+        for index in _never_released(self.events):
+            holder = self.holders[index]
+            size = self.sizes[holder.size]
+            if not size.growths:
+                totals[holder.category] += size.factor
+        return dict(totals)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the curve as values that JSON can hold."""
+        # JSON writes the named tuples as lists.
+        return {
+            "span": self.span,
+            "sizes": self.sizes,
+            "holders": self.holders,
+            "events": self.events,
+            "phases": self.phases,
+        }
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "MemoryCurve":
+        """Return the curve of plain values.
+
+        Args:
+            values: The result of `to_plain`.
+        """
+        # 1. The sizes, with the lengths that grow.
+        sizes = []
+        for factor, pairs in values["sizes"]:
+            growths = [Growth(*pair) for pair in pairs]
+            size = Size(factor, tuple(growths))
+            sizes.append(size)
+
+        # 2. What has them, and when.
+        holders = [Holder(*holder) for holder in values["holders"]]
+        phases = [PhaseStart(*start) for start in values["phases"]]
+        return cls(
+            span=Span(*values["span"]),
+            sizes=sizes,
+            holders=holders,
+            events=values["events"],
+            phases=phases,
+        )
+
+
+def _never_released(events: Sequence[int]) -> list[int]:
+    """Return the indices of the holders that are alive at the end."""
+    alive = {}
+    for event in events:
+        index = abs(event) - 1
+        if event > 0:
+            alive[index] = True
+        else:
+            del alive[index]
+    return list(alive)

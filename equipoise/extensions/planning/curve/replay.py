@@ -1,0 +1,166 @@
+"""The peak of one device: a recorded step replayed with the bytes and the shares that the device has of it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.extensions.planning.description.loads import DeviceLoad, Part
+from equipoise.memory.records import CATEGORIES
+
+__all__ = ["EventArrays", "Replay", "event_arrays"]
+
+
+class EventArrays(NamedTuple):
+    """Events of a step as arrays, each with an entry for every event.
+
+    Attributes:
+        holders: Indices of the storages.
+        signs: 1 for an allocation, -1 for a release.
+        categories: Indices of their categories in `CATEGORIES`.
+    """
+
+    holders: NDArray[np.int64]
+    signs: NDArray[np.int64]
+    categories: NDArray[np.int64]
+
+
+def event_arrays(events: Sequence[int], holders: Sequence[Holder]) -> EventArrays:
+    """Return events as arrays.
+
+    Args:
+        events: Allocations and releases; see `MemoryCurve`.
+        holders: The storages.
+    """
+    # 1. The category of each storage, as its index.
+    of_holders = [CATEGORIES.index(holder.category) for holder in holders]
+    categories = np.array(of_holders, dtype=np.int64)
+
+    # 2. The storage of each event. Storage n has the events n + 1 and -(n + 1).
+    signed = np.asarray(events, dtype=np.int64)
+    indices = np.abs(signed) - 1
+    return EventArrays(
+        holders=indices,
+        signs=np.sign(signed),
+        categories=categories[indices],
+    )
+
+
+class Replay:
+    """Goes through the events of a step, as a device has them.
+
+    Steps of large models have tens of thousands of events, and a search replays them often, so this is done by arrays.
+
+    Args:
+        events: The events of the step.
+        phases: The beginnings of its phases, in order.
+        nbytes: Bytes of each storage on one device that has all of it.
+        load: The part of the step that the device has.
+    """
+
+    def __init__(
+        self,
+        events: EventArrays,
+        phases: Sequence[PhaseStart],
+        nbytes: Sequence[int],
+        load: DeviceLoad,
+    ) -> None:
+        self._starts = phases
+        self._load = load
+        self._categories = events.categories
+        sizes = np.asarray(nbytes, dtype=np.int64)
+        # Bytes by which each event changes what is alive.
+        self._changes = events.signs * sizes[events.holders]
+        are_momentary = [category in load.momentary for category in CATEGORIES]
+        self._are_momentary = np.array(are_momentary)
+
+    def peak(self) -> PredictedPeak:
+        """Return the peak of all phases."""
+        # 1. The peak of each phase, and the number of events up to it.
+        phases: dict[str, int] = {}
+        moments: dict[str, int] = {}
+        ends = [start.event for start in self._starts[1:]]
+        ends.append(len(self._changes))
+        for start, end in zip(self._starts, ends, strict=True):
+            most, moment = self._peak_of_phase(start, end)
+            if most > phases.get(start.phase, -1):
+                phases[start.phase] = most
+                moments[start.phase] = moment
+
+        # 2. The largest of them, and its parts.
+        largest = max(phases, key=lambda phase: phases[phase])
+        parts = self._parts(largest, moments[largest])
+        return PredictedPeak(
+            nbytes=phases[largest],
+            phase=largest,
+            parts=parts,
+            phases=phases,
+        )
+
+    def _peak_of_phase(self, start: PhaseStart, end: int) -> tuple[int, int]:
+        """Return the peak of a phase, and the number of events up to it.
+
+        Args:
+            start: The beginning of the phase.
+            end: Number of the events before its end.
+        """
+        # 1. The bytes at the beginning.
+        factors = self._factors(start.phase)
+        of_step = factors @ self._alive(start.event)
+        before = float(of_step) + self._load.added(start.phase)
+
+        # 2. The bytes after each event, with those that exist for a moment.
+        changes = self._changes[start.event : end]
+        categories = self._categories[start.event : end]
+        shares = factors[categories]
+        present = before + np.cumsum(shares * changes)
+        exist_for_a_moment = self._are_momentary[categories] & (changes > 0)
+        # The part that the device does not hold otherwise.
+        rest = (1 - shares) * changes
+        present += np.where(exist_for_a_moment, rest, 0)
+
+        # 3. The first of the largest.
+        position = -1
+        most = before
+        # A phase without events has the bytes of its beginning.
+        if len(present) and present.max() > before:
+            position = int(present.argmax())
+            most = float(present[position])
+        return round(most), start.event + position + 1
+
+    def _factors(self, phase: str) -> NDArray[np.float64]:
+        """Return the share of each category that the device holds."""
+        factors = [self._load.factor(category, phase) for category in CATEGORIES]
+        return np.array(factors, dtype=np.float64)
+
+    def _alive(self, moment: int) -> NDArray[np.float64]:
+        """Return the bytes of each category after a number of events."""
+        categories = self._categories[:moment]
+        changes = self._changes[:moment]
+        alive = np.bincount(categories, weights=changes, minlength=len(CATEGORIES))
+        return alive.astype(np.float64)
+
+    def _parts(self, phase: str, moment: int) -> dict[Part, int]:
+        """Return what is alive after a number of events, the largest part first."""
+        # 1. The storages.
+        parts: dict[Part, int] = defaultdict(int)
+        factors = self._factors(phase)
+        alive = factors * self._alive(moment)
+        for category, nbytes in zip(CATEGORIES, alive.tolist(), strict=True):
+            parts[category] = round(nbytes)
+        newest = int(self._categories[moment - 1])
+        if self._are_momentary[newest]:
+            # The part of it that the device does not hold otherwise.
+            nbytes = (1 - factors[newest]) * self._changes[moment - 1]
+            parts[CATEGORIES[newest]] += round(float(nbytes))
+
+        # 2. What the device has beside them.
+        for addition in self._load.additions:
+            if addition.is_in(phase):
+                parts[addition.part] += addition.nbytes
+        present = [(part, nbytes) for part, nbytes in parts.items() if nbytes]
+        present.sort(key=lambda item: -item[1])
+        return dict(present)

@@ -1,0 +1,155 @@
+"""Obstacles in a traced step: values that it does not have, files that it writes, errors; with the lines of each."""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.leaks.references import is_of_user
+
+__all__ = ["Notes", "line_of_error", "reason_of", "refuse_side_effects"]
+
+# Events of Python's audit that leave something behind, and what the user reads of them.
+_SIDE_EFFECTS = {
+    "os.mkdir": "creates the folder",
+    "os.remove": "removes the file",
+    "os.rename": "renames the file",
+    "socket.connect": "connects to a server",
+    "subprocess.Popen": "starts the program",
+}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
+
+
+class Notes:
+    """Sentences on what was guessed, each once, with the user's line.
+
+    Attributes:
+        lines: The sentences.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, sentence: str) -> None:
+        """Add a sentence on what happens at the present line of the user's code."""
+        place = _user_line(inspect.currentframe())
+        text = sentence
+        if place:
+            text = f"{place}: {sentence}"
+        if text not in self.lines:
+            self.lines.append(text)
+
+
+def reason_of(error: Exception) -> str:
+    """Return one sentence on an error of a step, with the user's line.
+
+    Args:
+        error: The error.
+    """
+    first_line = str(error).strip().partition("\n")[0]
+    if isinstance(error, ConfigurationError):
+        return first_line
+    reason = f"{type(error).__name__}: {first_line}"
+    place = line_of_error(error)
+    if place:
+        reason = f"{place}: {reason}"
+    return reason
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's code in an error's traceback, as "file:line"; empty without one."""
+    # The last one of the user's frames is the innermost.
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if is_of_user(file):
+            place = f"{Path(file).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code, as "file:line"; empty without one, and while Python imports."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return ""
+        if is_of_user(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Guard:
+    """Hook of Python's audit, which cannot be removed again and so is added once.
+
+    Attributes:
+        is_active: True while a step may leave nothing behind.
+    """
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self._is_added = False
+
+    def add(self) -> None:
+        """Add the hook, once."""
+        if not self._is_added:
+            self._is_added = True
+            sys.addaudithook(self._check)
+
+    def start(self) -> None:
+        """Begin to refuse."""
+        self.is_active = True
+
+    def stop(self) -> None:
+        """Allow everything again."""
+        self.is_active = False
+
+    def _check(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_active:
+            return
+        effect = _SIDE_EFFECTS.get(event)
+        if event == "open" and _writes(args):
+            effect = "writes the file"
+        if effect is None:
+            return
+        place = _user_line(inspect.currentframe())
+        if place:
+            raise ConfigurationError(
+                f"The training step {effect} {args[0]!r} at {place}, but a plan runs it several times and must"
+                " leave nothing behind. Do so in a callback."
+            )
+
+
+_guard = _Guard()
+
+
+@contextmanager
+def refuse_side_effects() -> Iterator[None]:
+    """Refuse files, folders, programs and connections of the user's code in a `with` block.
+
+    Raises:
+        ConfigurationError: Where the code begins one; the message names the line.
+    """
+    _guard.add()
+    _guard.start()
+    try:
+        yield
+    finally:
+        _guard.stop()
+
+
+def _writes(args: tuple[Any, ...]) -> bool:
+    """Return True if the arguments of the event "open" are those of a file to be written."""
+    path, mode, flags = args
+    if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in (os.devnull, os.fsencode(os.devnull)):
+        return False
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool(flags & _WRITING)

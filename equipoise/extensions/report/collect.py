@@ -1,0 +1,332 @@
+"""Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+
+from equipoise.extensions.pipeline.schedule.timeline import Timeline
+from equipoise.extensions.report.curve_names import group_curves
+from equipoise.extensions.report.facts import checkpoint_callbacks, memory_logger_of, peaks_of
+from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord, StageSpan
+from equipoise.extensions.report.throughput import Throughput
+from equipoise.formats import format_bytes, format_count, format_path, format_span
+from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.finders import suggested_rate
+from equipoise.memory.out_of_memory import OutOfMemoryEvent
+
+__all__ = ["collect_record", "pipeline_step"]
+
+Fact = tuple[str, str]
+
+# Peaks of devices that are listed one by one.
+_MOST_PEAKS = 3
+# Levels of nested hyperparameters, and characters of one value.
+_DEEPEST = 8
+_LONGEST_VALUE = 500
+
+
+def collect_record(
+    trainer: Any,
+    module: Any,
+    *,
+    curves: Mapping[str, Mapping[float, float]],
+    epoch_ends: Mapping[int, int],
+    throughput: Throughput,
+    share: float | None,
+    clock: float,
+    started: datetime,
+    first_step: int,
+    folder: Path,
+) -> RunRecord:
+    """Collect the facts of a fit.
+
+    Args:
+        trainer: The trainer of the fit: ours or Lightning's.
+        module: The trained module.
+        curves: For every metric's name its values, by steps.
+        epoch_ends: The last step of each epoch, by epochs done.
+        throughput: Samples and batches over time.
+        share: Share of all samples that this process trained on; None if unknown.
+        clock: Begin of the fit, as `time.monotonic` counts.
+        started: Begin of the fit, as date and time.
+        first_step: The step at its begin.
+        folder: Folder of the run's files.
+    """
+    memory_logger = memory_logger_of(trainer)
+    timeline = getattr(memory_logger, "timeline", ())
+    # The other processes trained on the rest of the samples.
+    factor = 1 / (share or 1.0)
+    unit = "batches per second" if throughput.has_unknown_size else "samples per second"
+    facts = [
+        *_result_facts(trainer, module),
+        *_throughput_facts(throughput, factor, unit),
+        *_progress_facts(trainer, throughput),
+        *_setting_facts(trainer),
+        *_peak_facts(trainer),
+        *_checkpoint_facts(trainer),
+    ]
+    counts_one_process = trainer.world_size > 1 and share is None
+    throughput_unit = f"{unit} of the first process" if counts_one_process else unit
+    return RunRecord(
+        title=type(module).__name__,
+        started=started,
+        finished=datetime.now().astimezone(),
+        facts=dict(facts),
+        curves=group_curves(curves),
+        epoch_ends=epoch_ends,
+        throughput=throughput.points(clock, factor),
+        throughput_unit=throughput_unit,
+        memory=list(timeline),
+        compositions=list(getattr(memory_logger, "compositions", ())),
+        pipeline=pipeline_step(trainer.strategy),
+        learning_rates=learning_rate_search(trainer.callbacks),
+        events=_events(trainer, clock, first_step),
+        configuration=_configuration(trainer, module, folder),
+    )
+
+
+def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:
+    """Return the search of the first LearningRateFinder that has made one, None without a search.
+
+    Args:
+        callbacks: The callbacks of a trainer.
+    """
+    for callback in callbacks:
+        if not is_a(callback, LearningRateFinder) or callback.optimal_lr is None:
+            continue
+        results = callback.optimal_lr.results
+        points = list(zip(results["lr"], results["loss"], strict=True))
+        return LearningRateSearch(points=points, suggested=suggested_rate(callback.optimal_lr))
+    return None
+
+
+# The pipeline.
+
+
+def pipeline_step(strategy: Any) -> PipelineStep | None:
+    """Return the last step of a pipeline, None for other strategies and before the first step."""
+    timeline = getattr(strategy, "timeline", None)
+    if not isinstance(timeline, Timeline) or not timeline.spans:
+        return None
+    devices = [str(device) for device in getattr(strategy, "devices", ())]
+    device_names: Sequence[str] = ()
+    if timeline.stages_per_device > 1:
+        device_names = _device_names(timeline, devices)
+    # Other devices compute asynchronously.
+    note = ""
+    if any(device != "cpu" for device in devices):
+        note = "Times are those at which the process gave devices their work, which they may do later."
+    return PipelineStep(
+        spans=_spans(timeline),
+        stages=_stage_names(timeline, devices),
+        devices=device_names,
+        schedule=str(getattr(strategy, "schedule", "")),
+        note=note,
+    )
+
+
+def _spans(timeline: Timeline) -> list[StageSpan]:
+    spans = []
+    for stage, task, begin, end in timeline.spans:
+        span = StageSpan(
+            stage=stage,
+            micro_batch=task.micro_batch,
+            backward=task.backward,
+            weights=task.weights,
+            begin=begin,
+            end=end,
+        )
+        spans.append(span)
+    return spans
+
+
+def _stage_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
+    names = []
+    for stage in range(timeline.stages):
+        name = f"stage {stage}"
+        if len(devices) == timeline.devices:
+            # Stages lie on the devices in turn.
+            name += f", {devices[stage % len(devices)]}"
+        names.append(name)
+    return names
+
+
+def _device_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
+    names = []
+    for index in range(timeline.devices):
+        name = f"device {index}"
+        if len(devices) == timeline.devices:
+            name += f", {devices[index]}"
+        names.append(name)
+    return names
+
+
+# Facts.
+
+
+def _result_facts(trainer: Any, module: Any) -> list[Fact]:
+    facts = []
+    for callback in checkpoint_callbacks(trainer):
+        if callback.monitor and callback.best_model_score is not None:
+            score = float(callback.best_model_score)
+            facts.append((f"best {callback.monitor}", format_count(score)))
+    facts.append(("parameters", _parameters(module)))
+    return facts
+
+
+def _parameters(module: Any) -> str:
+    total = 0
+    trainable = 0
+    for parameter in module.parameters():
+        size = parameter.numel()
+        total += size
+        if parameter.requires_grad:
+            trainable += size
+    text = format_count(total)
+    if trainable != total:
+        text += f", {format_count(trainable)} trained"
+    return text
+
+
+def _throughput_facts(throughput: Throughput, factor: float, unit: str) -> list[Fact]:
+    count = throughput.batches if throughput.has_unknown_size else throughput.samples
+    # Without a batch there is no speed.
+    if throughput.seconds <= 0 or not count:
+        return []
+    per_second = factor * count / throughput.seconds
+    return [(unit, format_count(round(per_second, 1)))]
+
+
+def _progress_facts(trainer: Any, throughput: Throughput) -> list[Fact]:
+    facts = [
+        ("epochs", f"{trainer.current_epoch:,}"),
+        ("steps", f"{trainer.global_step:,}"),
+    ]
+    if throughput.seconds > 0:
+        facts.append(("time in training", format_span(throughput.seconds)))
+    return facts
+
+
+def _setting_facts(trainer: Any) -> list[Fact]:
+    strategy = trainer.strategy
+    # Lightning's strategies have no name.
+    name = str(getattr(strategy, "name", "") or type(strategy).__name__)
+    if trainer.world_size > 1:
+        name += f", {trainer.world_size} processes"
+    return [("strategy", name), ("precision", str(trainer.precision))]
+
+
+def _peak_facts(trainer: Any) -> list[Fact]:
+    """Return the peak of each device; with many devices, the highest alone."""
+    peaks = peaks_of(trainer)
+    if len(peaks) > _MOST_PEAKS:
+        highest = max(peaks, key=lambda name: peaks[name])
+        return [(f"highest peak memory: {highest}", format_bytes(peaks[highest]))]
+    return [(f"peak memory, {name}", format_bytes(peak)) for name, peak in peaks.items()]
+
+
+def _checkpoint_facts(trainer: Any) -> list[Fact]:
+    facts = []
+    for callback in checkpoint_callbacks(trainer):
+        if callback.best_model_path:
+            kind = "best checkpoint" if callback.monitor else "checkpoint"
+            facts.append((kind, format_path(callback.best_model_path)))
+    return facts
+
+
+# Events.
+
+
+def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
+    """Return the events that callbacks have recorded, in the order of time."""
+    events = []
+    if first_step:
+        events.append(_resumption(trainer, first_step))
+    for callback in trainer.callbacks:
+        recorded = getattr(callback, "events", None)
+        if isinstance(recorded, list):
+            events += _out_of_memory_events(recorded, clock)
+    for leak in getattr(memory_logger_of(trainer), "leaks", ()):
+        event = RunEvent(
+            seconds=leak.seconds,
+            step=leak.step,
+            kind="leak",
+            text=str(leak),
+        )
+        events.append(event)
+
+    def time(event: RunEvent) -> float:
+        # Events of unknown time come first.
+        return -1.0 if event.seconds is None else event.seconds
+
+    return sorted(events, key=time)
+
+
+def _resumption(trainer: Any, first_step: int) -> RunEvent:
+    path = getattr(trainer, "ckpt_path", None)
+    text = "Went on from an earlier fit."
+    if path:
+        text = f"Went on from {format_path(str(path))}."
+    return RunEvent(
+        seconds=0.0,
+        step=first_step,
+        kind="resumed",
+        text=text,
+    )
+
+
+def _out_of_memory_events(recorded: Sequence[object], clock: float) -> list[RunEvent]:
+    """Return the out-of-memory events among recorded ones, without those of an earlier fit."""
+    events = []
+    for record in recorded:
+        if isinstance(record, OutOfMemoryEvent) and record.seconds >= clock:
+            event = RunEvent(
+                seconds=record.seconds - clock,
+                step=record.step,
+                kind="out of memory",
+                text=str(record),
+            )
+            events.append(event)
+    return events
+
+
+# Configuration.
+
+
+def _configuration(trainer: Any, module: Any, folder: Path) -> str:
+    """Return the configuration beside the run's files, else the module's hyperparameters."""
+    working_directory = Path.cwd().resolve()
+    for path in (folder, Path(trainer.default_root_dir)):
+        file = path / "config.yaml"
+        # The working directory is the default: a file there may belong to another program.
+        if path.resolve() != working_directory and file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(_lines(dict(module.hparams)))
+
+
+def _lines(values: Mapping[Any, Any], depth: int = 0) -> list[str]:
+    """Format a mapping like YAML; values that YAML does not have appear as Python prints them."""
+    lines = []
+    indent = "  " * depth
+    for name, value in values.items():
+        # A mapping may contain itself.
+        if isinstance(value, Mapping) and value and depth < _DEEPEST:
+            lines.append(f"{indent}{name}:")
+            lines += _lines(value, depth + 1)
+        else:
+            lines.append(f"{indent}{name}: {_value(value)}")
+    return lines
+
+
+def _value(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"tensor of {tuple(value.shape)}"
+    else:
+        text = repr(value)
+    if len(text) > _LONGEST_VALUE:
+        text = text[:_LONGEST_VALUE] + "…"
+    return text

@@ -1,0 +1,233 @@
+"""Gantt chart of a pipeline's step: forwards, backwards and bubbles on each device.
+
+Of several stages on a device later ones are paler.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from equipoise.extensions.report.page.charts import tick_words
+from equipoise.extensions.report.page.markup import Markup, tag
+from equipoise.extensions.report.page.record import PipelineStep, StageSpan
+from equipoise.extensions.report.page.scales import Scale, make_scale
+from equipoise.formats import format_span
+
+__all__ = ["pipeline_chart"]
+
+# Pixels of a row, between two rows, and below the last row.
+_ROW = 30
+_GAP = 6
+_BOTTOM = 24
+# Width of a character in pixels, and the longest name of a row in characters.
+_CHARACTER = 6.3
+_LONGEST_NAME = 24
+# Opacity of a device's second stage, and of its last.
+_PALE = 0.5
+_PALEST = 0.3
+_PHASES = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
+# Per cent of the width that a digit needs.
+_DIGIT = 0.8
+_MOST_BOXES = 1500
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Mapping from a pipeline's step to the picture.
+
+    Attributes:
+        step: The step.
+        begin: Time of its first span, in seconds.
+        across: Scale of the time since then.
+    """
+
+    step: PipelineStep
+    begin: float
+    across: Scale
+
+    def percent(self, seconds: float) -> float:
+        """Return the position of a time in per cent of the width."""
+        return 100 * self.across.place(seconds - self.begin)
+
+
+def pipeline_chart(step: PipelineStep) -> Markup:
+    """Draw a figure.
+
+    Args:
+        step: The step, with at least one span.
+    """
+    # 1. Choose the axis; times count from the first span.
+    begin = min(span.begin for span in step.spans)
+    length = max(span.end for span in step.spans) - begin
+    axes = _Axes(step, begin, make_scale([0.0, length], "seconds", tight=True, most=8))
+    boxes = sorted(step.spans, key=lambda span: span.begin)[:_MOST_BOXES]
+    row_kind = "device" if step.devices else "stage"
+    title = _title(step, row_kind)
+    rows = range(len(step.rows))
+    height = len(rows) * (_ROW + _GAP)
+    # 2. Draw. The rows show the time in which devices wait; the boxes lie on them.
+    picture = tag(
+        "svg",
+        tag("title", f"{title}: when each {row_kind} computed which micro-batch, in {format_span(length)}"),
+        *(
+            tag(
+                "rect",
+                x="0",
+                y=_top(row),
+                width="100%",
+                height=_ROW,
+                class_="waiting",
+            )
+            for row in rows
+        ),
+        *(_box(span, axes) for span in boxes),
+        tick_words(axes.across, height + 12),
+        class_="gantt",
+        role="img",
+        height=height + _BOTTOM,
+    )
+    # 3. Put title, legend and picture together.
+    note = f"idle {step.idle:.0%} of {format_span(length)}"
+    if len(boxes) < len(step.spans):
+        note += f"; the first {len(boxes):,} of {len(step.spans):,} boxes"
+    heading = tag("h3", title, tag("span", note, class_="note"))
+    head = tag("figcaption", heading, _legend(step))
+    body = tag(
+        "div",
+        _labels(step.rows, height),
+        picture,
+        class_="axes",
+    )
+    return tag("figure", head, body, class_="chart")
+
+
+def _title(step: PipelineStep, row_kind: str) -> str:
+    batches = len({span.micro_batch for span in step.spans})
+    stages = _count(len(step.stages), "stage")
+    if step.devices:
+        stages += f" on {_count(len(step.rows), row_kind)}"
+    title = f"{step.schedule}, {stages}, {_count(batches, 'micro-batch')}"
+    return title.removeprefix(", ")
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"{number} {noun}"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
+def _top(row: int) -> int:
+    return row * (_ROW + _GAP)
+
+
+def _baseline(row: int) -> int:
+    """Return the baseline of a word in the middle of a row."""
+    return _top(row) + _ROW // 2 + 4
+
+
+def _legend(step: PipelineStep) -> Markup:
+    phases = {_phase(span) for span in step.spans}
+    entries = []
+    # Only a schedule that splits its backward has gradients of weights.
+    for phase, name in _PHASES.items():
+        if phase in phases:
+            entries.append(_legend_entry(f"p-{phase}", name))
+    entries.append(_legend_entry("waits", "idle"))
+    if step.devices:
+        entries.append(tag("li", "paler: later stages"))
+    return tag("ul", *entries, class_="legend")
+
+
+def _legend_entry(style: str, name: str) -> Markup:
+    return tag("li", tag("i", class_=f"key {style}"), name)
+
+
+def _phase(span: StageSpan) -> str:
+    if span.weights:
+        return "weights"
+    if span.backward:
+        return "backward"
+    return "forward"
+
+
+def _box(span: StageSpan, axes: _Axes) -> Markup:
+    """Draw a span, with the number of its micro-batch if there is room."""
+    step = axes.step
+    # Stages lie on the devices in turn: `earlier` stages of the same device come before this one.
+    earlier, row = divmod(span.stage, len(step.rows))
+    left = axes.percent(span.begin)
+    right = axes.percent(span.end)
+    number = str(span.micro_batch)
+    # Half a digit of room stays free beside the number.
+    number_element = None
+    if right - left >= _DIGIT * (len(number) + 0.5):
+        middle = (left + right) / 2
+        number_element = tag(
+            "text",
+            number,
+            x=f"{middle:.2f}%",
+            y=_baseline(row),
+            text_anchor="middle",
+        )
+    rectangle = tag(
+        "rect",
+        x=f"{left:.3f}%",
+        y=_top(row),
+        width=f"{right - left:.3f}%",
+        height=_ROW,
+        fill_opacity=_opacity(earlier, step),
+    )
+    phase = _phase(span)
+    description = (
+        f"{step.stages[span.stage]}: {_PHASES[phase]} of micro-batch {number}, {format_span(span.end - span.begin)}"
+    )
+    later = " later" if earlier else ""
+    return tag(
+        "g",
+        tag("title", description),
+        rectangle,
+        number_element,
+        class_=f"cell bar{later} p-{phase}",
+    )
+
+
+def _opacity(earlier: int, step: PipelineStep) -> str | None:
+    """Return the opacity of a device's stage after `earlier` ones; None for its first."""
+    if not earlier:
+        return None
+    stages_per_device = len(step.stages) // len(step.rows)
+    # The opacity falls evenly from the second stage to the last.
+    fading = (_PALE - _PALEST) / max(1, stages_per_device - 2)
+    return f"{_PALE - fading * (earlier - 1):.2f}"
+
+
+def _labels(rows: Sequence[str], height: int) -> Markup:
+    """Draw the names of the rows: a column of its own, as wide as its words."""
+    names = [_shortened(name) for name in rows]
+    width = 10 + round(_CHARACTER * max(map(len, names)))
+    texts = []
+    for row, name in enumerate(names):
+        # Names end 8 pixels before the picture.
+        texts.append(
+            tag(
+                "text",
+                name,
+                x=width - 8,
+                y=_baseline(row),
+                text_anchor="end",
+            )
+        )
+    return tag(
+        "svg",
+        *texts,
+        class_="labels",
+        width=width,
+        height=height + _BOTTOM,
+        aria_hidden="true",
+    )
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 1]}…"

@@ -1,0 +1,54 @@
+"""Training steps whose forward saves its tensors on the host; see `Trainer(offload_activations=True)`."""
+
+from typing import TYPE_CHECKING
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.savers.offloading import Offloading
+from equipoise.interop.adapters import check_feature
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.optimization.step_extension import Context, StepExtension
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["OffloadedForward"]
+
+
+class OffloadedForward(StepExtension):
+    """Lets tensors that a forward saves wait on the host: `Trainer(offload_activations=True)`."""
+
+    def check_run(self, context: "RunContext") -> None:
+        """Check that saved tensors can be offloaded, and warn where that has no effect.
+
+        Raises:
+            ConfigurationError: If they cannot.
+        """
+        check_feature("offload")
+        strategy = context.strategy
+        # Several devices compute in threads of their own, which the hooks of this thread do not reach.
+        if len(strategy.devices) > 1 or strategy.backward_per_micro_batch:
+            raise ConfigurationError(
+                f"offload_activations reaches forwards on one device of this process, but strategy={strategy.name!r}"
+                " computes them in parts. Leave it out, or choose 'single_device' or 'ddp'."
+            )
+        if strategy.portable.is_sharded:
+            raise ConfigurationError(
+                "offload_activations would copy the weights that units gather to the host as well, since"
+                f" strategy={strategy.name!r} gathers them within the forward. Leave it out, or compute activations"
+                " again instead: Trainer(activation_checkpointing=[...])."
+            )
+        if context.state.compiles_steps or context.state.captures_steps:
+            argument, step = ("capture", "captured") if context.state.captures_steps else ("compile", "compiled")
+            raise ConfigurationError(
+                f"offload_activations does not reach into a {step} step. Leave out {argument} or offload_activations."
+            )
+        if strategy.root_device.type == "cpu":
+            rank_zero_warn("offload_activations has no effect on a CPU: its memory is that of the host.")
+
+    def forward_context(self, context: "RunContext") -> Context | None:
+        """Return the context of a training step's forward; None on a CPU, whose memory is that of the host."""
+        least_bytes = context.state.offload_least_bytes
+        device = context.strategy.root_device
+        if least_bytes is None or device.type == "cpu":
+            return None
+        return Offloading(context.module, device, least_bytes=least_bytes).forward

@@ -1,0 +1,1 @@
+"""Sweeps: objectives, jobs on a pool of devices or as trials of Ray, tables of results."""

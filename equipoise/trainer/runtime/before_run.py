@@ -1,0 +1,57 @@
+"""What extensions decide before a run: the strategy that "auto" means, and searches that callbacks ask for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from equipoise.interop.lightning.finders import is_stock_finder
+from equipoise.names.extensions import load_extension, names_of_extensions
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.runtime.request import Request
+
+__all__ = ["choose_strategy", "search"]
+
+# Kinds of devices with memory of their own. Processes on the CPU share that of the host.
+_KINDS = ("cuda",)
+
+
+def choose_strategy(trainer: Any, request: Request) -> Strategy:
+    """Return the strategy under which a fit runs: that of the trainer, unless an extension knows a better one.
+
+    The choice is between strategies for several devices with memory of their own.
+
+    Args:
+        trainer: A trainer with `strategy="auto"`.
+        request: The fit.
+    """
+    present: Strategy = trainer.connected_strategy
+    if not _have_memory(present.processes.devices):
+        return present
+    for name in names_of_extensions("strategy_choices"):
+        present = load_extension("strategy_choices", name)(trainer, request, present)
+    return present
+
+
+def _have_memory(devices: Sequence[torch.device]) -> bool:
+    return len(devices) > 1 and all(device.type in _KINDS for device in devices)
+
+
+def search(trainer: Any, make: Callable[..., Any], request: Request) -> bool:
+    """Let the finders among the callbacks search before a run.
+
+    Args:
+        trainer: The trainer.
+        make: Makes the trainers of the searches.
+        request: The request, of a fit or of another entry point.
+
+    Returns:
+        True if the run shall follow; False if a method of Lightning's Tuner wanted the search alone.
+
+    Raises:
+        ConfigurationError: If a search is not possible.
+    """
+    if not any(map(is_stock_finder, trainer.callbacks)):
+        return True
+    follows: bool = load_extension("searches", "finders")(trainer, make, request)
+    return follows

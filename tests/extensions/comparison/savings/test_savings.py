@@ -1,0 +1,305 @@
+"""`equipoise savings`: what is measured, and what the user sees of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from equipoise.extensions.comparison.bounded.worker import REQUEST, RESULT, answer
+from equipoise.extensions.comparison.savings import command as command_module
+from equipoise.extensions.comparison.savings.blocks import repeated_blocks
+from equipoise.extensions.comparison.savings.results import compare
+from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
+from equipoise.extensions.comparison.savings.trial import measure, request_of
+from tests.app.conftest import write
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+
+# A deep network whose activations, gradients and weights are of similar size.
+FILES = {
+    "conf/config.yaml": """
+        defaults: [equipoise, _self_, module: deep, data: rows]
+        trainer: {accelerator: cpu, max_epochs: 1}
+        """,
+    "conf/module/deep.yaml": "{_target_: deep.module.Deep, fails: false}",
+    "conf/data/rows.yaml": "{_target_: deep.module.Rows, batch_size: 64}",
+    "deep/__init__.py": "",
+    "deep/module.py": """
+        import torch
+        from lightning.pytorch import LightningDataModule, LightningModule
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        class Deep(LightningModule):
+            def __init__(self, *, fails):
+                super().__init__()
+                blocks = [nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU()) for _ in range(6)]
+                self.net = nn.Sequential(*blocks)
+                self.fails = fails
+
+            def training_step(self, batch, batch_idx):
+                if self.fails:
+                    raise RuntimeError("no [steps] today")
+                loss = self.net(batch).square().mean()
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters())
+
+        class Rows(LightningDataModule):
+            def __init__(self, *, batch_size):
+                super().__init__()
+                self.batch_size = batch_size
+
+            def train_dataloader(self):
+                rows = torch.rand(128, 64, generator=torch.Generator().manual_seed(0))
+                return DataLoader(rows, batch_size=self.batch_size)
+        """,
+}
+
+
+@pytest.fixture
+def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write(tmp_path, FILES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deep"]:
+        del sys.modules[name]
+
+
+def in_this_process(trial: Any, folder: Path, paths: Any, timeout: float) -> dict[str, Any]:
+    """Run a trial as its process would."""
+    folder.mkdir()
+    (folder / REQUEST).write_text(json.dumps(request_of(trial, paths), default=str))
+    answer(folder, measure)
+    result: dict[str, Any] = json.loads((folder / RESULT).read_text())
+    return result
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "run_trial", in_this_process)
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_what_is_measured(deep: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("savings", "--json", "trainer.max_epochs=7")
+    assert code == 0, err
+    measured = json.loads(out)
+    assert measured["device"] == "cpu"
+    rows = {row["name"]: row for row in measured["savers"]}
+    assert [*rows][:-1] == [saver.name for saver in SAVERS]
+    usual = rows["as configured"]
+
+    # 1. Numbers, and peaks that are known: a gradient is 16 KiB, as is the output of a layer.
+    exact = ["step in backward", "in-place activations", "activation checkpointing", "all with equal numbers"]
+    for name in exact:
+        assert rows[name]["numbers"] == "to the bit", name
+        assert rows[name]["peak"] < usual["peak"], name
+        assert rows[name]["seconds"] > 0
+    assert rows["all with equal numbers"]["peak"] <= min(rows[name]["peak"] for name in exact)
+    assert usual["peak"] - rows["step in backward"]["peak"] >= 3 * 64 * 64 * 4
+    for name in ("bf16-mixed", "accumulation of half batches"):
+        assert rows[name]["numbers"].startswith("losses within"), rows[name]
+
+    # 2. What cannot run.
+    assert "no effect on a CPU" in rows["offloaded activations"]["reason"]
+    assert "configure_optimizers chooses it" in rows["8-bit optimiser state"]["reason"]
+
+    # 3. Nothing is left behind.
+    assert sorted(path.name for path in deep.iterdir()) == ["conf", "deep"]
+
+    # 4. The overrides do what they say.
+    for name in ("step in backward", "in-place activations", "activation checkpointing"):
+        assert equipoise("fit", "--cfg", "job", *rows[name]["overrides"])[0] == 0
+    assert rows["activation checkpointing"]["overrides"] == ["trainer.activation_checkpointing=[net.*]"]
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_an_override_of_the_table_runs(deep: Path, equipoise: Any) -> None:
+    saver = next(saver for saver in SAVERS if saver.name == "in-place activations")
+    overrides = saver.trial({"callbacks": {}}).overrides
+    quiet = ("trainer.enable_progress_bar=false", "~callbacks.memory_logger", "trainer.log_every_n_steps=1")
+    code, _, err = equipoise("fit", *overrides, *quiet)
+    assert code == 0, err
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_the_table(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], SAVERS[1], SAVERS[4]])
+    code, out, err = equipoise("savings")
+    assert code == 0, err
+    assert "measuring step in backward" in err
+    assert "100%" in out
+    assert "to the bit" in out
+    assert "step in backward:\n  trainer.step_in_backward=true\n" in out
+    assert "offloaded activations:\n  not measured: it has no effect on a CPU" in out
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_that_fails_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "SAVERS", SAVERS[:2])
+    code, out, err = equipoise("savings", "module.fails=true")
+    assert code == 0, err
+    assert out.count("not measured: RuntimeError: no [steps] today") == 2
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_without_a_loss_is_measured(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manual optimisation returns none; weights are compared alone."""
+    content = """
+        from deep.module import Deep
+
+        class ByHand(Deep):
+            def __init__(self, *, fails):
+                super().__init__(fails=fails)
+                self.automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(self.net(batch).square().mean())
+                optimizer.step()
+        """
+    write(deep, {"deep/by_hand.py": content})
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], SAVERS[3]])
+    code, out, err = equipoise("savings", "--json", "module._target_=deep.by_hand.ByHand", "trainer.max_epochs=7")
+    assert code == 0, err
+    usual, checkpointed = json.loads(out)["savers"]
+    assert usual["peak"] > checkpointed["peak"]
+    assert checkpointed["numbers"] == "to the bit"
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(trial: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], Saver("interrupted", interrupt), SAVERS[1]])
+    code, out, _ = equipoise("savings", "--json")
+    assert code == 130
+    (row,) = json.loads(out)["savers"]
+    assert row["name"] == "as configured"
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--timeout=0",), "--timeout takes seconds above 0"),
+        (("--timeout=x",), "--timeout takes seconds above 0"),
+        (("--multirun",), "--json and --timeout=SECONDS, not --multirun"),
+        (("trainer.max_epoch=1",), "max_epochs"),
+        (("trainer.accumulate_grad_batches=0",), "accumulate_grad_batches must be an integer of at least 1"),
+        (("strategy=ddp", "trainer.devices=2"), "add strategy=single_device"),
+    ],
+)
+def test_refusals(deep: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = equipoise("savings", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_help(equipoise: Any) -> None:
+    assert "equipoise savings [key=value ...]" in equipoise("savings", "--help")[1]
+
+
+# Processes.
+
+
+# A module that ends its process, and one whose step never ends.
+ENDING = """
+    import os
+    import signal
+    import threading
+
+    from deep.module import Deep
+
+    class Killed(Deep):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Endless(Deep):
+        def training_step(self, batch, batch_idx):
+            threading.Event().wait()
+    """
+
+
+@pytest.mark.slow
+def test_in_processes(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is measured, one ends itself."""
+    write(deep, {"deep/ending.py": ENDING})
+
+    def kill(trial: Any) -> None:
+        trial.values["module"]["_target_"] = "deep.ending.Killed"
+
+    monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], Saver("killed", kill)])
+    code, out, err = equipoise("savings", "--json")
+    assert code == 0, err
+    first, killed = json.loads(out)["savers"]
+    assert first["peak"] > 0
+    assert "SIGKILL" in killed["reason"]
+
+
+def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never ends, so the bound is reached on every machine, wherever its process is by then."""
+    write(deep, {"deep/ending.py": ENDING})
+    monkeypatch.setattr(command_module, "SAVERS", SAVERS[:2])
+    code, out, err = equipoise("savings", "--json", "--timeout=0.25", "module._target_=deep.ending.Endless")
+    assert code == 0, err
+    rows = json.loads(out)["savers"]
+    assert [row["name"] for row in rows] == ["as configured", "step in backward"]
+    for row in rows:
+        assert row["reason"].startswith("it took longer than ")
+        assert row["reason"].endswith(" (--timeout=SECONDS)")
+        assert row["peak"] is None
+
+
+# Parts.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+def test_blocks() -> None:
+    encoder = nn.ModuleList([Block(), Block(), Block()])
+    stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert repeated_blocks(nn.ModuleDict({"stem": stem, "encoder": encoder})) == ["encoder.*"]
+    two_by_two = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+    assert repeated_blocks(nn.ModuleDict({"outer": two_by_two})) == ["outer.*"]
+    assert repeated_blocks(nn.ModuleDict({"stem": stem})) == []
+    assert repeated_blocks(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "digest", "expected"),
+    [
+        ([1.0, 2.0], "a", "to the bit"),
+        ([1.0, 2.0], "b", "losses to the bit"),
+        ([1.0, 2.02], "b", "losses within 1e-02"),
+        ([0.0, 2.0], "b", "losses within 1e+00"),
+        ([float("nan"), 2.0], "b", "losses differ"),
+        ([None, 2.0], "b", "weights differ"),
+    ],
+)
+def test_compare(losses: list[float | None], digest: str, expected: str) -> None:
+    assert compare({"losses": losses, "digest": digest}, {"losses": [1.0, 2.0], "digest": "a"}) == expected
+    assert compare({"losses": losses, "digest": digest}, None) is None
+
+
+def test_savers_leave_the_configuration_alone() -> None:
+    values = {"trainer": {"precision": "64-true", "step_in_backward": True}, "callbacks": {}, "data": {"batch_size": 3}}
+    before = json.dumps(values)
+    trials = {saver.name: saver.trial(values) for saver in SAVERS}
+    assert json.dumps(values) == before
+    assert "already" in str(trials["bf16-mixed"].reason)
+    assert "already" in str(trials["step in backward"].reason)
+    assert "halved" in str(trials["accumulation of half batches"].reason)

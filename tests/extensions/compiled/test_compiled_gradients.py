@@ -1,0 +1,141 @@
+"""Gradients of compiled steps: those that hooks change, and those of tensors that are no parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ignoring
+from tests.extensions.compiled.conftest import Lowering
+from tests.extensions.compiled.test_compiled_step import (
+    CLASSES,
+    FEATURES,
+    STAYS_EAGER,
+    Network,
+    assert_same,
+    fit,
+)
+
+pytestmark = ignoring("The '\\w+' does not have many workers")
+
+
+class Halving(Network):
+    """Changes gradients in place, and logs one."""
+
+    def on_after_backward(self) -> None:
+        self.log("norm", self.net[0].weight.grad.norm())
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class Replacing(Network):
+    """Replaces gradients, and removes one."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5
+        self.net[0].bias.grad = None
+
+
+class Apart(Network):
+    """The optimiser has not all parameters: gradients of the others are never zeroed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(FEATURES, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {"loss": result["loss"] * self.other(batch[0]).square().mean()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+class Shared(Network):
+    """Two parameters whose gradients are one tensor, clipped in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {"loss": result["loss"] + (self.first + self.second).sum()}
+
+
+class LoggingRate(Network):
+    """Logs the learning rate."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Halving, Replacing, Apart, Shared, LoggingRate])
+def test_equal_to_eager_steps(lowering: Lowering, make: type[Network]) -> None:
+    options = {"gradient_clip_val": 0.05}
+    eager = fit(make(), **options)
+    assert_same(fit(make(), compile=True, **options), eager)
+    assert lowering.calls >= 9
+
+
+class OfBatch(Network):
+    """The batch receives a gradient, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[Tensor] = []
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].requires_grad_(), batch[1]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.gradients.append(batch[0].grad)
+
+
+def test_the_gradient_of_a_batch(lowering: Lowering) -> None:
+    """The trial has one of its own."""
+    eager = fit(OfBatch())
+    compiled = fit(OfBatch(), compile=True)
+    assert_same(compiled, eager)
+    torch.testing.assert_close(compiled[0].gradients, eager[0].gradients, rtol=1e-11, atol=1e-11)
+    assert lowering.calls >= 9
+
+
+class Sparse(Network):
+    """The traced graph ends with an error in the midst, where it has turned off gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        return {"loss": result["loss"] + self.table(batch[1]).square().mean()}
+
+
+def test_an_error_in_the_midst_of_a_graph(lowering: Lowering) -> None:
+    eager = fit(Sparse())
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER}, because a compiled one ends with an error"):
+        compiled = fit(Sparse(), compile=True)
+    assert_same(compiled, eager)
+    assert torch.is_grad_enabled()
+
+
+class LooksForAnomalies(Network):
+    """Turns on what `Trainer(detect_anomaly=True)` turns on."""
+
+    def on_train_start(self) -> None:
+        torch.autograd.set_detect_anomaly(True)
+
+
+def test_an_anomaly_is_looked_for(lowering: Lowering) -> None:
+    eager = fit(LooksForAnomalies())
+    with pytest.warns(UserWarning, match=f"{STAYS_EAGER}, because detect_anomaly"):
+        compiled = fit(LooksForAnomalies(), compile=True)
+    assert_same(compiled, eager)
+    assert not lowering.calls

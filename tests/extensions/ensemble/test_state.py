@@ -1,0 +1,246 @@
+"""State of members: logs, predictions, checkpoints and resumption."""
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, split_ensemble
+from equipoise.extensions.ensemble.gradients import WeightsOfMembers
+from tests.conftest import ignoring
+from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring()
+CLOSE = 1e-10
+SEED = 21
+
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_logs_are_means_and_evaluations_log_each_member(mode: Any) -> None:
+    _, run, _ = ensemble(SEED, mode=mode)
+    of_members = [alone(SEED + member)[1].callback_metrics for member in range(3)]
+    for name in ("loss_step", "loss_epoch", "val_loss", "accuracy"):
+        mean = sum(float(metrics[name]) for metrics in of_members) / 3
+        assert float(run.callback_metrics[name]) == pytest.approx(mean, rel=1e-6)
+    for name in ("val_loss", "accuracy"):
+        for member, metrics in enumerate(of_members):
+            logged = float(run.callback_metrics[f"{name}/member_{member}"])
+            assert logged == pytest.approx(float(metrics[name]), rel=1e-6)
+    assert "loss_epoch/member_0" not in run.callback_metrics
+    assert "val_loss/member_0" not in run.progress_bar_metrics
+
+
+def test_predictions_are_averaged() -> None:
+    strategy, run, module = ensemble(SEED)
+    outputs = run.predict(module, loader(shuffle=False))
+    assert outputs is not None
+    for batch, output in zip(loader(shuffle=False), outputs, strict=True):
+        members = [member(batch[0]).softmax(-1) for member in strategy.member_modules()]
+        assert torch.allclose(output["p"], torch.stack(members).mean(0), rtol=CLOSE, atol=0)
+        assert torch.equal(output["label"], batch[1])
+
+
+def test_predictions_without_a_mean_come_as_a_list() -> None:
+    class Labels(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0]).argmax(-1)
+
+    strategy, run, module = ensemble(SEED, Labels)
+    (first, *_) = run.predict(module, loader(shuffle=False)) or []
+    (batch, *_) = loader(shuffle=False)
+    expected = [member(batch[0]).argmax(-1) for member in strategy.member_modules()]
+    assert len(first) == 3
+    assert all(map(torch.equal, first, expected))
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
+@pytest.mark.parametrize("steps", [3, 8, 11])
+def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(optimizer: str, steps: int, tmp_path: Path) -> None:
+    """In the middle of a window, at the end of an epoch, and in the second epoch."""
+    module = partial(Classifier, optimizer=optimizer)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    whole, _, _ = ensemble(SEED, module, mode="one_by_one", **options)
+    expected = [member.state_dict() for member in whole.member_modules()]
+
+    class Interrupted(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.fit_loop.total_batch_idx + 1 == steps:
+                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    ensemble(SEED, partial(Interrupted, optimizer=optimizer), mode="one_by_one", **options)
+    seed_everything(99, verbose=False)
+    strategy, resumed = EnsembleStrategy(members=3, mode="one_by_one"), module()
+    trainer(strategy, **options).fit(resumed, loader(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt")
+    assert difference(strategy, expected) == 0.0
+
+
+def test_files_of_members_are_those_of_runs_of_their_own(tmp_path: Path) -> None:
+    _, run, _ = ensemble(SEED, max_epochs=1)
+    run.save_checkpoint(tmp_path / "all.ckpt")
+    files = split_ensemble(tmp_path / "all.ckpt", tmp_path / "members")
+    assert [file.name for file in files] == [f"all-member_{member}.ckpt" for member in range(3)]
+    for member, file in enumerate(files):
+        # 1. The weights, for any program.
+        loaded = Classifier.load_from_checkpoint(file)
+        expected, _ = alone(SEED + member, max_epochs=1)
+        for found, value in zip(loaded.state_dict().values(), expected.state_dict().values(), strict=True):
+            assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+        # 2. The rest of its run, on one device.
+        seed_everything(99, verbose=False)
+        resumed = Classifier()
+        trainer(max_epochs=2).fit(resumed, loader(), loader(shuffle=False), ckpt_path=file)
+        whole, _ = alone(SEED + member)
+        for found, value in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
+            assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_evaluation_loads_all_members(weights_only: bool, tmp_path: Path) -> None:
+    _, run, module = ensemble(SEED)
+    run.save_checkpoint(tmp_path / "x.ckpt", weights_only=weights_only)
+    expected = run.predict(module, loader(shuffle=False))
+    outputs = trainer(EnsembleStrategy(members=3)).predict(
+        Classifier(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt"
+    )
+    assert outputs is not None
+    assert expected is not None
+    for output, again in zip(outputs, expected, strict=True):
+        assert torch.allclose(output["p"], again["p"], rtol=0, atol=CLOSE)
+
+
+def test_the_checkpoint_is_the_first_members(tmp_path: Path) -> None:
+    _, run, _ = ensemble(SEED)
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    first = Classifier.load_from_checkpoint(tmp_path / "x.ckpt").state_dict()
+    for found, value in zip(first.values(), alone(SEED)[0].state_dict().values(), strict=True):
+        assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+    # Not the memory of all members in each tensor.
+    assert first["net.0.weight"].untyped_storage().nbytes() == first["net.0.weight"].nbytes
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
+    _, run = alone(SEED)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    _, run, _ = ensemble(SEED)
+    run.save_checkpoint(tmp_path / "three.ckpt")
+
+    def fit(members: int, name: str) -> None:
+        trainer(EnsembleStrategy(members=members), max_epochs=3).fit(
+            Classifier(), loader(), loader(shuffle=False), ckpt_path=tmp_path / name
+        )
+
+    refuses(lambda: fit(3, "one.ckpt"), "holds one model", "3 members", error=CheckpointError)
+    refuses(lambda: fit(2, "three.ckpt"), "EnsembleStrategy(members=3)", error=CheckpointError)
+    refuses(lambda: split_ensemble(tmp_path / "one.ckpt"), "holds one model", error=CheckpointError)
+
+
+# What is refused
+
+
+class WithoutHyperparameters(Classifier):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        del self.hparams["optimizer"]
+        self._hparams.clear()
+
+
+class Constant(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+
+
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Lbfgs(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Clipping(Classifier):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: WithoutHyperparameters(3), "needs width"),
+        (Constant, "the members would be equal"),
+        (ByHand, "automatic_optimization=False"),
+        (Lbfgs, "cannot step LBFGS"),
+        (Clipping, "configure_gradient_clipping"),
+    ],
+    ids=["hyperparameters", "constant", "by hand", "lbfgs", "clipping"],
+)
+def test_modules_that_are_refused(make: Any, words: str) -> None:
+    run = trainer(EnsembleStrategy(members=2))
+    refuses(lambda: run.fit(make(), loader(), loader(shuffle=False)), words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"members": 1}, "members must be a number from 2"),
+        ({"seeds": [1, 1], "members": 2}, "2 different numbers"),
+        ({"seeds": [1], "members": 2}, "2 different numbers"),
+        ({"factory": 3}, "factory must be a function"),
+        ({"mode": "fast"}, "mode must be"),
+        ({"own_order": 1}, "own_order must be"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused(options: dict[str, Any], words: str) -> None:
+    refuses(lambda: EnsembleStrategy(**options), words)
+
+
+def test_members_from_a_factory_with_given_seeds() -> None:
+    seed_everything(5, verbose=False)
+    strategy = EnsembleStrategy(members=3, seeds=[5, 50, 7], factory=partial(Classifier, width=16))
+    trainer(strategy).fit(Classifier(width=16), loader(), loader(shuffle=False))
+    # Only the strategy holds the members now.
+    gc.collect()
+    expected = [alone(seed)[0].state_dict() for seed in (5, 50, 7)]
+    assert difference(strategy, expected) <= CLOSE
+
+
+def test_several_devices_are_refused() -> None:
+    from equipoise import Trainer
+
+    with pytest.raises(ConfigurationError, match="on one device"):
+        Trainer(strategy="ensemble", devices=["cpu", "cpu"], logger=False)
+
+
+def test_an_error_in_the_step_of_a_member_ends_the_run() -> None:
+    class Failing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.net(batch[0] * 1)
+            if batch_idx == 3 and not torch.equal(self.net[0].weight, self.trainer.lightning_module.net[0].weight):
+                raise ValueError("a member")
+            return logits.square().mean()
+
+    with pytest.raises(ValueError, match="a member"):
+        ensemble(SEED, Failing)
+
+
+def test_weights_on_a_device_without_float64() -> None:
+    """On MPS, here with tensors that have no values."""
+    weights = WeightsOfMembers()
+    with FakeTensorMode():
+        weight = torch.ones((), device="mps")
+        weights.load_state_dict({"totals": [weight, 2], "common": weight, "equal": False})
+        factors = weights.correction()
+    assert factors is not None
+    assert (factors.device.type, factors.dtype) == ("mps", torch.float32)

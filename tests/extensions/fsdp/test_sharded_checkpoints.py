@@ -1,0 +1,304 @@
+"""Sharded checkpoints: each process writes its shards, and any strategy and number of processes resumes from them."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from equipoise import (
+    CheckpointError,
+    ConfigurationError,
+    FSDPStrategy,
+    PipelineStrategy,
+    WorkerError,
+    merge_shards,
+)
+from equipoise.parallel.shards import pieces, saving
+from tests.conftest import ignoring
+from tests.extensions.fsdp.programs import STEP, Net, assert_close, fit, fsdp, loader, weights_of
+from tests.extensions.fsdp.test_checkpoints import SavesAfter
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring(
+    r"\w+ has a `validation_step`, but",
+    "Checkpoint directory",
+    "The checkpoint holds states of callbacks",
+    "The run began with",
+    "Ranks from 1 on begin with",
+)
+
+# Of each process that writes; a step has 12 samples.
+BATCH_SIZE = 6
+WINDOW = {"accumulate_grad_batches": 2, "max_epochs": 1}
+
+
+def sharded(**options: Any) -> FSDPStrategy:
+    return fsdp(checkpoints="sharded", **options)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Weights of an undisturbed run."""
+    return weights_of(fit(Net, **WINDOW)[0])
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two processes, within an accumulation window."""
+    path = tmp_path_factory.mktemp("sharded") / "open.ckpt"
+    strategy = sharded(save_in_background=request.param)
+    fit(Net, strategy, 2, callbacks=[SavesAfter(path, 2)], **WINDOW)
+    return path
+
+
+# Written by two, read by others.
+
+
+def test_files(checkpoint: Path) -> None:
+    """Each process has written its half; nothing else is left beside the folder."""
+    sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
+    assert sizes.keys() == {"index.json", "rest.pt", "rank-00000.shards", "rank-00001.shards"}
+    tensors = json.loads((checkpoint / "index.json").read_text())["content"]["tensors"]
+    weights = {name.partition("/")[2] for name in tensors if name.startswith("state_dict/")}
+    assert weights == Net().state_dict().keys()
+    assert sizes["rank-00000.shards"] + sizes["rank-00001.shards"] == sum(
+        8 * torch.Size(tensor["shape"]).numel() for tensor in tensors.values()
+    )
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        (lambda: "single_device", 1),
+        pytest.param(fsdp, 2, marks=pytest.mark.slow),
+        pytest.param(fsdp, 3, marks=pytest.mark.slow),
+        pytest.param(fsdp, 4, marks=pytest.mark.slow),
+        pytest.param(lambda: fsdp(replicas=2), 4, marks=pytest.mark.slow),
+        pytest.param(lambda: "ddp", 2, marks=pytest.mark.slow),
+        pytest.param(lambda: PipelineStrategy(micro_batches=2), 2, marks=pytest.mark.slow),
+    ],
+    ids=["one device", "2", "3", "4", "2 x 2", "ddp", "pipeline"],
+)
+def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, checkpoint: Path, expected: dict[str, Any]) -> None:
+    """Weights, optimisers, the gradients of the open window and the position come along."""
+    module, _ = fit(Net, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=checkpoint, **WINDOW)
+    assert_close(expected, weights_of(module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [(lambda: "single_device", 1), (lambda: "ddp", 2), (lambda: PipelineStrategy(micro_batches=2), 2)],
+    ids=["one device", "ddp", "pipeline"],
+)
+def test_there_and_back(strategy: Callable[[], Any], processes: int, expected: dict[str, Any], tmp_path: Path) -> None:
+    """A file of another strategy, from which three processes continue to a folder, which the other one reads."""
+    file, folder = tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
+    # That of each process that began; a run that continues keeps the samples of a step.
+    batch_size = STEP if isinstance(strategy(), PipelineStrategy) else STEP // processes
+    options = {"batch_size": batch_size, **WINDOW}
+    fit(Net, strategy(), processes, callbacks=[SavesAfter(file, 0)], **options)
+    fit(Net, sharded(), 3, ckpt_path=file, callbacks=[SavesAfter(folder, 2)], **options)
+    module, _ = fit(Net, strategy(), processes, ckpt_path=folder, **options)
+    assert_close(expected, weights_of(module))
+
+
+def test_merged_into_a_file(checkpoint: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    file = merge_shards(checkpoint, tmp_path / "whole.ckpt")
+    content = torch.load(file, weights_only=False)
+    assert not any(value.is_meta for value in content["state_dict"].values())
+    module, _ = fit(Net, batch_size=BATCH_SIZE, ckpt_path=file, **WINDOW)
+    assert_close(expected, weights_of(module))
+    refuses(lambda: merge_shards(checkpoint, checkpoint), "is the sharded checkpoint itself", error=CheckpointError)
+    refuses(lambda: merge_shards(file, tmp_path / "x"), "is whole already", error=CheckpointError)
+
+
+@pytest.mark.slow
+def test_one_replica_writes(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """Of 4 processes with two replicas, two have the same shards."""
+    path = tmp_path / "open.ckpt"
+    fit(Net, sharded(replicas=2), 4, callbacks=[SavesAfter(path, 2)], **WINDOW)
+    sizes = sorted(file.stat().st_size for file in path.glob("*.shards"))
+    assert sizes[:2] == [0, 0]
+    assert sizes[2] > 0
+    module, _ = fit(Net, batch_size=3, ckpt_path=path, **WINDOW)
+    assert_close(expected, weights_of(module))
+
+
+class Tied(Net):
+    """The last layer of each block is the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = self.blocks[0].down
+
+
+@pytest.mark.slow
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "tied.ckpt"
+    module, _ = fit(Tied, sharded(), 2, callbacks=[SavesAfter(path, 3)], max_epochs=1)
+    tensors = json.loads((path / "index.json").read_text())["content"]["tensors"]
+    names = [name for name in tensors if name.startswith("state_dict/") and "down.weight" in name]
+    assert names == ["state_dict/blocks.0.down.weight"]
+    resumed, _ = fit(Tied, sharded(), 2, ckpt_path=path, max_epochs=1)
+    assert_close(weights_of(module), weights_of(resumed), 0.0)
+
+
+# With Lightning's ModelCheckpoint.
+
+
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
+def test_the_best_and_the_last_are_kept(behind: bool, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", monitor="step", mode="max", save_last=True, every_n_train_steps=1
+    )
+    strategy = sharded(save_in_background=behind)
+    module, trainer = fit(Net, strategy, 2, callbacks=[saves], enable_checkpointing=True, count=60, max_epochs=1)
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt"]
+    assert saves.best_model_path == str(tmp_path / "step=5.ckpt")
+    for path in ("best", "last"):
+        trainer.validate(module, loader(7, 3), ckpt_path=path, verbose=False)
+    # Both are checkpoints of the end.
+    one, _ = fit(Net, ckpt_path=tmp_path / "last.ckpt", count=60, batch_size=BATCH_SIZE, max_epochs=1)
+    assert_close(weights_of(module), weights_of(one), 0.0)
+
+
+def test_files_and_folders_take_the_place_of_one_another(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    fit(Net, sharded(), 2, callbacks=[SavesAfter(path, 0)], max_epochs=1, count=12)
+    assert path.is_dir()
+    fit(Net, callbacks=[SavesAfter(path, 0)], max_epochs=1, count=12)
+    assert path.is_file()
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+# What goes wrong.
+
+
+class Fails(Callback):
+    """Makes one process fail where it writes its shards, and saves twice."""
+
+    def __init__(self, folder: Path, how: Callable[[], Any]) -> None:
+        self.folder = folder
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.folder / "first.ckpt")
+            trainer.strategy.portable.folders.finish()
+        if batch_idx == 1:
+            if trainer.global_rank == 1:
+                saving.write_pieces = lambda path, pieces: self.how()
+            trainer.save_checkpoint(self.folder / "second.ckpt")
+
+
+def fails() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_an_error_of_the_writer_reaches_the_user(behind: bool, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"second\.ckpt' cannot be written: the disk is full. It needs \d"):
+        fit(Net, sharded(save_in_background=behind), 2, callbacks=[Fails(tmp_path, fails)], max_epochs=1)
+    assert os.listdir(tmp_path) == ["first.ckpt"]
+    merge_shards(tmp_path / "first.ckpt", tmp_path / "whole.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_killed_while_it_writes(behind: bool, tmp_path: Path) -> None:
+    """An incomplete checkpoint has another name, and is removed when the next one is written there."""
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        fit(Net, sharded(save_in_background=behind), 2, callbacks=[Fails(tmp_path, is_killed)], max_epochs=1)
+    left = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
+    assert left == ["first.ckpt"]
+    fit(Net, ckpt_path=tmp_path / "first.ckpt", batch_size=BATCH_SIZE, callbacks=[SavesAfter(tmp_path / "x", 1)])
+    assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "x"]
+
+
+class EndsWhileItWrites(Callback):
+    """Raises in the step behind a save whose writer waits until the run ends."""
+
+    def __init__(self, path: Path, error: type[BaseException]) -> None:
+        self.path = path
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.released = threading.Event()
+            write = pieces.write_pieces
+
+            def wait_and_write(*arguments: Any) -> Any:
+                assert self.released.wait(60)
+                return write(*arguments)
+
+            saving.write_pieces = wait_and_write
+            trainer.save_checkpoint(self.path)
+        if batch_idx == 1:
+            raise self.error("on purpose")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.released.set()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_completed_after_an_error(error: type[BaseException], tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    with pytest.raises((error, WorkerError)):
+        fit(Net, sharded(save_in_background=True), 2, callbacks=[EndsWhileItWrites(path, error)], max_epochs=1)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    merge_shards(path, tmp_path / "whole.ckpt")
+
+
+class ComputesWithWeights(Net):
+    """Scales the weights that it saves, which have no values."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        weights["last.bias"] = weights["last.bias"] * 2
+
+
+@pytest.mark.slow
+def test_values_that_are_not_there_are_not_saved(tmp_path: Path) -> None:
+    callbacks = [SavesAfter(tmp_path / "a.ckpt", 0)]
+    with pytest.raises(CheckpointError, match=r"\['state_dict'\]\['last.bias'\] has no values"):
+        fit(ComputesWithWeights, sharded(), 2, callbacks=callbacks, max_epochs=1, count=12)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's that has the name of a checkpoint."""
+    folder = tmp_path / "mine.ckpt"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    yield folder
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_other_folders_are_not_replaced(own: Path) -> None:
+    with pytest.raises(CheckpointError, match="files that belong to no checkpoint"):
+        fit(Net, sharded(), 2, callbacks=[SavesAfter(own, 0)], max_epochs=1, count=12)
+
+
+def test_what_does_not_fit_together() -> None:
+    refuses(lambda: FSDPStrategy(checkpoints="whole"), "'full' or 'sharded', not 'whole'")  # type: ignore[arg-type]
+    refuses(lambda: FSDPStrategy(save_in_background=True), "Add checkpoints='sharded'")
+    with pytest.raises(ConfigurationError, match="TorchCheckpointIO writes whole checkpoints"):
+        fit(Net, sharded(), 2, plugins=[TorchCheckpointIO()], count=12)
+    links = ModelCheckpoint(save_last="link")
+    with pytest.raises(ConfigurationError, match="links to a checkpoint that is not complete yet"):
+        fit(Net, sharded(save_in_background=True), 2, callbacks=[links], enable_checkpointing=True, count=12)

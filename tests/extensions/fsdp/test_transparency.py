@@ -1,0 +1,306 @@
+"""Training in shards equals training on one device, in float64, with every option, on 2, 3 and 4 processes.
+
+EQUIPOISE_TEST_ALL=1 tests every case on every number of processes, which takes two minutes.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ignoring
+from tests.extensions.fsdp.programs import FEATURES, Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.support.all_cases import dealt
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+
+# Modules
+
+
+class Tied(Net):
+    """Two blocks share a weight, and the last layer shares one with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.back = nn.Linear(7, FEATURES, bias=False)
+        self.back.weight = nn.Parameter(self.first.weight.detach().clone().T.contiguous())
+        self.again = nn.Linear(FEATURES, 7, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features + self.back(self.again(features)))
+
+
+class Frozen(Net):
+    """A frozen block, and a layer of which one weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.first.weight.requires_grad_(False)
+
+
+class Thawed(Net):
+    """A block that is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks[1].requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Unused(Net):
+    """A layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+class Attention(Net):
+    """Torch's own blocks, which read some of their weights without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.encoder(self.embedding(features.unsqueeze(-1)))[:, 0])
+
+    def configure_optimizers(self) -> Any:
+        # The gradient of a bias of the keys is zero but for rounding, and Adam would make a step of that.
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Recurrent(Net):
+    """A layer that keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, FEATURES, batch_first=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.lstm(features.unsqueeze(1))[0][:, 0])
+
+
+class ByHand(Net):
+    """Optimises by hand, and steps every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Alternating(ByHand):
+    """Computes the network three times in a step, with a backward and an optimiser's step between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        for optimizer in (one, other):
+            loss = self.loss(batch) + self.last.weight.square().sum()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        with torch.no_grad():
+            self.log("afterwards", self.loss(batch), on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        blocks = torch.optim.AdamW(self.blocks.parameters(), lr=0.01)
+        return blocks, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)
+
+
+class Toggling(ByHand):
+    """Trains two parts in turn, of which its own forward calls one, and switches `requires_grad` of the other."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.first(features)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.last(self(batch[0])), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        with self.toggled_optimizer(one):
+            self.manual_backward(self.last(self(batch[0])).square().mean())
+            one.step()
+            one.zero_grad()
+        with self.toggled_optimizer(other):
+            real = self.last(batch[0][:, :7]) - batch[1]
+            self.manual_backward((real.square() + self.last(self(batch[0]).detach())).mean())
+            other.step()
+            other.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.AdamW(self.first.parameters(), lr=0.01)
+        return first, torch.optim.AdamW(self.last.parameters(), lr=0.01)
+
+
+class Switching(Toggling):
+    """Switches `requires_grad` by hand, also between a backward and a step; one layer is frozen for a while."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        one.zero_grad()
+        other.zero_grad()
+        self.last.requires_grad_(False)
+        self.manual_backward(self.last(self(batch[0])).square().mean())
+        self.last.requires_grad_(True)
+        self.first.requires_grad_(False)
+        real = self.last(batch[0][:, :7]) - batch[1]
+        self.manual_backward((real.square() + self.last(self(batch[0]))).mean())
+        self.first.requires_grad_(True)
+        one.step()
+        if batch_idx == 1:
+            self.last.bias.requires_grad_(self.current_epoch == 1)
+        other.step()
+
+
+class SwitchedOnce(Net):
+    """Its step freezes a layer of the root, and thaws it in a later epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.first.requires_grad_(self.current_epoch == 1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("trained", float(self.first.weight.requires_grad), on_step=False, on_epoch=True)
+
+
+class Weighted(Net):
+    """The mean over marked samples, whose number is the weight; some batches have none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        marked = batch[1][:, 0] > 0.8
+        losses = (self(batch[0]) - batch[1])[:, 0] ** 2
+        weight = marked.sum()
+        return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
+
+
+# Runs
+
+# The module, and the options of the trainer. The ends are ragged unless a count says otherwise.
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plain": (Net, {"again": True}),
+    "clipped": (Net, {"gradient_clip_val": 0.05}),
+    "clipped by value": (Net, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated and clipped": (Net, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    "no ragged end": (Net, {"count": 48}),
+    "fewer samples than processes": (Net, {"count": 1}),
+    "tied weights": (Tied, {"again": True}),
+    "frozen parts": (Frozen, {}),
+    "thawed parts": (Thawed, {}),
+    "an unused layer": (Unused, {}),
+    "attention": (Attention, {}),
+    "recurrent": (Recurrent, {}),
+    "weighted": (Weighted, {"accumulate_grad_batches": 2}),
+    "activation checkpointing": (Net, {"activation_checkpointing": ["blocks.*"]}),
+    "activation checkpointing around units": (Attention, {"activation_checkpointing": ["encoder"]}),
+    "manual optimisation of two kinds": (Alternating, {"count": 48}),
+    "toggled optimisers": (Toggling, {"count": 48}),
+    "switches by hand": (Switching, {"count": 48}),
+    "a switch in a step": (SwitchedOnce, {"count": 48}),
+    "manual optimisation": (ByHand, {"count": 48, "again": True}),
+}
+# Those that run in every change.
+OFTEN = [
+    "plain",
+    "accumulated and clipped",
+    "tied weights",
+    "frozen parts",
+    "attention",
+    "manual optimisation",
+    "toggled optimisers",
+    "switches by hand",
+    "a switch in a step",
+]
+# Options of the strategy.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "units by name": {"units": ["blocks.*.up", "blocks.1", "first"]},
+    "units that stay whole": {"reshard_after_forward": False},
+    "one unit": {"units": []},
+    "calls compared at the end": {"compare_calls": False},
+}
+
+
+def outcome(kind: Callable[[], Any], options: dict[str, Any], strategy: Any, processes: int) -> dict[str, Any]:
+    """Fit, and return all weights and values; with the option `again`, fit once more."""
+    options = dict(options)
+    again = options.pop("again", False)
+    module, trainer = fit(kind, strategy, processes, **options)
+    values = {f"{name} in fit": float(value) for name, value in trainer.callback_metrics.items()}
+    values |= {f"first {name}": value for name, value in weights_of(module).items()}
+    if not again:
+        return values
+    module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
+    values |= {f"{name} in the second fit": float(value) for name, value in trainer.callback_metrics.items()}
+    return values | weights_of(module)
+
+
+@cache
+def on_one_device(case: str) -> dict[str, Any]:
+    kind, options = CASES[case]
+    return outcome(kind, options, "single_device", 1)
+
+
+def run_all(processes: int, replicas: int, cases: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes of all cases; called in every process."""
+    outcomes = {}
+    for case in cases:
+        kind, options = CASES[case]
+        outcomes[case] = outcome(kind, options, fsdp(replicas=replicas), processes)
+    for name in strategies:
+        outcomes[name] = outcome(Net, {"again": True}, fsdp(replicas=replicas, **STRATEGIES[name]), processes)
+    return outcomes
+
+
+EVERYTHING = [*CASES, *STRATEGIES]
+# Processes and replicas, over which all cases are dealt out in turn beside two processes.
+LAYOUTS = {"2 replicas of 2": (4, 2), "3 processes": (3, 1), "4 processes": (4, 1)}
+
+
+def covering() -> list[Any]:
+    """Each case on two processes and on one of the larger layouts; with EQUIPOISE_TEST_ALL=1, each on all of them."""
+    rarely = [name for name in EVERYTHING if name not in OFTEN]
+    listed = [
+        pytest.param(2, 1, OFTEN, id="2 processes, often"),
+        pytest.param(2, 1, rarely, marks=pytest.mark.slow, id="2 processes, rarely"),
+    ]
+    for number, (name, (processes, replicas)) in enumerate(LAYOUTS.items()):
+        names = dealt(EVERYTHING, number, len(LAYOUTS))
+        listed.append(pytest.param(processes, replicas, names, marks=pytest.mark.slow, id=name))
+    return listed
+
+
+@pytest.mark.parametrize(("processes", "replicas", "names"), covering())
+def test_training_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
+    cases = [name for name in names if name in CASES]
+    strategies = [name for name in names if name in STRATEGIES]
+    outcomes = in_processes(processes, partial(run_all, processes, replicas, cases, strategies))
+    assert outcomes.keys() == set(names)
+    for name, values in outcomes.items():
+        try:
+            assert_close(on_one_device(name if name in CASES else "plain"), values)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise

@@ -1,0 +1,397 @@
+"""Planted leaks are found and named; healthy runs are left in peace."""
+
+import gc
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.leaks import watch as watch_module
+from equipoise.extensions.leaks.references import find_holders, find_tensors, is_of_user
+from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, Leak, LeakWatch
+
+pytestmark = pytest.mark.usefixtures("full_collections")
+
+HISTORY: list[Tensor] = []  # a global of a user's module, as far as the watch can tell
+STEPS = 30
+
+
+class Model(nn.Module):
+    seen: dict[int, Tensor] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.total: Any = 0
+        self.losses: list[Tensor] = []
+        self.by_name: dict[str, list[Tensor]] = {"train": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    HISTORY.clear()
+    Model.seen.clear()
+    assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
+
+
+Keep = Callable[[Model, Tensor, int], None]
+
+
+def run(
+    keep: Keep, *, model: Model | None = None, steps: int = STEPS, roots: dict[str, object] | None = None
+) -> list[Leak]:
+    """Trains, keeps something after every step, and returns what was found."""
+    model = model or Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    watch = LeakWatch(lambda: {"model": model, **(roots or {})}, lambda _: False)
+    watch.start()
+    found: list[Leak] = []
+    try:
+        for step in range(steps):
+            loss = model(torch.randn(4, 6)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep(model, loss, step)
+            del loss
+            if watch.watches_steps:
+                found += watch.after_step(step + 1)
+    finally:
+        watch.stop()
+    return found
+
+
+def add_in_place(model: Model, loss: Tensor, step: int) -> None:
+    model.total += loss
+
+
+def add(model: Model, loss: Tensor, step: int) -> None:
+    model.total = model.total + loss
+
+
+def append(model: Model, loss: Tensor, step: int) -> None:
+    model.losses.append(loss)
+
+
+def append_to_dictionary(model: Model, loss: Tensor, step: int) -> None:
+    model.by_name["train"].append(loss * 2)
+
+
+def append_to_global(model: Model, loss: Tensor, step: int) -> None:
+    HISTORY.append(loss)
+
+
+def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
+    Model.seen[step] = loss
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("keep", "holder"),
+    [
+        (add_in_place, "model.total"),
+        (add, "model.total"),
+        (append, "model.losses"),
+        (append_to_dictionary, "model.by_name['train']"),
+        (append_to_global, f"{__name__}.HISTORY"),
+        (keep_in_class, "Model.seen"),
+    ],
+)
+def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> None:
+    (leak,) = run(keep)
+    assert leak.holder == holder
+    assert leak.with_graph
+    assert leak.step <= 14
+    assert leak.line.startswith("test_watch.py:")
+    assert holder in str(leak)
+    assert leak.line in str(leak)
+
+
+def test_what_was_there_before_training_and_is_added_to() -> None:
+    """In place, so that a tensor that is older than the watch gets a graph: an attribute, a buffer, a global."""
+
+    def of_attribute(model: Model, loss: Tensor, step: int) -> None:
+        model.total += loss
+
+    def of_buffer(model: Model, loss: Tensor, step: int) -> None:
+        model.sum += loss
+
+    def of_global(model: Model, loss: Tensor, step: int) -> None:
+        HISTORY[0] += loss
+
+    HISTORY.append(torch.zeros(()))
+    for keep, holder in ((of_attribute, "model.total"), (of_buffer, "model.sum"), (of_global, f"{__name__}.HISTORY")):
+        model = Model()
+        model.total = torch.zeros(())
+        model.register_buffer("sum", torch.zeros(()))
+        gc.collect()
+        assert [leak.holder for leak in run(keep, model=model)] == [holder]
+
+
+def test_containers_are_told_once() -> None:
+    def pairs(model: Model, loss: Tensor, step: int) -> None:
+        model.losses.append({"step": step, "loss": loss})  # type: ignore[arg-type]
+
+    def by_step(model: Model, loss: Tensor, step: int) -> None:
+        model.by_name[f"step{step}"] = [loss]
+
+    assert [leak.holder for leak in run(pairs)] == ["model.losses[…]['loss']"]
+    assert [leak.holder for leak in run(by_step)] == ["model.by_name['step…']"]
+
+
+def test_growing_graphs_of_which_nothing_stays() -> None:
+    """A recurrent network on ever longer sequences whose last output is kept."""
+    cell, kept = nn.GRUCell(3, 3), types.SimpleNamespace(last=None)
+    watch = LeakWatch(lambda: {"kept": kept}, lambda _: False)
+    watch.start()
+    found: list[Leak] = []
+    for step in range(STEPS):
+        hidden = torch.zeros(2, 3)
+        for _ in range(4 + step):
+            hidden = cell(torch.randn(2, 3), hidden)
+        kept.last = hidden.mean()
+        if watch.watches_steps:
+            found += watch.after_step(step)
+    watch.stop()
+    assert not found
+
+
+def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
+    class Closed(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise OSError("the file is closed")
+
+    class Lazy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("not loaded")
+
+    gone = weakref.proxy(Model())
+    loss = torch.ones(())
+    root = types.SimpleNamespace(gone=gone, closed=Closed(a=1), lazy=Lazy(), deep=[loss])
+    assert find_holders({id(loss): loss}, {"root": root}) == {id(loss): "root.deep[0]"}
+
+
+def test_arrays_of_objects_and_generators() -> None:
+    import numpy as np
+
+    loss = torch.ones(())
+    array = np.empty(2, dtype=object)
+    array[1] = loss
+
+    def generate(mine: list[Tensor]) -> Iterator[int]:
+        yield len(mine)
+
+    running = generate([loss])
+    next(running)
+    assert find_holders({id(loss): loss}, {"array": array}) == {id(loss): "array[1]"}
+    assert find_holders({id(loss): loss}, {"running": running})[id(loss)] == "'mine' in running[0]"
+
+
+def test_of_a_large_container_the_end_is_searched() -> None:
+    """A data set of millions of entries in a list would take the time of many steps."""
+    loss = torch.ones(())
+    many: list[Any] = [0] * 5000
+    assert find_holders({id(loss): loss}, {"root": {"many": [loss, *many]}}) == {}
+    assert find_holders({id(loss): loss}, {"root": {"many": [*many, loss]}}) == {id(loss): "root['many'][5000]"}
+    assert find_holders({id(loss): loss}, {"root": dict(enumerate([*many, loss]))}) == {id(loss): "root[5000]"}
+    found = find_tensors({"root": [loss, [*many, loss], [loss]]}, lambda thing: thing == [loss], most=10_000)
+    assert [tensor is loss for tensor in found] == [True, True]  # and nothing of what is passed over
+
+
+def test_a_hook_that_keeps_activations() -> None:
+    model = Model()
+    activations: list[Tensor] = []
+    model.layer[0].register_forward_hook(lambda module, args, output: activations.append(output))
+    (leak,) = run(lambda model, loss, step: None, model=model)
+    assert "'activations' in" in leak.holder
+    assert "a forward hook of model.layer.0" in leak.holder
+
+
+def test_a_logger_that_keeps_what_it_gets() -> None:
+    logger = types.SimpleNamespace(metrics={"loss": []})
+    (leak,) = run(lambda model, loss, step: logger.metrics["loss"].append(loss), roots={"CSVLogger": logger})
+    assert leak.holder == "CSVLogger.metrics['loss']"
+
+
+def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**21)
+    kept: list[Tensor] = []
+    found = run(
+        lambda model, loss, step: kept.append(torch.ones(100_000)),
+        roots={"callback": types.SimpleNamespace(kept=kept)},
+    )
+    assert [(leak.holder, leak.with_graph) for leak in found] == [("callback.kept", False)]
+    assert "MiB" in str(found[0])
+
+
+@pytest.mark.slow
+def test_what_keeps_on_purpose_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**18)
+
+    class Metric:
+        def __init__(self) -> None:
+            self.preds: list[Tensor] = []
+
+    metric = Metric()
+    watch = LeakWatch(lambda: {"metric": types.SimpleNamespace(own=metric)}, lambda thing: thing is metric)
+    watch.start()
+    found: list[Leak] = []
+    for step in range(13):  # some more than the growths that would be told; each of those looks at all there is
+        metric.preds.append(torch.ones(12_000))
+        if watch.watches_steps:
+            found += watch.after_step(step)
+    watch.stop()
+    assert not found
+
+
+def test_a_constant_holder_beside_a_leak_is_not_blamed() -> None:
+    model = Model()
+    model.register_module("extra", nn.Linear(1, 1))
+
+    def keep(model: Model, loss: Tensor, step: int) -> None:
+        model.last = loss  # as large as the graph of a step, but it does not grow
+        model.total = model.total + loss.detach().requires_grad_()
+
+    (leak,) = run(keep, model=model)
+    assert leak.holder == "model.total"
+
+
+def last(model: Model, loss: Tensor, step: int) -> None:
+    model.last = loss
+
+
+def ring(model: Model, loss: Tensor, step: int) -> None:
+    model.__dict__.setdefault("ring", deque(maxlen=5)).append(loss)
+
+
+def detached(model: Model, loss: Tensor, step: int) -> None:
+    model.losses.append(loss.detach())
+
+
+def numbers(model: Model, loss: Tensor, step: int) -> None:
+    model.total += loss.item()
+
+
+def average(model: Model, loss: Tensor, step: int) -> None:
+    model.average = 0.9 * getattr(model, "average", 0.0) + 0.1 * loss.detach()
+
+
+def rare(model: Model, loss: Tensor, step: int) -> None:
+    if step in (1, 13):
+        model.by_name["train"].append(loss)
+
+
+def sawtooth(model: Model, loss: Tensor, step: int) -> None:
+    model.seldom_emptied = loss if step % 4 == 0 else model.seldom_emptied + loss
+
+
+HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
+
+
+@pytest.fixture
+def set_aside() -> Iterator[None]:
+    """Pass over all earlier objects, whose examination would take most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.quick_cases(10)
+@pytest.mark.usefixtures("set_aside")
+@pytest.mark.parametrize(
+    "chosen",
+    [*combinations(HABITS, 1), *combinations(HABITS, 2)],
+    ids=lambda habits: "-".join(h.__name__ for h in habits),
+)
+def test_healthy_habits(chosen: tuple[Keep, ...]) -> None:
+    """Each habit keeps tensors, but no growing graph; alone, and beside each other one."""
+
+    def keep(model: Model, loss: Tensor, step: int) -> None:
+        for habit in chosen:
+            habit(model, loss, step)
+
+    assert not run(keep)
+
+
+# Graphs of other tests may be collected between two epochs, and would make up for the growth.
+@pytest.mark.usefixtures("set_aside")
+@pytest.mark.slow
+def test_growth_from_epoch_to_epoch() -> None:
+    """Growth that is too rare for the first steps is noticed when epochs end."""
+    model = Model()
+    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
+    found: list[Leak] = []
+    for epoch in range(6):
+        model.losses.append(model(torch.randn(2, 6)).mean())
+        found += watch.after_epoch(epoch, seconds=1e9)
+    assert [leak.holder for leak in found] == ["model.losses"]
+
+
+def test_epochs_are_passed_over_where_looking_takes_too_long() -> None:
+    model = Model()
+    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
+    found: list[Leak] = []
+    for epoch in range(6):
+        model.losses.append(model(torch.randn(2, 6)).mean())
+        found += watch.after_epoch(epoch, seconds=0.0)
+    assert not found
+
+
+def test_objects_that_somebody_set_aside_stay_there() -> None:
+    gc.freeze()
+    try:
+        watch = LeakWatch(dict, lambda _: False)
+        watch.start()
+        watch.stop()
+        assert gc.get_freeze_count() > FROZEN_BY_PYTHON
+    finally:
+        gc.unfreeze()
+
+
+def test_who_is_a_user() -> None:
+    assert is_of_user(__file__)
+    assert not is_of_user(torch.__file__)
+    assert not is_of_user(random.__file__)
+    assert not is_of_user(find_holders.__code__.co_filename)
+    assert not is_of_user("<string>")
+    assert not is_of_user(None)
+
+
+def test_paths_through_slots_partials_and_methods() -> None:
+    import functools
+
+    class Slotted:
+        __slots__ = ("inside",)
+
+        def __init__(self, inside: object) -> None:
+            self.inside = inside
+
+        def method(self) -> None: ...
+
+    target = torch.ones(1)
+    targets = {id(target): target}
+
+    def default(x: Any = target) -> None: ...
+
+    for root, path in [
+        (Slotted(target), "root.inside"),
+        (Slotted(target).method, "root.inside"),
+        (functools.partial(print, target), "root.args[0]"),
+        (functools.partial(print, end=target), "root.keywords['end']"),
+        ({"a": (1, [target])}, "root['a'][1][0]"),
+        ({1: {target}}, "an element of root[1]"),
+        (default, f"a default argument of {default.__qualname__}"),
+    ]:
+        assert find_holders(targets, {"root": root})[id(target)] == path

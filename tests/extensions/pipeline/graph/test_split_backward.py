@@ -1,0 +1,297 @@
+"""A backward in two parts comes to what one backward comes to, to the bit, whatever the graph."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
+
+
+class Tied(nn.Module):
+    """A weight is used on the way and beside it, twice, and once by way of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.one(x))
+        return torch.tanh(self.other(hidden)) @ self.one.weight + self.one.bias, self.other.bias * 2
+
+
+class Skips(nn.Module):
+    """Hands on what it was given, what it made, and one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.layers[0](x)
+        made = self.layers[1](hidden.relu()) + x * self.scale.exp().softmax(0)
+        return [x, hidden, {"made": made, "again": made}, self.layers[2](self.scale), hidden.detach()]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden, (last, _) = self.cells(x.unsqueeze(1).expand(-1, 3, -1))
+        return self.head(hidden), last
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 2, 2),
+            nn.GroupNorm(1, 2),
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x.unflatten(1, (1, 2, 3)))
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.net[1].requires_grad_(False)
+        self.net[3].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.variable = x  # as torch's own ends of a graph have it
+        return x * weight, x + weight
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return one * weight + other, (one * x + other).sum(0)
+
+
+class Custom(nn.Module):
+    """A function with two outputs, of which only one is used on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        one, other = Own.apply(x, self.weight)
+        again, _ = Own.apply(one, self.last.bias)
+        return self.last(again), other
+
+
+class Hooked(nn.Module):
+    """Hooks that change gradients: of activations, of weights, and of what accumulates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.one.weight.register_hook(lambda gradient: gradient * 3)
+        self.other.weight.register_hook(lambda gradient: gradient.clamp(max=0.1))
+        self.other.bias.register_post_accumulate_grad_hook(self.twice)
+
+    @staticmethod
+    def twice(bias: Tensor) -> None:
+        assert bias.grad is not None
+        bias.grad *= 2
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.one(x)
+        hidden.register_hook(lambda gradient: gradient * 5)
+        made = self.other(hidden.tanh())
+        made.register_hook(lambda gradient: gradient + 1)
+        return made
+
+
+class Checkpointed(nn.Module):
+    """Network with a layer that the user checkpoints, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, 6))
+        self.other = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.other(checkpoint(self.one, self.other(x), use_reentrant=False))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x.unsqueeze(1).repeat(1, 4, 1))
+
+
+class Parametrised(nn.Module):
+    """A weight that is itself computed, from one that is used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x), self.net[0].weight
+
+
+class Passing(nn.Module):
+    """Nothing is trained, or nothing passes."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, torch.tanh(x)
+
+
+NETWORKS = [
+    Tied, Skips, Recurrent, Convolutions, Frozen, Custom, Hooked, Checkpointed, Attention, Parametrised, Passing
+]  # fmt: skip
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def go(make: Callable[[], nn.Module], *, split: bool, learns: bool, missing: bool) -> tuple[list[Any], list[Any]]:
+    """The gradients of inputs and of weights, after two micro-batches."""
+    torch.manual_seed(3)
+    network, draw, found = make().double(), random.Random(4), []
+    later = []
+    for _ in range(2):
+        x = torch.rand(5, 6).double().requires_grad_(learns)
+        made = tensors(network(x))
+        given = [None if missing and draw.random() < 0.5 else torch.rand_like(tensor) for tensor in made]
+        if split:
+            parts = SplitBackward([x], made)
+            found += parts.of_inputs(given)
+            later.append(parts)
+        else:
+            pairs = [(t, one) for t, one in zip(made, given, strict=True) if one is not None and t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [one for _, one in pairs])
+            found.append(x.grad)
+    if split:
+        before = [parameter.grad for parameter in network.parameters()]
+        assert before == [None] * len(before)
+    for parts in later:
+        parts.of_weights()
+    return found, [parameter.grad for parameter in network.parameters()]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("make", NETWORKS)
+def test_both_parts_come_to_the_whole(make, learns, missing):
+    expected, actual = (go(make, split=split, learns=learns, missing=missing) for split in (False, True))
+    for one, other in zip([*expected[0], *expected[1]], [*actual[0], *actual[1]], strict=True):
+        assert (one is None) is (other is None)
+        if one is not None:
+            assert torch.equal(one, other)
+
+
+def test_random_graphs():
+    """Nodes with up to three arguments, weights used any number of times."""
+    print("seed", seed := random.randrange(2**32))
+    for turn in range(100):
+        runs = []
+        for split in (False, True):
+            draw = random.Random(seed + turn)
+            torch.manual_seed(turn)
+            inputs = [torch.rand(3).double().requires_grad_(draw.random() < 0.7) for _ in range(2)]
+            weights = [torch.rand(3).double().requires_grad_() for _ in range(4)]
+            values = [*inputs, *weights]
+            for _ in range(draw.randint(1, 25)):
+                one, other = draw.choice(values), draw.choice(values)
+                values.append(draw.choice([torch.tanh(one), one * other, one + other, torch.addcmul(one, other, one)]))
+            made = draw.sample(values[6:], min(3, len(values) - 6))
+            ones = [torch.ones(3).double() for _ in made]
+            if split:
+                parts = SplitBackward(inputs, made)
+                found = parts.of_inputs(ones)
+                parts.of_weights()
+            else:
+                if pairs := [tensor for tensor in made if tensor.requires_grad]:
+                    torch.autograd.backward(pairs, ones[: len(pairs)])
+                found = [tensor.grad for tensor in inputs]
+            runs.append([*found, *(weight.grad for weight in weights)])
+        for one, other in zip(*runs, strict=True):
+            assert (one is None) is (other is None)
+            if one is not None:
+                torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_part_computes_no_weight():
+    """And the second no input; a weight that several nodes lead to is the exception."""
+    seen: list[str] = []
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            seen.append(ctx.name)
+            return gradient, None
+
+    weights = [torch.rand(3, requires_grad=True) for _ in range(2)]
+    x = torch.rand(3, requires_grad=True)
+    value = Told.apply(x, "x")
+    for index, weight in enumerate(weights):
+        value = Told.apply(value * Told.apply(weight, f"weight {index}"), f"value {index}")
+    parts = SplitBackward([x], [value])
+    parts.of_inputs([torch.ones(3)])
+    assert seen == ["value 1", "value 0", "x"]
+    seen.clear()
+    parts.of_weights()
+    assert sorted(seen) == ["weight 0", "weight 1"]
+
+
+def test_the_graph_is_gone_afterwards():
+    weight, x = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    made = (x * weight).sum()
+    parts = SplitBackward([x], [made])
+    parts.of_inputs([torch.tensor(1.0)])
+    parts.of_weights()
+    with pytest.raises(RuntimeError, match="second time"):
+        made.backward()
+
+
+def test_a_loss_of_a_whole_network():
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(3))).double()
+    x, labels = torch.rand(4, 8).double().requires_grad_(), torch.tensor([1, 2, 3, 4])
+    cross_entropy(network(x), labels).backward()
+    expected = [x.grad, *(parameter.grad for parameter in network.parameters())]
+    network.zero_grad()
+    parts = SplitBackward([x], [cross_entropy(network(x), labels)])
+    found = parts.of_inputs([torch.tensor(1.0).double()])
+    parts.of_weights()
+    for one, other in zip(expected, [*found, *(parameter.grad for parameter in network.parameters())], strict=True):
+        assert torch.equal(one, other)

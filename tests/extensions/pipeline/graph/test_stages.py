@@ -1,0 +1,148 @@
+"""A traced forward in stages: what passes, where one may cut, and that all stages together are the forward."""
+
+import enum
+from collections import OrderedDict, namedtuple
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise import StepError
+from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.stages import (
+    check_exchanged,
+    crossing,
+    ends_by_placement,
+    make_stages,
+    map_tensors,
+    map_values,
+    may_cut,
+    taking_inputs,
+)
+from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.recording.tracing import trace
+
+Pair = namedtuple("Pair", "one other")
+
+
+class Branches(nn.Module):
+    """A skip connection, a tuple, a dictionary, a number, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        size = x.size(1)
+        hidden = {"a": self.a(x), "n": size}
+        out, (last, _) = self.b(hidden["a"])
+        return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
+
+
+def traced(network: nn.Module, *args: Any) -> Traced:
+    return trace(network, network.forward, CallStructure(args, {}))
+
+
+def run(stages: Any, tensors: Any) -> Any:
+    values: Any = [tuple(tensors)]
+    for stage in stages:
+        assert len(values) == len(stage.inputs)
+        values = stage.run(*values)
+    return values
+
+
+def test_all_cuts_come_to_the_same():
+    torch.manual_seed(0)
+    network, x, y = Branches().double(), torch.rand(3, 5, 4).double(), torch.rand(2)
+    made = traced(network, x, y)
+    count, expected = len(made.calls), network(x, y)
+    for number in (1, 2, 3):
+        for ends in combinations(range(1, count), number):
+            values = run(make_stages(made, [*ends, count]), (x, y))
+            assert torch.equal(values["out"], expected["out"])
+            assert torch.equal(values["last"][0], expected["last"][0])
+            assert values["last"][1] is y
+
+
+def test_what_passes_a_cut():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    made = traced(network, torch.rand(2, 4))
+    assert taking_inputs(made) == 1
+    assert [[node.name for node in nodes] for nodes in crossing(made, [1, 2, 3, 4])] == [
+        ["getitem"], ["network_0"], ["network_1"], ["network_2"],
+    ]  # fmt: skip
+    assert owners(made) == [[], ["0"], ["1"], ["2"]]
+    assert may_cut(made) == [False, True, True, True]
+
+
+def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.relu, self.b, self.flat = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Flatten()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.relu(self.a(x))
+            seen = self.flat(self.b(hidden)).view(-1, 2, 2)
+            seen += 1
+            return nn.functional.relu(seen.transpose(1, 2), inplace=True)
+
+    made = traced(InPlace(), torch.rand(2, 4))
+    allowed = [node.name for node, may in zip(made.calls, may_cut(made), strict=True) if may]
+    assert allowed == ["network_relu", "relu"]
+
+
+def test_stages_share_the_networks_layers_unless_told_otherwise():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    network[1].weight = network[0].weight
+    x, other = torch.rand(2, 4), nn.Linear(4, 4)
+    made = traced(network, x)
+    first, second = make_stages(made, [2, 3])
+    assert torch.equal(run([first, second], [x]), network(x))
+    stages = make_stages(made, [2, 3], lambda stage, node: other if stage == 1 else None)
+    assert torch.equal(run(stages, [x]), other(network[0](x)))
+
+
+def test_another_trace_is_cut_where_the_parts_lie():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor, again: bool = False) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return self.layers[0](x) if again else x
+
+    network = Net()
+    homes = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 2}
+    made = traced(network, torch.rand(2, 4))
+    assert ends_by_placement(made, homes.get, 3) == [5, 7, 9]
+    assert ends_by_placement(traced(network, torch.rand(2, 4), True), homes.get, 3) == [5, 7, 10]
+    assert ends_by_placement(made, {**homes, "layers.3": 1}.get, 3) == [5, 9, 9]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_values_in_containers():
+    value = (1, [torch.ones(1), {"a": None}], Pair(torch.ones(2), "x"), OrderedDict(b=torch.ones(3)), torch.Size([4]))
+    sizes = map_tensors(len, value)
+    assert sizes == (1, [1, {"a": None}], Pair(2, "x"), OrderedDict(b=3), torch.Size([4]))
+    assert [type(item) for item in sizes] == [int, list, Pair, OrderedDict, torch.Size]
+    seen: list[Any] = []
+    map_values(seen.append, value)
+    assert len(seen) == 7
+
+
+def test_what_stages_may_exchange():
+    plain = (torch.ones(1), 1, 2.0, True, 1j, "x", None, slice(1), torch.Size([1]), torch.device("cpu"), torch.float16)
+    check_exchanged([plain, [Colour.RED], {"a": (..., range(2))}, Pair(1, 2)], "abcd")
+    for wrong in (object(), [lambda: 1], {"a": {1, 2}}, nn.Linear(1, 1)):
+        with pytest.raises(StepError, match="A stage of the pipeline hands on 'b', in which there is a"):
+            check_exchanged([plain, wrong], "ab")

@@ -1,0 +1,144 @@
+"""Values between real processes: what arrives is what was sent, in order, whatever it is."""
+
+from datetime import timedelta
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise import StepError, WorkerError
+from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError
+from equipoise.parallel.communication.process_group import joined
+from equipoise.parallel.communication.rank import Rank
+from tests.parallel.communication.test_process_group import in_group, started
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def values() -> list[Any]:
+    draw = torch.Generator().manual_seed(4)
+    kinds = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    return [
+        None,
+        ("text", 3, {"a": [1.5, None]}),
+        *(torch.randn(3, 4, generator=draw).mul(5).to(kind) for kind in kinds),
+        [torch.empty(0, 3), torch.tensor(2.5), torch.ones(2, requires_grad=True)],
+        Pair(torch.ones(2, 3).t(), {"b": (torch.arange(4)[::2],)}),
+        torch.randn(2, dtype=torch.complex64, generator=draw).conj(),
+        torch.randn(1100, 1000, generator=draw),  # more than goes in one message
+        torch.randn(1000, 1100, generator=draw).t(),
+        torch.randn(2, 3, 4, 5, generator=draw).to(memory_format=torch.channels_last),
+        {"text": "x" * 100_000},
+    ]
+
+
+def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
+    """The first sends all twice on two ways, the second sends back what it got."""
+    messenger = Messenger(60.0)
+    if rank:
+        count = 2 * len(values())
+        receive = Arrivals(messenger, [(0, 3), (0, 5)] * count).receive if ahead else messenger.receive
+        for _ in range(count):
+            messenger.send(0, 7, (receive(0, 3), receive(0, 5)))
+        messenger.flush()
+        return [], [], False
+    found: list[Any] = []
+    for _ in range(2):
+        for value in values():
+            messenger.send(1, 3, value)
+            messenger.send(1, 5, [value])
+        found += [messenger.receive(1, 7) for _ in values()]
+    messenger.flush()
+    return found[: len(values())], found[len(values()) :], messenger.broken
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_arrives_is_what_was_sent(ahead: bool) -> None:
+    """Memory for messages is allocated on request or before, and nothing more is waited for."""
+    first, second, broken = in_group(partial(exchange, ahead=ahead))[0]
+    assert not broken
+    for found in (first, second):
+        for (one, other), value in zip(found, values(), strict=True):
+            same(one, value)
+            same(other, [value])
+
+
+def same(found: Any, value: Any) -> None:
+    assert type(found) is type(value)
+    if isinstance(value, Tensor):
+        assert (found.dtype, found.shape, found.requires_grad) == (value.dtype, value.shape, value.requires_grad)
+        assert torch.equal(found, value.resolve_conj())
+    elif isinstance(value, dict):
+        assert found.keys() == value.keys()
+        same(list(found.values()), list(value.values()))
+    elif isinstance(value, tuple | list):
+        for one, other in zip(found, value, strict=True):
+            same(one, other)
+    else:
+        assert found == value
+
+
+def send_lock(rank: int) -> tuple[str, bool]:
+    """The first sends a lock as a result; both return the error that they have of it."""
+    messenger = Messenger(5.0)
+    if rank:
+        failure = messenger.receive(0, 3)
+    else:
+        failure = messenger.send_result(1, 3, Lock(), stage=2, device=torch.device("cpu"))
+    messenger.flush()
+    return str(failure.as_error()), messenger.broken
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_in_both_processes() -> None:
+    outcomes = in_group(send_lock)
+    assert outcomes[0] == outcomes[1]
+    message, is_broken = outcomes[0]
+    assert "A stage returns a value that cannot be sent to another process" in message
+    assert not is_broken
+
+
+class Told(Exception):
+    pass
+
+
+def waits_in_vain(place: Rank, port: int) -> None:
+    with joined(place, torch.device("cpu"), timeout=timedelta(seconds=300), port=port):
+        messenger = Messenger(0.2)
+        if place.global_rank:
+            return
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            messenger.receive(1, 3)
+        assert messenger.broken
+        with pytest.raises(WorkerError) as caught:
+            messenger.send(1, 3, "what nobody would understand")
+        raise Told(str(caught.value))
+
+
+def test_what_does_not_come_is_not_waited_for() -> None:
+    with pytest.raises(Told, match="broken"):
+        started(waits_in_vain)
+
+
+class Unsendable(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"cannot be made again of its message: {one + other}")
+
+
+@pytest.mark.parametrize("kind", [StepError, Unsendable])
+def test_failures(kind: Any) -> None:
+    error: BaseException
+    try:
+        raise kind(1, 2) if kind is Unsendable else kind("on purpose")
+    except Exception as caught:
+        failure = StageError.of(caught, 3, torch.device("cpu"))
+    error = failure.as_error()
+    assert isinstance(error, WorkerError if kind is Unsendable else kind)
+    told = str(error) + "".join(getattr(error, "__notes__", []))
+    assert "stage 3, on cpu" in told
+    assert "test_messages.py" in told

@@ -1,0 +1,28 @@
+"""The launch of a pipeline as it is sent to other processes."""
+
+import copy
+import pickle
+
+import torch
+
+from equipoise.extensions.pipeline.messaging.messages import Messenger
+from equipoise.extensions.pipeline.processes.launch import StageLaunch
+from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+
+CPU = torch.device("cpu")
+
+
+def do_nothing() -> None:
+    """Do nothing when the workers have started."""
+
+
+def test_copies_of_a_launch_have_no_workers() -> None:
+    launch = StageLaunch([CPU, CPU], 1, 60.0, on_joined=do_nothing)
+    assert launch.processes is None
+    client = StageClient(Messenger(60.0), [CPU, CPU])
+    launch._connection.open(client)
+    assert launch.processes is client
+    for other in (pickle.loads(pickle.dumps(launch)), copy.deepcopy(launch)):
+        assert other.processes is None
+        assert (other.count, other.spawns, other.device) == (2, True, CPU)
+    assert launch.processes is client

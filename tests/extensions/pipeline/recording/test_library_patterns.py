@@ -1,0 +1,769 @@
+"""Patterns in forwards of libraries: each is followed, or the submodule that has it stays whole; never wrongly."""
+
+import gc
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from equipoise import ConfigurationError, StepError
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
+from equipoise.extensions.pipeline.graph.stages import make_stages, may_cut
+from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
+
+WIDTH = 6
+
+
+def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+    return trace(network, network.forward, CallStructure(args, kwargs))
+
+
+def in_stages(made: Traced, ends: list[int], tensors: list[Tensor]) -> Any:
+    values: Any = [tuple(tensors)]
+    for stage in make_stages(made, ends):
+        values = stage.run(*values)
+    return values
+
+
+def gradients(network: nn.Module, output: Any) -> list[Tensor | None]:
+    """Gradients of the sum of squares of all floating tensors in an output."""
+    network.zero_grad()
+    tensors = OutputStructure.of(output).tensors
+    sum(tensor.square().sum() for tensor in tensors if tensor.is_floating_point()).backward()  # type: ignore[union-attr]
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def assert_followed(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+    """Check that all cuts compute what the forward does, to the bit, for these arguments."""
+    made = traced(network, *args, **kwargs)
+    assert_computes(made, network, *args, **kwargs)
+    return made
+
+
+def assert_computes(made: Traced, network: nn.Module, *args: Any, **kwargs: Any) -> None:
+    structure = CallStructure(args, kwargs)
+    assert made.fits(structure.tensors)
+    expected = network(*args, **kwargs)
+    expected_gradients = gradients(network, expected)
+    count = len(made.calls)
+    places = [index + 1 for index, may in enumerate(may_cut(made)) if may and index + 1 < count]
+    for place in places:
+        output = in_stages(made, [place, count], structure.tensors)
+        assert type(output) is type(expected)
+        pairs = zip(OutputStructure.of(output).tensors, OutputStructure.of(expected).tensors, strict=True)
+        assert all(torch.equal(tensor, same) for tensor, same in pairs)
+        for gradient, same_gradient in zip(gradients(network, output), expected_gradients, strict=True):
+            assert (gradient is None) == (same_gradient is None)
+            assert gradient is None or same_gradient is None or torch.equal(gradient, same_gradient)
+
+
+class Block(nn.Module):
+    """Two layers around what a subclass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.pattern(self.first(x))))
+
+    def pattern(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def block(pattern: Callable[[Block, Tensor], Tensor]) -> Block:
+    """A block that does this between its layers."""
+    kind = type("Patterned", (Block,), {"pattern": pattern})
+    made: Block = kind().double()
+    return made
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# Sizes, kinds and masks.
+
+
+def positions(self: Block, x: Tensor) -> Tensor:
+    size, length, _ = x.shape
+    ids = torch.arange(length, device=x.device).unsqueeze(0).expand(size, -1)
+    return x * (1 + ids[:, :length, None].to(x.dtype))
+
+
+def loops_over_sizes(self: Block, x: Tensor) -> Tensor:
+    for size in x.shape[-2:]:
+        x = x * size if size > 3 else x + size
+    return x
+
+
+def checks_the_dtype(self: Block, x: Tensor) -> Tensor:
+    if x.dtype is not self.first.weight.dtype or x.device != self.first.weight.device:
+        raise ValueError("another dtype")
+    return x.reshape(len(x), -1).reshape(x.size())
+
+
+def causal_mask(self: Block, x: Tensor) -> Tensor:
+    length = x.size(1)
+    mask = torch.full((length, length), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
+    # The answer follows from sizes alone.
+    if not bool((mask == 0).all()):
+        x = torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
+    return x
+
+
+@pytest.mark.parametrize("pattern", [positions, loops_over_sizes, checks_the_dtype, causal_mask])
+def test_sizes_and_kinds_are_answered_truly(pattern):
+    """Another size is another trace."""
+    network = block(pattern)
+    made = assert_followed(network, values(2, 4, WIDTH))
+    assert made.opaque == {}
+    assert_computes(made, network, values(2, 4, WIDTH))
+    assert not made.fits([values(2, 3, WIDTH)])
+    assert_followed(network, values(2, 3, WIDTH))
+
+
+def test_sizes_that_nobody_asks_for_do_not_matter():
+    network = block(lambda self, x: x.flatten(1).unflatten(1, (-1, WIDTH)) * 2)
+    made = assert_followed(network, values(2, 4, WIDTH))
+    assert_computes(made, network, values(5, 3, WIDTH))
+
+
+class Masked(Block):
+    """Leaves out a mask that masks nothing."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        if mask is not None and mask.ndim == 2 and not mask.all():
+            x = x.masked_fill(mask[..., None] == 0, 0.0)
+        return self.last(x)
+
+
+def test_a_value_of_the_arguments_is_asked_again_before_each_call():
+    network, x, ones = Masked().double(), values(2, 4, WIDTH), torch.ones(2, 4)
+    padded = ones.clone()
+    padded[0, 2:] = 0
+    made = assert_followed(network, x, ones)
+    assert not made.fits([x, padded])
+    other = assert_followed(network, x, padded)
+    assert not other.fits([x, ones])
+    assert other.fits([x, padded.flip(0)])
+    assert_computes(other, network, x, padded.flip(0))
+    assert len(other.calls) > len(made.calls)
+
+
+# Outputs and arguments of any class.
+
+
+@dataclass
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """A dataclass that is an ordered mapping, too."""
+
+    hidden: Any = None
+    pooled: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Encoder(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        return ModelOutput(hidden=hidden, pooled=hidden.mean(1))
+
+    def pattern(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OpaqueEncoder(Encoder):
+    def pattern(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > -1e9 else -x
+
+
+@pytest.mark.parametrize("encoder", [Encoder, OpaqueEncoder])
+def test_outputs_that_are_dataclasses_and_mappings(encoder):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = encoder(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            output = self.encoder(x)
+            return ModelOutput(hidden=self.head(output["hidden"]), pooled=output.pooled)
+
+    made = assert_followed(Model().double(), values(2, 4, WIDTH))
+    assert list(made.opaque) == ([] if encoder is Encoder else ["encoder"])
+
+
+class Cache:
+    """Collects what layers compute, as caches of keys and values do."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+
+    def update(self, index: int, key: Tensor) -> Tensor:
+        self.layers.append({"key": key})
+        return self.layers[index]["key"]
+
+
+class Cached(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Any:
+        cache = Cache()
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache, index)
+        return x, cache
+
+
+class CachedLayer(Block):
+    def forward(self, x: Tensor, cache: Cache, index: int) -> Tensor:  # type: ignore[override]
+        return self.last(x + cache.update(index, self.first(x)))
+
+
+class AskingCachedLayer(CachedLayer):
+    def forward(self, x: Tensor, cache: Cache, index: int) -> Tensor:  # type: ignore[override]
+        assert float(x.detach().sum()) < 1e9
+        return super().forward(x, cache, index)
+
+
+def test_objects_that_collect_tensors():
+    made = assert_followed(Cached(CachedLayer(), CachedLayer()).double(), values(2, WIDTH))
+    assert made.opaque == {}
+
+
+def test_what_a_module_that_stays_whole_leaves_in_an_object_is_not_lost():
+    with pytest.raises(NotTraceable, match="hands on a Cache, whose tensors cannot be followed"):
+        traced(Cached(CachedLayer(), AskingCachedLayer()).double(), values(2, WIDTH))
+
+
+class Leaking(Block):
+    """Stays whole, and leaves a tensor in a list."""
+
+    def forward(self, x: Tensor, left: list[Tensor]) -> Tensor:  # type: ignore[override]
+        hidden = self.first(x)
+        left.append(hidden)
+        return self.last(hidden) if float(hidden.detach().sum()) < 1e9 else hidden
+
+
+class UsesLeft(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Leaking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+        return self.inner(x, left) + left[0]
+
+
+def test_a_tensor_from_where_nothing_is_followed_is_no_constant():
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), UsesLeft(), nn.Linear(WIDTH, WIDTH)).double()
+    made = assert_followed(network, values(2, WIDTH))
+    assert "uses a tensor that was computed where it cannot be followed" in made.opaque["1"]
+    assert_computes(made, network, values(3, WIDTH))
+
+
+# What may change from call to call.
+
+
+def draws_from_its_own(self: Block, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return x + torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+
+def asks_for_a_dynamic_size(self: Block, x: Tensor) -> Tensor:
+    positive = x[x > 0]
+    return x * positive.numel()
+
+
+def maps_over_samples(self: Block, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda sample: sample * sample.sum())(x)
+
+
+def goes_backward(self: Block, x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(leaf.square().sum(), leaf)
+    return x + gradient
+
+
+def checkpoints(self: Block, x: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+def checkpoints_reentrantly(self: Block, x: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=True)
+
+
+WHOLE = [
+    draws_from_its_own,
+    asks_for_a_dynamic_size,
+    maps_over_samples,
+    goes_backward,
+    checkpoints,
+]
+
+
+@pytest.mark.parametrize("pattern", WHOLE)
+def test_what_calls_alone_would_not_do_stays_whole(pattern):
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(pattern), nn.Linear(WIDTH, WIDTH)).double()
+    made = assert_followed(network, values(3, WIDTH))
+    assert list(made.opaque) == ["1"]
+    assert_computes(made, network, values(3, WIDTH))
+
+
+def test_reentrant_checkpointing_is_refused():
+    """A submodule with it could stay whole, but the gradients of its stage could not be computed."""
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(checkpoints_reentrantly)).double()
+    with pytest.raises(ConfigurationError, match="use_reentrant=True cannot compute the gradients of a stage"):
+        assert_followed(network, values(3, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpointing_of_frozen_layers_stays_whole():
+    """No gradient passes it."""
+    frozen = block(checkpoints_reentrantly).requires_grad_(False)
+    network = nn.Sequential(frozen, nn.Linear(WIDTH, WIDTH)).double()
+    made = traced(network, values(3, WIDTH))
+    assert list(made.opaque) == ["0"]
+
+
+def selects(self: Block, x: Tensor) -> Tensor:
+    return torch.index_put(x, (x > 0,), x[x > 0] * 3)
+
+
+def writes_in_place(self: Block, x: Tensor) -> Tensor:
+    shifted = torch.zeros_like(x)
+    shifted[:, 1:] = x[:, :-1].clone()
+    shifted.mul_(2)
+    shifted += x
+    return shifted
+
+
+def without_gradients(self: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax(-1, keepdim=True)
+    return x / (1 + scale)
+
+
+def with_an_activation(self: Block, x: Tensor) -> Tensor:
+    return nn.GELU()(x)
+
+
+def with_a_constant(self: Block, x: Tensor) -> Tensor:
+    return x * CONSTANT
+
+
+CONSTANT = torch.arange(WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("pattern", [selects, writes_in_place, without_gradients, with_an_activation, with_a_constant])
+def test_what_is_followed_holds_for_other_values(pattern):
+    network = block(pattern)
+    made = assert_followed(network, values(4, WIDTH))
+    assert made.opaque == {}
+    for _ in range(3):
+        assert_computes(made, network, values(4, WIDTH))
+
+
+def test_whether_a_value_requires_a_gradient_is_asked_again():
+    def stops(self: Block, x: Tensor) -> Tensor:
+        return x * 2 if x.requires_grad else x
+
+    network, x = block(stops), values(2, WIDTH)
+    made = assert_followed(network, x)
+    network.first.requires_grad_(False)
+    assert not made.fits([x])
+    assert_followed(network, x)
+
+
+# Libraries.
+
+
+class HooksAtFirst(Block):
+    """Sets an attribute in its first call."""
+
+    is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+        return super().forward(x)
+
+    def pattern(self, x: Tensor) -> Tensor:
+        return x
+
+
+class CountsCalls(HooksAtFirst):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_an_attribute_that_only_the_first_call_sets_is_no_side_effect():
+    network = nn.Sequential(HooksAtFirst(), CountsCalls()).double()
+    made = assert_followed(network, values(2, WIDTH))
+    assert list(made.opaque) == ["1"]
+    assert "sets the attribute 'calls'" in made.opaque["1"]
+    assert network[0].is_ready
+    made = traced(network, values(2, WIDTH))
+    assert "0.first" in {str(node.target).removeprefix("network.") for node in made.calls}
+
+
+def test_only_the_first_call_counts_for_attributes():
+    network = CountsCalls().double()
+    with pytest.raises(NotTraceable, match="sets the attribute 'calls' of CountsCalls"):
+        traced(network, values(2, WIDTH))
+    assert "calls" not in vars(network)
+
+
+class CheckpointingLayer(nn.Module):
+    """Checkpoints where it is called, as layers of transformers do."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+class CheckpointedBlock(CheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def test_layers_that_checkpoint_where_they_are_called_stay_whole():
+    network = nn.Sequential(CheckpointedBlock(), CheckpointedBlock()).double()
+    made = assert_followed(network, values(2, WIDTH))
+    assert list(made.opaque) == ["0", "1"]
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self, total_length: int | None = None) -> None:
+        super().__init__()
+        self.embedding, self.total_length = nn.Embedding(20, WIDTH), total_length
+        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.decoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Any:
+        packed = pack_padded_sequence(self.embedding(source), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        output, state = self.encoder(packed)
+        encoded, _ = pad_packed_sequence(output, batch_first=True, total_length=self.total_length)
+        decoded, _ = self.decoder(self.embedding(target), state)
+        return decoded, encoded
+
+
+@pytest.mark.parametrize("total_length", [None, 9])
+def test_packed_sequences_of_other_lengths(total_length):
+    network = Seq2Seq(total_length).double()
+    source, target = torch.randint(0, 20, (4, 7)), torch.randint(0, 20, (4, 5))
+    made = assert_followed(network, source, torch.tensor([7, 3, 5, 2]), target)
+    assert made.opaque == {}
+    # The longest sequence is shorter.
+    assert_computes(made, network, source, torch.tensor([4, 4, 1, 2]), target)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformers_of_torch_within_their_layers(norm_first):
+    network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first).double()
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    made = assert_followed(network, values(2, 4, WIDTH), values(2, 5, WIDTH), tgt_mask=mask)
+    called = {str(node.target).removeprefix("network.") for node in made.calls}
+    assert {"encoder.layers.1.linear1", "decoder.layers.1.multihead_attn"} <= called
+
+
+def test_layers_of_torchs_encoder_are_one_call_in_an_evaluation():
+    network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True).double().eval()
+    made = assert_followed(network, values(2, 4, WIDTH), values(2, 5, WIDTH))
+    called = {str(node.target).removeprefix("network.") for node in made.calls}
+    assert {"encoder.layers.1", "decoder.layers.1.linear1"} <= called
+
+
+class Residual(nn.Module):
+    """Adds what passes by a layer in place, as networks of images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(torch.tanh(x))
+            hidden += x
+            x = hidden
+        return x
+
+
+def test_what_is_added_in_place_may_come_from_an_earlier_stage():
+    made = assert_followed(Residual(), values(3, WIDTH))
+    begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
+    assert {"network_layers_1", "tanh_1", "network_layers_2", "tanh_2"} <= begin_stages
+
+
+def test_what_is_changed_in_place_may_not():
+    made = assert_followed(Residual(), values(3, WIDTH))
+    changes = {node.name for node in made.changes}
+    begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
+    assert len(changes) == 3
+    assert not changes & begin_stages
+
+
+# What the calls alone would do otherwise.
+
+
+class Fails(Block):
+    """Asks for a value, and may fail."""
+
+    def pattern(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 0:
+            raise ValueError("positive")
+        return x
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = Fails(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except ValueError:
+            return self.other(x)
+
+
+class CatchesOfTorch(Block):
+    def pattern(self, x: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(x)
+        except RuntimeError:
+            return x
+
+
+@pytest.mark.parametrize("kind", [Catches, CatchesOfTorch])
+def test_an_error_that_is_caught_decides_for_one_call_only(kind):
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH)).double()
+    made = assert_followed(network, values(WIDTH, WIDTH))
+    assert list(made.opaque) == ["1"]
+    for _ in range(3):
+        assert_computes(made, network, values(WIDTH, WIDTH))
+
+
+def test_a_question_without_an_answer_is_another_trace():
+    class Indexed(Block):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return self.last(self.first(x) * (2 if bool(mask[1]) else 3))
+
+    network = Indexed().double()
+    made = assert_followed(network, values(2, WIDTH), torch.ones(3))
+    assert not made.fits([values(2, WIDTH), torch.ones(1)])
+    assert not made.fits([values(2, WIDTH), torch.zeros(3)])
+
+
+def test_a_submodule_within_one_that_stays_whole_is_not_listed():
+    class Outer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = block(goes_backward)
+
+        def pattern(self, x: Tensor) -> Tensor:
+            return self.inner(x) if float(x.detach().sum()) < 1e9 else x
+
+    made = assert_followed(nn.Sequential(Outer(), nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH))
+    assert list(made.opaque) == ["0"]
+
+
+class Appends(Block):
+    """Leaves what it computes in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def pattern(self, x: Tensor) -> Tensor:
+        self.outputs.append(x.detach())
+        return x
+
+
+def test_a_list_that_a_forward_fills_is_a_side_effect():
+    network = nn.Sequential(Appends(), nn.Linear(WIDTH, WIDTH)).double()
+    made = traced(network, values(2, WIDTH))
+    assert "changes the list 'outputs' of Appends" in made.opaque["0"]
+    assert network[0].outputs == []
+
+
+class Switched(Block):
+    """Reads an attribute."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use_scale, self.steps = True, 0
+
+    def pattern(self, x: Tensor) -> Tensor:
+        return x * self.scale if self.use_scale else x
+
+
+def test_an_attribute_that_a_forward_reads_is_compared_before_each_call():
+    network, x = nn.Sequential(Switched(), nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH)
+    made = assert_followed(network, x)
+    network[0].steps += 1  # which the forward does not read
+    assert made.fits([x])
+    network[0].use_scale = False
+    assert not made.fits([x])
+    assert_followed(network, x)
+
+
+class Logs(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.log("mean", hidden.mean())
+        return self.last(hidden)
+
+
+def test_a_value_that_is_logged_is_not_lost():
+    with pytest.raises(NotTraceable, match=r"self.log\(.*logs a value, which only the step itself may do"):
+        traced(Logs().double(), values(2, WIDTH))
+
+
+def test_autocast_that_is_off_stays_off():
+    def exact(self: Block, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ self.first.weight.float()
+
+    network, x = block(exact).float(), torch.randn(4, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = traced(network, x)
+        output = in_stages(made, [len(made.calls)], [x])
+        assert torch.equal(output, network(x))
+
+
+def test_a_recording_that_fails_keeps_no_tensor_alive():
+    network, x = CountsCalls().double(), values(2, WIDTH)
+    alive = []
+
+    def forward(x: Tensor) -> Tensor:
+        alive.append(weakref.ref(x))
+        return network(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(NotTraceable) as raised:
+            trace(network, forward, CallStructure((x,), {}))
+        del raised
+        assert [reference for reference in alive if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_modules_of_other_threads_are_called_as_ever():
+    other, results = nn.Linear(WIDTH, WIDTH).double(), []
+
+    def calls_in_a_thread(self: Block, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: results.append(other(values(1, WIDTH))))
+        thread.start()
+        thread.join()
+        return x
+
+    made = assert_followed(block(calls_in_a_thread), values(2, WIDTH))
+    assert made.opaque == {}
+    assert results
+
+
+class Experts(nn.Module):
+    """Hands each sample to the layer that it chooses."""
+
+    def __init__(self, *, drops: bool = False) -> None:
+        super().__init__()
+        self.layers, self.drops = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, chosen = torch.zeros_like(x), x[:, :3].argmax(-1)
+        for index, layer in enumerate(self.layers):
+            rows = (chosen == index).nonzero().squeeze(-1)
+            if len(rows):
+                output = output.index_add(0, rows, layer(x[rows]))
+        return output[x[:, 0] > 0] if self.drops else output
+
+
+class WithExperts(nn.Module):
+    """Asks for the sizes of what its experts return."""
+
+    def __init__(self, *, drops: bool = False) -> None:
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(WIDTH, WIDTH), Experts(drops=drops), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.experts(self.first(x))
+        return self.last(x.reshape(x.shape[0], -1))
+
+
+def test_what_follows_experts_is_followed():
+    network = nn.Sequential(WithExperts(), WithExperts()).double()
+    made = assert_followed(network, values(8, WIDTH))
+    assert list(made.opaque) == ["0.experts", "1.experts"]
+    for _ in range(3):
+        assert_computes(made, network, values(8, WIDTH))
+
+
+def test_sizes_that_follow_from_values_are_checked_in_each_call():
+    network, x = WithExperts(drops=True).double(), values(8, WIDTH)
+    made = traced(network, x)
+    assert torch.equal(in_stages(made, [len(made.calls)], [x]), network(x))
+    hidden = network.first(x)
+    others = (values(8, WIDTH) for _ in range(100))
+    other = next(other for other in others if (network.first(other)[:, 0] > 0).sum() != (hidden[:, 0] > 0).sum())
+    with pytest.raises(StepError, match="sizes that depend on values, and the code"):
+        in_stages(made, [len(made.calls)], [other])
+
+
+class RegistersAtFirst(Block):
+    """Registers a hook in its first call, as libraries do that collect what layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.last.register_forward_hook(lambda module, args, output: output * 2)
+            self.is_ready = True
+        return super().forward(x)
+
+    def pattern(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_hook_that_the_first_call_registers_is_registered_once():
+    network = nn.Sequential(RegistersAtFirst(), nn.Linear(WIDTH, WIDTH)).double()
+    for _ in range(2):
+        assert_followed(network, values(2, WIDTH))
+        assert len(network[0].last._forward_hooks) == 1

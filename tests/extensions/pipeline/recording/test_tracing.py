@@ -1,0 +1,284 @@
+"""Forwards as lists of calls: what can be followed, what stays whole, what stands in the way."""
+
+import random
+import weakref
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from equipoise import ConfigurationError
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.stages import make_stages
+from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
+
+
+def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+    return trace(network, network.forward, CallStructure(args, kwargs))
+
+
+def names(made: Traced) -> list[str]:
+    return [str(node.target).removeprefix("network.") for node in made.calls if node.op == "call_module"]
+
+
+def run(made: Traced, *tensors: Tensor) -> Any:
+    (stage,) = make_stages(made, [len(made.calls)])
+    return stage.run(tensors)
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden * 2 if hidden.sum() > 0 else hidden
+
+
+class Counts(Asks):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+class Draws(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.random() * float(np.random.rand()) * torch.rand(1)
+
+
+class Checkpointed(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Remembers(Asks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.5).add_(1.0)
+        return self.layer(x)
+
+
+class Averages(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.5 * self.seen + x.detach()
+        return self.layer(x)
+
+
+class WithoutGradients(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x)
+
+
+class Casts(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.layer(x)
+        return hidden.float()
+
+
+@pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed, Remembers, Averages, WithoutGradients, Casts])
+def test_what_cannot_be_followed_stays_whole(kind):
+    """Also deep within containers; nothing of the attempt remains, and what is beside it is followed."""
+    network, x = (
+        nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), kind(), nn.Linear(3, 3)), kind()),
+        torch.rand(3),
+    )
+    seed = (random.getstate(), torch.get_rng_state(), np.random.get_state()[2])
+    made = traced(network, x)
+    assert names(made) == ["0", "1.0", "1.1", "1.2", "2"]
+    assert set(made.opaque) == {"1.1", "2"}
+    assert [part.calls for part in network.modules() if isinstance(part, Counts)] == ([0, 0] if kind is Counts else [])
+    assert all(torch.equal(buffer, torch.zeros(3)) for buffer in network.buffers())
+    after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[2])
+    assert seed[0] == after[0]
+    assert torch.equal(seed[1], after[1])
+    assert seed[2] == after[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Asks, r"Asks.forward, line \d+: `return hidden \* 2 if hidden.sum\(\) > 0 else hidden`"),
+        (Counts, "Counts.forward sets the attribute 'calls' of Counts"),
+        (Draws, "draws random numbers|Draws.forward"),
+        # torch 2.11 asks whether a tensor has a graph before it sets its hooks.
+        (Checkpointed, "(activation checkpointing|`grad_fn`)"),
+        (Remembers, "Remembers.forward changes the buffer 'seen' of Remembers"),
+        (Averages, "Averages.forward sets the buffer 'seen' of Averages"),
+        (
+            WithoutGradients,
+            r"WithoutGradients.forward, line \d+: `return self.layer\(x\)` \(computed under torch.no_grad",
+        ),
+        (Casts, r"Casts.forward, line \d+: `hidden = self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
+    ],
+)
+def test_obstacles_in_the_network_itself_are_told(kind, told):
+    network = kind()
+    with pytest.raises(NotTraceable, match=told):
+        traced(network, torch.rand(2, 3))
+    assert getattr(network, "calls", 0) == 0
+
+
+# As text, since pytest makes something else of assertions in this file.
+ASSERTING = """
+class Asserting(nn.Module):
+    def forward(self, x, most=5):
+        size, length = x.shape
+        assert length <= most, f"{length} is too long"
+        assert size > 0 and length > 0
+        assert (x >= 0).all()
+        positions = torch.arange(length, device=x.device)
+        return x + positions.to(x.dtype)
+"""
+
+
+def test_assertions_are_asked_when_it_runs():
+    space = {"nn": nn, "torch": torch}
+    exec(ASSERTING, space)  # noqa: S102
+    network = space["Asserting"]()
+    made = traced(network, torch.zeros(2, 3))
+    assert torch.equal(run(made, torch.ones(2, 3)), torch.arange(3.0).expand(2, 3) + 1)
+    with pytest.raises(AssertionError, match="does not hold"):
+        run(made, torch.full((2, 3), -1.0))
+    # Another length is another trace.
+    assert not made.fits([torch.zeros(2, 4)])
+    with pytest.raises(AssertionError, match="6 is too long"):
+        traced(network, torch.zeros(2, 6))
+
+
+def test_layers_with_hooks_stay_whole():
+    seen = []
+    network = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
+    network[0].register_forward_hook(lambda *_: seen.append(1))
+    assert names(traced(network, torch.rand(2, 3))) == ["0", "1"]
+    assert seen == [1]  # the forward runs once to be recorded
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_transformer_encoders(masked, training):
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    network = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(6), enable_nested_tensor=False)
+    network.train(training)
+    x, mask = torch.rand(2, 4, 6), torch.tensor([[False, False, True, True], [False] * 4])
+    made = traced(network, x, src_key_padding_mask=mask) if masked else traced(network, x)
+    parts = ["self_attn", "dropout1", "norm1", "linear1", "dropout", "linear2", "dropout2", "norm2"]
+    of_a_layer = [f".{part}" for part in parts] if training else [""]
+    assert names(made) == [f"layers.{index}{part}" for index in range(3) for part in of_a_layer] + ["norm"]
+    expected = network(x, src_key_padding_mask=mask) if masked else network(x)
+    torch.testing.assert_close(run(made, x, mask) if masked else run(made, x), expected)
+
+
+# The structure of a call
+
+
+Pair = namedtuple("Pair", "one other")
+
+
+@dataclass(frozen=True)
+class Data:
+    tensor: Tensor
+    name: str
+
+
+def test_tensors_are_taken_out_and_filled_in():
+    tensors = [torch.rand(2) for _ in range(6)]
+    a, b, c, d, e, f = tensors
+    args = (a, [b, 3], {"c": c, "n": None}, Pair(d, 2.0), Data(e, "x"), UserDict(f=f), OrderedDict(), torch.Size([2]))
+    structure = CallStructure(args, {"again": a})
+    assert [id(one) for one in structure.tensors] == [id(one) for one in (*tensors, a)]
+    filled, kwargs = structure.fill([0, 1, 2, 3, 4, 5, 6])
+    assert filled[:4] == (0, [1, 3], {"c": 2, "n": None}, Pair(3, 2.0))
+    assert (filled[4].tensor, filled[4].name, filled[5]["f"], kwargs) == (4, "x", 5, {"again": 6})
+    assert args[1][0] is b  # the caller's own are as they were
+    assert structure.key == CallStructure(args, {"again": torch.rand(5)}).key
+    assert structure.key != CallStructure((a, [b, 4], *args[2:]), {"again": a}).key
+    assert structure.without_tensors().tensors == []
+
+
+def test_tensors_in_strange_objects_are_refused():
+    class Strange:
+        def __init__(self) -> None:
+            self.tensor = torch.rand(2)
+
+    with pytest.raises(ConfigurationError, match="The network is called with a Strange, whose tensors"):
+        CallStructure((Strange(),), {})
+
+
+def test_a_trace_keeps_no_tensor_of_the_call():
+    x = torch.rand(2, 3)
+    made, alive = traced(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), x), weakref.ref(x)
+    del x
+    assert alive() is None
+    assert made.calls
+
+
+@dataclass
+class Halves:
+    """Two tensors and a number, on the way to a layer."""
+
+    first: Tensor
+    second: Tensor
+    factor: float
+
+
+Named = namedtuple("Named", ["first", "second", "factor"])
+
+
+class TakesPair(nn.Module):
+    """Stays whole, since it reads a value; its argument is a container that a graph cannot hold."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, pair: Any) -> Tensor:
+        first, second, factor = self.parts(pair)
+        sign = 1.0 if first.sum() > 0 else -1.0
+        return self.layer(first) * second * factor * sign
+
+
+class Packs(nn.Module):
+    def __init__(self, pack: Any, parts: Any) -> None:
+        super().__init__()
+        self.pack = pack
+        self.before = nn.Linear(3, 3)
+        self.whole = TakesPair(parts)
+        self.after = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.after(self.whole(self.pack(hidden, hidden.tanh())))
+
+
+@pytest.mark.parametrize(
+    ("pack", "parts"),
+    [
+        (lambda a, b: Halves(a, b, 2.0), lambda pair: (pair.first, pair.second, pair.factor)),
+        (lambda a, b: Named(a, b, 2.0), tuple),
+        (lambda a, b: {1: a, 2: b, 3: 2.0}, lambda pair: tuple(pair.values())),
+        (lambda a, b: OrderedDict(a=a, b=b, c=2.0), lambda pair: tuple(pair.values())),
+    ],
+    ids=["data class", "named tuple", "keys that are no names", "ordered dictionary"],
+)
+def test_containers_reach_a_layer_that_stays_whole(pack: Any, parts: Any) -> None:
+    network = Packs(pack, parts).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    made = traced(network, x)
+    assert names(made) == ["before", "whole", "after"]
+    for batch in (x, torch.randn(5, 3, dtype=torch.float64)):
+        torch.testing.assert_close(run(made, batch), network(batch), rtol=1e-12, atol=1e-12)

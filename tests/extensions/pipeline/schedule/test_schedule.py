@@ -1,0 +1,186 @@
+"""Orders of forwards and backwards: complete, without a deadlock, as idle and as full as the theory says."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from equipoise import ConfigurationError
+from equipoise.extensions.pipeline.schedule.schedule import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    actions_of,
+    check_schedule,
+    check_stages,
+    occupancy,
+    splits,
+)
+from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline, simulate
+
+PLANS: list[tuple[Schedule, int]] = [
+    ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5)),
+    ("interleaved_zero_bubble", 1),
+]  # fmt: skip
+
+
+KINDS = [(False, False), (True, False), (True, True)]
+
+
+def most_held(schedule: Schedule, device: int, devices: int, micro_batches: int, each: int) -> int:
+    """The most activations that a device may hold, of all of its stages, as papers have it."""
+    every = each * micro_batches
+    full = {"1f1b": devices - device, "interleaved_1f1b": 2 * (devices - device - 1) + (each - 1) * devices + 1}
+    full["interleaved_zero_bubble"] = each * devices
+    return min(every, full.get(schedule, every))
+
+
+@pytest.mark.parametrize(("schedule", "each"), PLANS)
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 6, 13])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7])
+def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, micro_batches, devices):
+    for device in range(devices):
+        actions = actions_of(schedule, device, devices, micro_batches, each)
+        stages = range(device, devices * each, devices)
+        assert {stage for stage, _ in actions} == set(stages)
+        full, whole = dict.fromkeys(stages, 0), 0
+        for stage in stages:
+            own = [action for at, action in actions if at == stage]
+            for kind in KINDS[: 2 + splits(schedule)]:
+                # In order, since what passes between two stages has no number.
+                assert [one.micro_batch for one in own if (one.backward, one.weights) == kind] == list(
+                    range(micro_batches)
+                )
+            assert len(own) == (2 + splits(schedule)) * micro_batches
+        most, later, learns = dict(full), dict(full), set[int]()
+        half, between = dict(full), dict(full)
+        for stage, action in actions:
+            gone = action.weights if splits(schedule) else action.backward
+            full[stage] += (not action.backward) - gone
+            assert full[stage] >= 0
+            learns |= {stage} if gone else set()
+            half[stage] += (action.backward and not gone) - action.weights
+            between[stage] = max(between[stage], half[stage])
+            most[stage] = max(most[stage], full[stage])
+            later[stage] = max(later[stage], full[stage] if stage in learns else 0)
+            whole = max(whole, sum(full.values()))
+        assert not any(full.values())
+        assert whole <= most_held(schedule, device, devices, micro_batches, each)
+        for stage in stages:
+            assert occupancy(schedule, stage, devices, micro_batches, each).most == most[stage]
+            assert occupancy(schedule, stage, devices, micro_batches, each) == (
+                most[stage],
+                later[stage],
+                between[stage],
+            )
+
+
+def test_one_stage_on_a_device_holds_what_is_on_its_way_behind_it():
+    for stage in range(4):
+        assert occupancy("1f1b", stage, 4, 9).most == 4 - stage
+        assert occupancy("1f1b", stage, 4, 2).most == min(2, 4 - stage)
+        assert occupancy("gpipe", stage, 4, 9).most == 9
+
+
+@pytest.mark.parametrize(("schedule", "each"), PLANS)
+@pytest.mark.parametrize("turns", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_equal_stages_idle_as_the_theory_says(devices, turns, schedule, each):
+    """With a multiple of as many micro-batches as there are devices."""
+    for backward in (2.0,) if splits(schedule) else (1.0, 2.0):
+        batches, stages = turns * devices, devices * each
+        timeline = simulate(schedule, [1.0] * stages, [backward] * stages, batches, each)
+        lost = (devices - 1) * (1 if splits(schedule) else 1 + backward)
+        whole = each * batches * (1 + backward) + lost
+        assert timeline.seconds == pytest.approx(whole)
+        assert timeline.idle == pytest.approx(lost / whole, abs=1e-12)
+        assert len(timeline.spans) == (2 + splits(schedule)) * stages * batches
+        assert timeline.devices == devices
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_one_stage_on_a_device_idles_alike_with_any_number_of_micro_batches(devices, micro_batches):
+    for schedule in ("gpipe", "1f1b"):
+        timeline = simulate(schedule, [1.0] * devices, [2.0] * devices, micro_batches)
+        assert timeline.idle == pytest.approx((devices - 1) / (micro_batches + devices - 1), abs=1e-12)
+
+
+def test_interleaved_forwards_are_there_while_values_are_on_their_way():
+    """As many before a device's first backward as the paper says, though fewer would fill the pipeline."""
+    first = [action.backward for _, action in actions_of("interleaved_1f1b", 1, 4, 12, 3)].index(True)
+    assert first == 2 * (4 - 1 - 1) + (3 - 1) * 4 + 1
+    assert simulate("interleaved_1f1b", [1.0] * 4, [1.0] * 4, 3, 2).idle == pytest.approx(0.2)
+
+
+def test_nothing_begins_before_what_it_needs_and_nothing_waits_for_ever():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(200):
+        (schedule, each), devices, micro_batches = draw.choice(PLANS), draw.randint(1, 6), draw.randint(1, 14)
+        stages = devices * each
+        times = [[draw.uniform(0.1, 3) for _ in range(stages)] for _ in range(2)]
+        timeline = simulate(schedule, *times, micro_batches, each)
+        at = {(span.stage, span.action): span for span in timeline.spans}
+        assert len(at) == len(timeline.spans) == (2 + splits(schedule)) * stages * micro_batches
+        for (stage, action), span in at.items():
+            before = stage + 1 if action.backward else stage - 1
+            if action.weights:
+                needed: Span | None = at[stage, action._replace(weights=False)]
+            elif action.backward and before == stages:
+                needed = at[stage, Action(False, action.micro_batch)]
+            else:
+                needed = at.get((before, action))
+            assert needed is None or needed.end <= span.begin + 1e-12
+        work = [sum(sum(each[device::devices]) for each in times) for device in range(devices)]
+        assert timeline.seconds >= micro_batches * max(work) - 1e-9
+        for device in range(devices):
+            own = sorted(
+                (span for span in timeline.spans if span.stage % devices == device), key=lambda span: span.begin
+            )
+            assert all(one.end <= other.begin + 1e-12 for one, other in pairwise(own))
+            assert [(span.stage, span.action) for span in own] == actions_of(
+                schedule, device, devices, micro_batches, each
+            )
+
+
+def test_a_timeline_of_nothing():
+    assert (Timeline((), 2).seconds, Timeline((), 2).idle) == (0.0, 0.0)
+
+
+def test_schedules_by_name():
+    assert check_schedule("1f1b") == "1f1b"
+    names = "'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b', 'interleaved_zero_bubble'"
+    with pytest.raises(ConfigurationError, match=f"schedule must be one of {names}, not 'zero'"):
+        check_schedule("zero")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("LoopedBFS", "looped_bfs"),
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("InterleavedZeroBubble", "interleaved_zero_bubble"),
+    ],
+)
+def test_names_of_torch_s_are_understood(given, meant):
+    with pytest.raises(ConfigurationError, match=f"not '{given}'. Did you mean '{meant}'?"):
+        check_schedule(given)
+
+
+def test_how_many_stages_a_device_has():
+    assert [check_stages(schedule, None) for schedule in SCHEDULES] == [1, 1, 2, 2, 2]
+    assert check_stages("looped_bfs", 4) == 4
+    assert check_stages("interleaved_zero_bubble", 1) == 1
+    for schedule, instead in (("gpipe", "looped_bfs"), ("1f1b", "interleaved_1f1b")):
+        assert check_stages(schedule, 1) == 1
+        with pytest.raises(ConfigurationError, match=f"one stage on each device, .*=3. Take schedule='{instead}'"):
+            check_stages(schedule, 3)
+    with pytest.raises(ConfigurationError, match="'looped_bfs' needs at least 2 stages on each device"):
+        check_stages("looped_bfs", 1)
+    for wrong in (0, -1, 2.0, True, "2"):
+        with pytest.raises(ConfigurationError, match="stages_per_device is a whole number from 1, not "):
+            check_stages("looped_bfs", wrong)

@@ -1,0 +1,67 @@
+"""Costs of a stack's layers are those of the forward and of the backward that belong to each layer."""
+
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.stack import stack_profile
+from equipoise.extensions.pipeline.stack.layer_stack import largest_stack
+from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
+
+LAYERS = 3
+
+
+class Network(nn.Module):
+    """Layers between two others.
+
+    Args:
+        is_checkpointed: Whether the backward computes the layers again.
+    """
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(LAYERS))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        for layer in self.layers:
+            if self.is_checkpointed:
+                value = checkpoint(layer, value, use_reentrant=False)
+            else:
+                value = layer(value)
+        output: Tensor = self.last(value)
+        return output
+
+
+def profile(is_checkpointed: bool) -> StackProfile:
+    network = Network(is_checkpointed)
+    stack = largest_stack(network)
+    assert stack is not None
+    structure = CallStructure((torch.randn(5, 2),), {})
+    return profile_stack(stack, network, network, network.forward, structure, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_times_of_the_backward_are_no_times_of_the_forward(
+    is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second passes each time the clock is read: once where a layer begins, and once at the end of the forward."""
+    seconds = count()
+    monkeypatch.setattr(stack_profile, "now", lambda device: float(next(seconds)))
+    blocks = profile(is_checkpointed).blocks
+    # What comes before the first layer belongs to it, so the clock is not read where that begins.
+    assert [block.forward for block in blocks] == [1.0] * LAYERS
+    assert all(block.backward >= 1.0 for block in blocks)
+
+
+def test_checkpointed_layers_save_less() -> None:
+    plain, checkpointed = profile(False), profile(True)
+    for index in range(1, LAYERS):
+        assert checkpointed.blocks[index].parameters == plain.blocks[index].parameters
+    assert sum(block.saved for block in checkpointed.blocks) <= sum(block.saved for block in plain.blocks)

@@ -1,0 +1,203 @@
+"""Checkpoints of a pipeline are everybody's: other stages, other cuts, one device, and the other way round."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
+from equipoise.extensions.pipeline.execution.placement import Placement
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.network import StagedNetwork
+from equipoise.extensions.pipeline.planning.cut import CutOptions
+from tests.conftest import ignoring
+from tests.extensions.pipeline.strategy.test_pipeline import Dropping
+from tests.support.pipelines import Tokens, fit, pipelined, quiet
+from tests.test_transparency import Batches, Mlp
+
+pytestmark = ignoring("\\w+ has a `validation_step`, but", "The (dataloader|'train_dataloader')")
+
+SIZES = [13, 13, 5, 13, 2]
+
+
+class Save(L.Callback):
+    """Writes a checkpoint after a batch."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx + 1 == self.step and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def resume(make: Any, path: Path, **options: Any) -> Any:
+    L.seed_everything(3, verbose=False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    trainer = quiet(**{"max_epochs": 2, "strategy": "single_device", "devices": 1, **options})
+    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=path)
+    return module, [], trainer
+
+
+def same_weights(one: Any, other: Any, tolerance: float) -> None:
+    for (name, expected), actual in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def moved(stages: int, **options: Any) -> dict[str, Any]:
+    return pipelined(stages, micro_batches=3, **options)
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, moved(3)),
+        (moved(2), {}),
+        (moved(2), moved(4)),
+        (moved(3), moved(3, cut_before=["net.blocks.1", "net.output"])),
+    ],
+    ids=["to stages", "to one device", "to more stages", "to other cuts"],
+)
+def test_resumed_elsewhere_in_the_midst_of_an_epoch(before, after, accumulate, tmp_path):
+    whole = fit(Tokens, SIZES, accumulate_grad_batches=accumulate)
+    path = tmp_path / "saved.ckpt"
+    fit(Tokens, SIZES, callbacks=[Save(path, 3)], accumulate_grad_batches=accumulate, **before)
+    same_weights(whole[0], resume(Tokens, path, accumulate_grad_batches=accumulate, **after)[0], 1e-11)
+
+
+def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
+    """With dropout, whose masks depend on the cut; the cut is the checkpoint's, though it would be measured anew."""
+    path = tmp_path / "saved.ckpt"
+    cut = ["net.2", "net.4.1"]
+    whole, _, _ = fit(Dropping, SIZES, **moved(3, cut_before=cut))
+    fit(Dropping, SIZES, callbacks=[Save(path, 3)], **moved(3, cut_before=cut))
+    again, _, trainer = resume(Dropping, path, **moved(3))
+    assert trainer.connected_strategy.state_dict()["cut_before"] == cut
+    same_weights(whole, again, 0.0)
+
+
+def test_the_state_is_full_and_plain(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    module, _, trainer = fit(Tokens, SIZES, **moved(3))
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    assert set(saved["state_dict"]) == set(Tokens().state_dict())
+    other = Tokens().double()
+    other.load_state_dict(saved["state_dict"])
+    same_weights(module, other, 0.0)
+
+
+def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
+    """Functions between layers have names, too."""
+    strategy = PipelineStrategy(micro_batches=2)
+    trainer = quiet(strategy=strategy, devices=["cpu", "cpu"])
+    loader = DataLoader(Batches(SIZES), batch_size=None)
+    trainer.validate(Tokens().double(), loader, verbose=False)
+    state = strategy.state_dict()
+    other = PipelineStrategy(micro_batches=2)
+    other.load_state_dict(state)
+    again = quiet(strategy=other, devices=["cpu", "cpu"])
+    again.fit(Tokens(by_self=True).double(), loader)
+    assert other.state_dict() == state
+    for strange in ({"cut_before": 3}, {"cut_before": ["a"], "calls": ["b"]}, {}):
+        third = PipelineStrategy(micro_batches=2)
+        third.load_state_dict(strange)
+        quiet(strategy=third, devices=["cpu", "cpu"]).fit(Tokens().double(), loader)
+        assert third.state_dict()["cut_before"]
+
+
+def test_names_that_the_table_shows_can_be_given():
+    loader = DataLoader(Batches(SIZES), batch_size=None)
+    first = quiet(**pipelined(3, micro_batches=2))
+    first.fit(Tokens().double(), loader)
+    names = first.connected_strategy.state_dict()["cut_before"]
+    second = quiet(**pipelined(3, micro_batches=2, cut_before=names))
+    second.fit(Tokens().double(), loader)
+    assert second.connected_strategy.state_dict() == first.connected_strategy.state_dict()
+
+
+# Where things lie. There is one kind of device here that computes, so what would be moved is noted.
+
+
+class Moves(list[tuple[str, torch.device]]):
+    """Notes what is moved where."""
+
+    def __init__(self, module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
+        monkeypatch.setattr(
+            "equipoise.extensions.pipeline.execution.placement.move",
+            lambda tensor, device: self.append((names[id(tensor)], device)),
+        )
+
+
+CPU, OTHER = torch.device("cpu"), torch.device("cuda", 3)
+
+
+def test_every_part_goes_to_the_device_of_its_stage(monkeypatch):
+    module = nn.ModuleDict(
+        {"net": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), "head": nn.Linear(3, 3)}
+    )
+    moves = Moves(module, monkeypatch)
+    options = CutOptions(devices=[OTHER, CPU], schedule="1f1b", micro_batches=1)
+    staged = StagedNetwork(module, options, ["net.1"], threads=None, training=False)
+    staged.cover()
+    staged.pipeline("net", CallStructure((torch.rand(4, 3),), {}))
+    staged.release()
+    assert dict(moves) == {name: OTHER if name.startswith("net.0") else CPU for name in module.state_dict()}
+
+
+def test_what_is_called_before_the_network_is_placed_when_it_is_called(monkeypatch):
+    module = nn.ModuleDict({"net": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
+    moves = Moves(module, monkeypatch)
+    placement = Placement(module, [CPU, OTHER])
+    placement.place_outside(module["net"])
+    assert moves == []
+    module["head"](torch.rand(2, 3))
+    assert moves == [("head.weight", OTHER), ("head.bias", OTHER)]
+    placement.stop_waiting()
+    module["head"](torch.rand(2, 3))
+    assert len(moves) == 2
+
+
+def test_the_optimizers_state_follows_the_parameters():
+    """It was loaded, or made, before they were placed."""
+    placed, resting = nn.Linear(3, 3, device="meta"), nn.Linear(3, 3)
+    module = nn.ModuleList([placed, resting])
+    optimizer = torch.optim.Adam(module.parameters())
+    for parameter in module.parameters():
+        state = {key: torch.zeros(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), **state}
+    placement = Placement(module, [CPU, OTHER])
+    placement.settle_optimizer(optimizer)
+    assert all(value.device == CPU for state in optimizer.state.values() for value in state.values())
+    placement.placed = True
+    placement.settle_optimizer(optimizer)
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == parameter.device
+        assert state["step"].device == CPU
+    with pytest.raises(ConfigurationError, match="LBFGS computes with all parameters as one vector"):
+        placement.settle_optimizer(torch.optim.LBFGS(module.parameters()))
+
+
+def test_recovery_from_the_first_step_on():
+    """Buffers are noted before the network is placed."""
+
+    class Normed(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[2] = nn.BatchNorm1d(8)
+
+    expected = fit(Normed, [12, 8], **pipelined(2, micro_batches=2))
+    run = fit(Normed, [12, 8], callbacks=[OOMRecovery()], **pipelined(2, micro_batches=2))
+    same_weights(expected[0], run[0], 0.0)

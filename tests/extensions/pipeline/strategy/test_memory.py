@@ -1,0 +1,180 @@
+"""Predictions of the table for each device's memory, beside the measurements of the ledger."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import PipelineStrategy
+from equipoise.extensions.pipeline.execution import stage_graphs, threaded_engine
+from equipoise.memory.profile import ledger
+from tests.conftest import ignoring
+from tests.support.pipelines import quiet
+
+pytestmark = ignoring()
+
+MICRO_BATCHES = 8
+
+
+class Mlp(nn.Sequential):
+    shape: tuple[int, ...] = (64, 256)
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)], nn.Linear(256, 256))
+
+
+class Transformer(nn.Module):
+    shape: tuple[int, ...] = (4, 32, 64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.encoder(x))
+
+
+class Convolution(nn.Module):
+    shape: tuple[int, ...] = (4, 3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for before in (3, *[32] * 7):
+            blocks += [nn.Conv2d(before, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
+        self.layers, self.head = nn.Sequential(*blocks), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+class Module(L.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class StageByStage:
+    """Lets the ledger tell devices apart, which all are the CPU here, and stages copy what devices would copy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.now, self.homes, self.count = "outside", dict[int, str](), count
+        compute, stages = threaded_engine.StepRun.compute, self
+
+        def noted(run: Any, stage: int, action: Any) -> None:
+            outer, stages.now = stages.now, stages.name(stage)
+            try:
+                compute(run, stage, action)
+            finally:
+                stages.now = outer
+
+        class Entry(ledger._Entry):
+            __slots__ = ()
+
+            def __init__(self, tensor: Tensor, *args: Any) -> None:
+                super().__init__(tensor, *args)
+                self.device = stages.homes.get(id(tensor), stages.now)
+
+        monkeypatch.setattr(threaded_engine.StepRun, "compute", noted)
+        monkeypatch.setattr(stage_graphs, "to_device", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(ledger, "_Entry", Entry)
+
+    def name(self, stage: int) -> str:
+        return f"device {stage % self.count}"
+
+    def settle(self, module: nn.Module, optimizer: Any, stage_of: dict[int, int]) -> None:
+        """Parameters, gradients and the optimiser's state belong to the stage of the parameter."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            home = self.name(stage_of[id(tensor)])
+            of_it = [tensor, tensor.grad, *optimizer.state.get(tensor, {}).values()]
+            self.homes.update({id(one): home for one in of_it if one is not None})
+
+    def forget_gradients(self, module: nn.Module) -> None:
+        """Forget where gradients lie, before they are freed and other tensors get their identities."""
+        for tensor in module.parameters():
+            if tensor.grad is not None:
+                self.homes.pop(id(tensor.grad))
+
+
+class Watch(L.Callback):
+    """Measures the second step, when gradients and the optimiser's state are there."""
+
+    def __init__(self, stages: StageByStage, strategy: PipelineStrategy, count: int) -> None:
+        self.stages, self.strategy, self.count = stages, strategy, count
+        self.measured: list[int] = []
+        self.predicted: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        assert self.strategy._run is not None
+        network = self.strategy._run.network
+        if batch_idx == 1:
+            assert network.cut is not None
+            self.stages.settle(module, trainer.optimizers[0], network.placement._stages)
+            self.predicted = list(network.cut.peaks)
+            alone = [stage.memory for stage in network.cut.stages]
+            whole = "zero" not in self.strategy.schedule
+            for own, peak in zip(alone, self.predicted, strict=False):
+                assert len(alone) > self.count or (own == peak if whole else own >= peak)
+            self.ledger = ledger.Ledger(module, trainer.optimizers)
+            self.ledger.start()
+            self.stages.forget_gradients(module)
+        elif batch_idx == 2:
+            self.ledger.stop()
+            self.measured = [self.ledger.peak(f"device {device}").nbytes for device in range(self.count)]
+
+
+def evenly(blocks: Any, devices: Any, **options: Any) -> list[int]:
+    """Cuts by number, so that the test measures the same stages every time."""
+    ends: list[int] = []
+    for index in range(len(devices)):
+        first = max([len(blocks) * (index + 1) // len(devices), *(end + 1 for end in ends[-1:])])
+        ends.append(next(at for at in range(first, len(blocks) + 1) if blocks[at - 1].may_end))
+    return ends
+
+
+def unmerged(blocks: Any, *_: Any) -> Any:
+    """Every call for itself: which are put together depends on how long they took."""
+    return list(blocks), list(range(1, len(blocks) + 1))
+
+
+# Each network with each schedule, each schedule with its numbers of devices and stages.
+PLANS = [
+    *((Mlp, "gpipe", 2, 1), (Transformer, "gpipe", 4, 1), (Convolution, "gpipe", 2, 1)),
+    *((Mlp, "1f1b", 4, 1), (Transformer, "1f1b", 2, 1), (Convolution, "1f1b", 4, 1)),
+    *(
+        (Mlp, "interleaved_1f1b", 2, 2),
+        (Transformer, "interleaved_1f1b", 2, 3),
+        (Convolution, "interleaved_1f1b", 2, 2),
+    ),
+    *((Mlp, "looped_bfs", 2, 2), (Transformer, "looped_bfs", 2, 2), (Convolution, "looped_bfs", 2, 2)),
+    *((Mlp, "interleaved_zero_bubble", 2, 2), (Convolution, "interleaved_zero_bubble", 2, 2)),
+    (Transformer, "interleaved_zero_bubble", 3, 1),
+]
+
+
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
+def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
+    monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.choose_cuts", evenly)
+    monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.merge_blocks", unmerged)
+    torch.manual_seed(0)
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule, stages_per_device=each)
+    watch = Watch(StageByStage(monkeypatch, devices), strategy, devices)
+    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, callbacks=[watch], precision="32-true", max_steps=3)
+    size, *rest = make.shape
+    data = TensorDataset(torch.randn(3 * MICRO_BATCHES * size, *rest))
+    trainer.fit(Module(make()), DataLoader(data, batch_size=MICRO_BATCHES * size))
+    for device, (predicted, measured) in enumerate(zip(watch.predicted, watch.measured, strict=True)):
+        share = predicted / measured
+        print(f"{make.__name__} {schedule} device {device}: predicted {predicted}, measured {measured}, {share:.2f}")
+        assert 0.85 < share < 1.15

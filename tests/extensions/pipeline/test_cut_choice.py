@@ -1,0 +1,72 @@
+"""The cut is the one that was chosen first, and counts what links take."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from equipoise.extensions.pipeline.common_cut import CommonCut
+from equipoise.extensions.pipeline.cut_choice import CutChoice
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
+from equipoise.extensions.pipeline.recording.tracing import trace
+
+CPU = torch.device("cpu")
+
+
+class Narrowing(nn.Module):
+    """Equal layers; between the first two and the last two little passes, elsewhere much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def choice_for(network: nn.Module, **options: Any) -> CutChoice:
+    plan = CutOptions(devices=[CPU, CPU], schedule="1f1b", micro_batches=2, links=options.pop("links", ()))
+    arguments = {"names": None, "pinned": None, "common_cut": None, **options}
+    return CutChoice(network, plan, **arguments)
+
+
+def traced_call(network: nn.Module) -> tuple[Traced, list[torch.Tensor]]:
+    structure = CallStructure((torch.randn(4, 256),), {})
+    return trace(network, network.forward, structure, device=CPU), structure.tensors
+
+
+def test_all_replicas_take_the_first_cut() -> None:
+    network = Narrowing()
+    traced, tensors = traced_call(network)
+    common_cut = CommonCut(HashStore())
+    assert common_cut.read() is None
+    names = [node.name for node in traced.calls]
+    first = PinnedCut(names=["layers.1"], calls=[names[-1]])
+    assert common_cut.publish(first) == first
+    assert common_cut.read() == first
+    chosen = choice_for(network, common_cut=common_cut).measured(traced, "", tensors, None)
+    assert chosen.pinned.calls == first.calls
+
+
+def test_links_are_timed_for_a_measured_cut_alone() -> None:
+    network = Narrowing()
+    traced, tensors = traced_call(network)
+    calls: list[int] = []
+
+    def time_links() -> list[float]:
+        calls.append(0)
+        return [1.0, 1.0]
+
+    slow = choice_for(network, time_links=time_links).measured(traced, "", tensors, None)
+    assert calls == [0]
+    # A float of 4 samples with 256 features, there and back, in stages on both sides.
+    seconds = 2 * 4 * 256 * 4
+    assert all(stage.forward + stage.backward > seconds for stage in slow.stages)
+    given = choice_for(network, links=[2.0, 2.0], time_links=time_links).measured(traced, "", tensors, None)
+    assert all(stage.forward + stage.backward > 2 * seconds for stage in given.stages)
+    assert calls == [0]

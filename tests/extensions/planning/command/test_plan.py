@@ -1,0 +1,172 @@
+"""`equipoise plan`: what the user sees."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.extensions.planning.command import command as command_module
+from tests.app.conftest import write
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+
+FILES = {
+    "conf/config.yaml": """
+        defaults: [equipoise, _self_, module: net, data: rows]
+        trainer: {accelerator: cpu, max_epochs: 1}
+        """,
+    "conf/module/net.yaml": "{_target_: net.module.Net, width: 64, writes: null, reads: false}",
+    "conf/data/rows.yaml": "{_target_: net.module.Rows, batch_size: 64}",
+    "net/__init__.py": "",
+    "net/module.py": """
+        import torch
+        from lightning.pytorch import LightningDataModule, LightningModule
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        class Net(LightningModule):
+            def __init__(self, *, width, writes, reads):
+                super().__init__()
+                self.first = nn.Linear(64, width)
+                self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)])
+                self.writes = writes
+                self.reads = reads
+
+            def training_step(self, batch, batch_idx):
+                if self.writes:
+                    open(self.writes, "w")
+                if self.reads and batch.numpy().max() > 9:
+                    raise ValueError("not reached")
+                loss = self.blocks(self.first(batch)).square().mean()
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters())
+
+        class Rows(LightningDataModule):
+            def __init__(self, *, batch_size):
+                super().__init__()
+                self.batch_size = batch_size
+
+            def train_dataloader(self):
+                return DataLoader(torch.rand(128, 64), batch_size=self.batch_size)
+        """,
+}
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    write(tmp_path, FILES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "net"]:
+        del sys.modules[name]
+
+
+def in_this_process(function: Any, *arguments: Any, paths: Any, **options: Any) -> None:
+    """Make a plan as its process would."""
+    sys.path[:0] = paths
+    try:
+        function(*arguments)
+    finally:
+        del sys.path[: len(paths)]
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(command_module, "call_bounded", in_this_process)
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_the_plan_as_json(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "trainer.devices=[24GiB,12GiB]")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["batch_size"] == 64
+    assert plan["method"] == "traced"
+    entries = {entry["strategy"]: entry for entry in plan["strategies"]}
+    assert {"single_device", "dp", "balanced", "ddp", "fsdp", "pipeline"} == set(entries)
+    assert all(entry["fits"] for entry in entries.values())
+    assert [device["samples"] for device in entries["dp"]["devices"]] == [32, 32]
+    assert plan["recommendation"]["overrides"] == ["strategy=balanced"]
+    assert plan["alternatives"] == []
+    assert sorted(path.name for path in net.iterdir()) == ["conf", "net"]
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_the_table(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "trainer.devices=RTX4090")
+    assert code == 0, err
+    assert "tracing a step without memory" in err
+    assert "RTX4090" in out
+    assert "Take single_device: it is the simplest strategy on one device" in out
+    assert "pipeline: not predicted: a pipeline needs two devices or more, not 1." in out
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_what_helps_if_nothing_fits(net: Path, equipoise: Any) -> None:
+    arguments = ("module.width=4096", "trainer.devices=1690MiB", "data.batch_size=128")
+    code, out, err = equipoise("plan", *arguments)
+    assert code == 0, err
+    assert "does not fit" in out
+    assert "trainer.activation_checkpointing=[blocks.*]" in out
+    assert "trainer.precision=bf16-mixed" in out
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_the_page(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--html=pages/plan.html", "trainer.devices=[24GiB,12GiB]")
+    assert code == 0, err
+    assert "Take balanced" in out
+    page = (net / "pages" / "plan.html").read_text()
+    for text in ("balanced (recommended)", "usable on 24 GiB", "usable on 12 GiB", "strategy=balanced", "Net"):
+        assert text in page
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_that_cannot_be_traced_runs(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "module.reads=true", "trainer.devices=24GiB")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["method"] == "measured"
+    assert plan["notes"][0].startswith("module.py:")
+    assert plan["notes"][0].endswith("so real steps were run.")
+    traced = json.loads(equipoise("plan", "--json", "trainer.devices=24GiB")[1])
+    peaks = [result["strategies"][0]["devices"][0]["peak"]["nbytes"] for result in (plan, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["module.writes=x.txt"], "writes the file 'x.txt' at module.py"),
+        (["trainer.devices=2x24"], "There is no device '24'"),
+        (["--timeout=soon"], "--timeout takes seconds above 0"),
+        (["--jsn"], "equipoise plan takes overrides"),
+        (["--html="], "--html takes the name of a file"),
+        (["--html=net"], "--html takes the name of a file"),
+        (["~data"], "reads one batch of the data"),
+    ],
+)
+def test_mistakes_are_one_line(net: Path, equipoise: Any, arguments: list[str], message: str) -> None:
+    code, out, err = equipoise("plan", *arguments)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert sorted(path.name for path in net.iterdir()) == ["conf", "net"]
+
+
+@pytest.mark.slow
+def test_in_a_process_of_its_own(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "trainer.devices=2x24GiB", "module.width=65536")
+    assert code == 0, err
+    plan = json.loads(out)
+    # Four layers of 16 GiB each.
+    assert not plan["strategies"][0]["fits"]
+    assert plan["recommendation"]["strategy"] is None

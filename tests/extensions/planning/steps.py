@@ -1,0 +1,170 @@
+"""Modules whose steps are predicted, and the recording of their real steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.extensions.planning.curve.fitting import RecordedStep
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.tracing.recording import record_step
+from equipoise.extensions.planning.tracing.step import PlannedStep
+
+__all__ = ["MODELS", "Step", "example_of", "module_of", "peak_of", "recorded_really"]
+
+
+class Step(LightningModule):
+    """A network with the mean of its squared output for a loss.
+
+    Args:
+        net: The network.
+        optimizer: "adam", "sgd" with momentum, or "rmsprop".
+    """
+
+    def __init__(self, net: nn.Module, optimizer: str = "adam") -> None:
+        super().__init__()
+        self.net = net
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.net(batch).float().square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        if self.optimizer == "rmsprop":
+            return torch.optim.RMSprop(parameters)
+        optimizer = torch.optim.AdamW(parameters)
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 100), nn.ReLU(), nn.Dropout(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 5))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+class Transformer(nn.Module):
+    """Two layers of an encoder, whose output has the weights of the embedding."""
+
+    def __init__(self, width: int = 32, layers: int = 2, words: int = 200) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(words)))
+
+
+class Unet(nn.Module):
+    """Two resolutions and a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2))
+        self.up = nn.Conv2d(16, 2, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        high = self.down(images)
+        return self.up(torch.cat([high, self.deep(high)], 1))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of low rank, and a part that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.first = nn.Linear(64, 4, bias=False)
+        self.second = nn.Linear(4, 64, bias=False)
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.frozen(values) + self.second(functional.gelu(self.first(values)))
+
+
+class Pairs(nn.Module):
+    """A loss over all pairs of samples, whose memory grows with the square of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(30, 16)
+
+    def forward(self, values: Tensor) -> Tensor:
+        features = functional.normalize(self.layer(values), dim=1)
+        return torch.log_softmax(features @ features.T, 1)
+
+
+def _images() -> Tensor:
+    return torch.rand(4, 3, 16, 16)
+
+
+def _values() -> Tensor:
+    return torch.rand(4, 30)
+
+
+def _wide_values() -> Tensor:
+    return torch.rand(4, 64)
+
+
+def _words() -> Tensor:
+    return torch.randint(0, 200, (4, 12))
+
+
+# The networks, and a batch of each.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "perceptron": (perceptron, _values),
+    "convolutions": (convolutions, _images),
+    "transformer": (Transformer, _words),
+    "unet": (Unet, _images),
+    "low rank": (LowRank, _wide_values),
+    "pairs": (Pairs, _values),
+}
+
+
+def module_of(name: str, optimizer: str = "adam") -> Step:
+    return Step(MODELS[name][0](), optimizer)
+
+
+def example_of(name: str) -> Tensor:
+    return MODELS[name][1]()
+
+
+def recorded_really(module: nn.Module, example: Any, batch_size: int, settings: StepSettings) -> RecordedStep:
+    """Run real steps of this size, and record the second one."""
+    step = PlannedStep(module, settings)
+    return record_step(step, example, batch_size, settings.accumulate_grad_batches)
+
+
+def peak_of(recorded: RecordedStep) -> int:
+    """The most bytes that were alive at a time."""
+    running = most = 0
+    for event in recorded.events:
+        nbytes = recorded.records[event.holder].nbytes
+        running += nbytes if event.is_allocation else -nbytes
+        most = max(most, running)
+    return most

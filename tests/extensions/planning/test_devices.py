@@ -1,0 +1,138 @@
+"""Descriptions of devices, and what strategies say that theirs hold."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise import ConfigurationError
+from equipoise.extensions.planning import StepFacts, describe_devices
+from equipoise.extensions.planning.comparison import StrategyPlan, recommend
+from equipoise.extensions.planning.description.devices import GPU_MEMORY, PlannedDevice
+from equipoise.extensions.planning.process.devices import describe_devices_elsewhere
+from equipoise.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "memories"),
+    [
+        ("2x24GiB", [24, 24]),
+        ("[40GiB,12GiB]", [40, 12]),
+        (["40 GiB", "3 * 8G"], [40, 8, 8, 8]),
+        ("2xA100-80GB", [80, 80]),
+        ("NVIDIA GeForce RTX 3090", [24]),
+        ("512MiB", [0.5]),
+    ],
+)
+def test_descriptions(text: Any, memories: list[float]) -> None:
+    devices = describe_devices(text)
+    assert [device.memory / GIB for device in devices] == memories
+    assert all(0 < device.usable < device.memory or device.memory < GIB for device in devices)
+
+
+def test_devices_of_this_machine() -> None:
+    (cpu,) = describe_devices(["cpu"])
+    assert cpu.kind == "cpu"
+    assert 0 < cpu.usable <= cpu.memory
+    both = describe_devices("2xcpu")
+    assert [device.memory for device in both] == [cpu.memory // 2] * 2
+
+
+@pytest.mark.parametrize("text", ["24", "0x24GiB", "A100-90GB", "cuda:77", "", "-3", "0GiB", "9999x1GiB"])
+def test_impossible_devices_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if text == "24":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert len(describe_devices(text)) == 24
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        describe_devices(text)
+    assert str(caught.value).endswith((".", "?"))
+
+
+def test_names_of_gpus_are_found_in_any_spelling() -> None:
+    for name, memory in GPU_MEMORY.items():
+        (device,) = describe_devices(name.lower().replace("-", " "))
+        assert device.memory == memory * GIB
+
+
+FACTS = StepFacts(parameters=1000, gradients=900, optimizer_state=1800, buffers=10)
+
+
+def devices(*gibibytes: float) -> list[PlannedDevice]:
+    return [PlannedDevice(name=f"gpu {n}", kind="cuda", memory=int(size * GIB)) for n, size in enumerate(gibibytes)]
+
+
+def test_every_sample_is_on_one_device() -> None:
+    module = nn.Linear(3, 3)
+    for strategy in (
+        DataParallelStrategy(),
+        BalancedDataParallelStrategy(),
+        BalancedDataParallelStrategy(shares=[1, 4]),
+    ):
+        planned = strategy.device_loads(devices(24, 12), module, FACTS)
+        for batch_size in (1, 7, 100):
+            assert sum(load.samples(batch_size) for load in planned.loads) == batch_size
+    assert planned.loads[1].samples(100) == 80
+
+
+def test_balanced_gives_more_to_the_larger_device() -> None:
+    planned = BalancedDataParallelStrategy().device_loads(devices(24, 12), nn.Linear(3, 3), FACTS)
+    first, second = (load.samples(300) for load in planned.loads)
+    assert 2 * second <= first + 2
+
+
+def test_buckets_hold_the_gradients() -> None:
+    module = nn.Linear(10, 10).double()
+    nbytes = 110 * 8
+    two = devices(24, 24)
+    views = DDPStrategy().device_loads(two, module, FACTS)
+    assert views.batches == 2
+    assert views.loads[0].added("forward") == nbytes
+    assert views.loads[0].factor("gradient", "backward") == 0
+    native = DDPStrategy(engine="native").device_loads(two, module, FACTS).loads[0]
+    shares = [native.factor("gradient", phase) for phase in ("forward", "backward", "optimizer step")]
+    assert shares == [0, 1, 0]
+    copies = DDPStrategy(gradient_as_bucket_view=False).device_loads(two, module, FACTS).loads[0]
+    assert copies.factor("gradient", "forward") == 1
+    alone = DDPStrategy().device_loads(two[:1], module, FACTS).loads[0]
+    assert alone.added("forward") == 0
+
+
+def test_shards_share_the_weights() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
+    four = devices(24, 24, 24, 24)
+    sharded = FSDPStrategy().device_loads(four, module, FACTS)
+    assert sharded.loads[0].factor("parameter", "forward") == 1 / 4
+    assert sharded.loads[0].added("forward") == 2 * 72 * 4
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DataParallelStrategy(parallelize="forward"), FSDPStrategy(cpu_offload=True)],
+)
+def test_what_is_not_predicted_says_so(strategy: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        strategy.device_loads(devices(24, 24), nn.Linear(2, 2), FACTS)
+
+
+def test_nothing_fits_without_a_prediction() -> None:
+    plans = [StrategyPlan(strategy="single_device", reason="no prediction")]
+    advice = recommend(plans, devices(24), 8)
+    assert advice.strategy is None
+    assert SingleDeviceStrategy().device_loads(devices(24), nn.Linear(2, 2), FACTS).batches == 1
+
+
+@pytest.mark.slow
+def test_devices_read_by_another_process() -> None:
+    assert [device.name for device in describe_devices_elsewhere(["cpu"])] == ["cpu"]
+    with pytest.raises(ConfigurationError, match=r"the memory of cuda:7 cannot be read: its process ended"):
+        describe_devices_elsewhere(["cuda:7"])

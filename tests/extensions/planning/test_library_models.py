@@ -1,0 +1,82 @@
+"""Models of transformers from their configurations: predicted against real steps. Skipped without the package."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.planning import predict_memory
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from tests.conftest import ignoring
+from tests.extensions.planning.steps import Step, peak_of, recorded_really
+
+# Before the package reads it: models are built from their configurations alone.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [*ignoring(), pytest.mark.slow]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+class Scores(nn.Module):
+    """A language model, which returns its scores alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.model(input_ids=tokens).logits
+        return scores
+
+
+class Late(Step):
+    """Builds its model where its memory would be needed."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Identity())
+        self.build = build
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = self.build()
+
+
+def bert() -> nn.Module:
+    return Scores(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)))
+
+
+def llama() -> nn.Module:
+    return Scores(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False)))
+
+
+def seven_billion() -> nn.Module:
+    """The usual configuration is that of 7 billion parameters."""
+    return Scores(transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False)))
+
+
+@pytest.mark.parametrize("build", [bert, llama])
+def test_the_peak_of_a_real_step(build: Callable[[], nn.Module]) -> None:
+    example = torch.zeros(4, 12, dtype=torch.int64)
+    settings = StepSettings()
+    found = trace_step(lambda: Step(build()), example, settings)
+    for batch_size in (2, 7):
+        actual = peak_of(recorded_really(Step(build()), example, batch_size, settings))
+        assert found.curve.peak(batch_size).nbytes == pytest.approx(actual, rel=0.01)
+
+
+def test_seven_billion_parameters_need_no_memory() -> None:
+    prediction = predict_memory(Late(seven_billion), torch.zeros(1, 64, dtype=torch.int64), precision="bf16-mixed")
+    assert prediction.facts.parameters == 4 * 6_738_415_616
+    assert prediction.method == "traced"

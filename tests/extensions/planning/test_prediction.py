@@ -1,0 +1,141 @@
+"""`predict_memory`, in processes of their own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import equipoise
+from equipoise import ConfigurationError, predict_memory
+from equipoise.extensions.planning.comparison import plan_strategies, recommend
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.prediction import predicted
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from equipoise.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from tests.extensions.planning.steps import Step, Transformer, example_of, module_of, peak_of, recorded_really
+
+
+class Late(LightningModule):
+    """Builds its layers in `configure_model`: two terabytes, were they real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(*(nn.Linear(2**17, 2**17) for _ in range(32)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Untraceable(Step):
+    """Asks numpy for values."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = self.net(batch)
+        if output.detach().numpy().max() > 1e9:
+            raise ValueError("not reached")
+        return output.square().mean()
+
+
+@pytest.mark.slow
+def test_a_module_and_a_loader() -> None:
+    module = module_of("transformer")
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    loader = DataLoader(torch.randint(0, 200, (32, 12)), batch_size=8)
+    prediction = predict_memory(module, loader, optimizer=torch.optim.SGD)
+    assert prediction.batch_size == 8
+    assert prediction.method == "traced"
+    assert prediction.facts.optimizer_state == 0
+    assert prediction.peak().nbytes == prediction.peak(8).nbytes < prediction.peak(9).nbytes
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_module_without_memory() -> None:
+    prediction = predict_memory(Late(), torch.empty(4, 2**17))
+    assert prediction.facts.parameters == 32 * (2**34 + 2**17) * 4
+    with torch.device("meta"):
+        module = Step(Transformer())
+    on_meta = predict_memory(module, example_of("transformer"))
+    assert on_meta.facts.parameters == sum(parameter.nbytes for parameter in module.parameters())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_traced_runs() -> None:
+    module = Untraceable(nn.Linear(6, 6))
+    prediction = predict_memory(module, torch.rand(8, 6))
+    assert prediction.method == "measured"
+    assert f"{Path(__file__).name}:" in prediction.notes[0]
+    with pytest.raises(ConfigurationError, match=r"cannot be traced: test_prediction.py:\d+"):
+        predict_memory(module, torch.rand(8, 6), measure=False)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs a LightningModule"):
+        predict_memory(nn.Linear(2, 2), torch.rand(4, 2))
+    with pytest.raises(ConfigurationError, match="the loader is empty"):
+        predict_memory(module_of("perceptron"), DataLoader([], batch_size=2))
+    with pytest.raises(ConfigurationError, match="timeout must be"):
+        predict_memory(module_of("perceptron"), example_of("perceptron"), timeout=0)
+    assert equipoise.predict_memory is predict_memory
+
+
+def device(nbytes: int) -> PlannedDevice:
+    return PlannedDevice(name="cpu", kind="cpu", memory=nbytes)
+
+
+def test_strategies_are_compared() -> None:
+    module = module_of("transformer")
+    example = example_of("transformer")
+    settings = StepSettings()
+    found = trace_step(lambda: module_of("transformer"), example, settings)
+    prediction = predicted(found, 4, settings)
+    strategies = [SingleDeviceStrategy(), DataParallelStrategy(), DDPStrategy()]
+
+    # 1. All have room.
+    devices = [device(2**30)] * 2
+    plans = plan_strategies(prediction, module, strategies, devices)
+    assert [plan.fits for plan in plans] == [True] * 3
+    advice = recommend(plans, devices, 4)
+    assert advice.strategy == "ddp"
+    assert advice.overrides == ["strategy=ddp"]
+
+    # 2. A batch that fits in halves alone.
+    recorded = recorded_really(module_of("transformer"), example, 16, settings)
+    devices = [device(peak_of(recorded) + 200_000)] * 2
+    plans = plan_strategies(prediction, module, strategies, devices, 30)
+    assert [plan.fits for plan in plans] == [False, True, False]
+    assert recommend(plans, devices, 30).strategy == "dp"
+    assert plans[1].largest_batch >= 30 > plans[0].largest_batch >= 16
+
+    # 3. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
+    accumulated = replace(settings, accumulate_grad_batches=2)
+    found = trace_step(lambda: module_of("transformer"), example, accumulated)
+    longer = plan_strategies(predicted(found, 4, accumulated), module, strategies, devices, 80)
+    plans = plan_strategies(prediction, module, strategies, devices, 80)
+    assert not any(plan.fits for plan in plans)
+    advice = recommend(plans, devices, 80, longer)
+    values = dict(override.split("=") for override in advice.overrides)
+    batches = int(values["trainer.accumulate_grad_batches"])
+    smaller = int(values["data.batch_size"])
+    assert batches * smaller >= 80 > batches * (smaller - 1)
+    (plan,) = [plan for plan in longer if plan.strategy == advice.strategy]
+    assert smaller <= plan.largest_batch
+    assert recommend(longer, devices, 80, (), 3).overrides[-1] == f"trainer.accumulate_grad_batches={3 * batches}"
+
+    # 4. Nothing fits.
+    devices = [device(1000)]
+    plans = plan_strategies(prediction, module, strategies[:1], devices)
+    assert recommend(plans, devices, 4).reason == "no strategy fits, not even with one sample"

@@ -1,0 +1,126 @@
+"""The stages of a pipeline, cut out of a recorded step."""
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise import ConfigurationError, EnsembleStrategy, PipelineStrategy
+from equipoise.extensions.planning.comparison import plan_strategies
+from equipoise.extensions.planning.curve.curve import MemoryCurve
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import Part
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.prediction import MemoryPrediction, predicted
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from tests.extensions.planning.steps import Step
+
+WIDTH = 32
+WEIGHT = WIDTH * WIDTH * 4  # bytes of a layer's weight
+PARAMETERS = WEIGHT + WIDTH * 4  # bytes of a layer
+DEVICE = PlannedDevice(name="cpu", kind="cpu", memory=2**40)
+
+
+def layers(count: int = 4) -> Step:
+    """Linear layers, each of which saves its input alone."""
+    return Step(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count))), "sgd")
+
+
+def prediction(count: int = 4) -> MemoryPrediction:
+    found = trace_step(lambda: layers(count), torch.rand(8, WIDTH), StepSettings())
+    assert isinstance(found.curve, MemoryCurve)
+    return predicted(found, 8, StepSettings())
+
+
+def peaks(strategy: PipelineStrategy, devices: int, batch_size: int, count: int = 4) -> list[Mapping[Part, int]]:
+    (plan,) = plan_strategies(prediction(count), layers(count), [strategy], [DEVICE] * devices, batch_size)
+    assert plan.reason is None
+    return [device.peak.parts for device in plan.devices]
+
+
+def test_each_device_has_its_layers() -> None:
+    first, second = peaks(PipelineStrategy(cut_before=["net.3"]), 2, 8)
+    assert first["parameter"] == 3 * PARAMETERS
+    assert second["parameter"] == PARAMETERS
+    # Gradients of the second micro-batch are added to those of the first, one at a time.
+    assert first["gradient"] == 3 * PARAMETERS + WEIGHT
+    assert second["gradient"] == PARAMETERS + WEIGHT
+    assert first["optimizer state"] == 3 * PARAMETERS
+    assert "batch" in second
+    assert "batch" not in first
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_micro_batches_in_flight(schedule: str) -> None:
+    """A stage in the middle holds the outputs of its layers for each micro-batch in flight."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    micro_batches = random.Random(seed).randrange(4, 9)
+    samples = random.Random(seed).randrange(100, 200)
+    strategy = PipelineStrategy(schedule=schedule, micro_batches=micro_batches, cut_before=["net.1", "net.3"])
+    (plan,) = plan_strategies(prediction(), layers(), [strategy], [DEVICE] * 3, micro_batches * samples)
+    output = samples * WIDTH * 4
+    in_flight = {"1f1b": 2, "gpipe": micro_batches}[schedule]
+    # Two layers, the outputs of which the next one saves; and what is on its way from the stage before and to the next.
+    activations = in_flight * 2 * output
+    resting = 3 * 2 * PARAMETERS
+    assert plan.devices[1].peak.phases["forward"] == resting + activations + 2 * output
+
+
+def test_what_passes_between_stages() -> None:
+    """Devices of a CPU share it; others have copies of their inputs, those of each micro-batch in flight."""
+    passing = 10 * WIDTH * 4
+    strategy = PipelineStrategy(schedule="gpipe", micro_batches=4, cut_before=["net.2"])
+    shared = peaks(strategy, 2, 40)
+    assert [parts["copy"] for parts in shared] == [passing, passing]
+    gpus = [PlannedDevice(name="gpu", kind="cuda", memory=2**40)] * 2
+    (plan,) = plan_strategies(prediction(), layers(), [strategy], gpus, 40)
+    copies = [device.peak.parts["copy"] for device in plan.devices]
+    # Rounded up to 512 bytes each, which 1280 bytes are not.
+    assert copies == [1536, 5 * 1536]
+
+
+def test_fewer_samples_than_micro_batches() -> None:
+    first, second = peaks(PipelineStrategy(micro_batches=8, cut_before=["net.2"]), 2, 1)
+    assert first["parameter"] == second["parameter"] == 2 * PARAMETERS
+
+
+def test_several_stages_on_each_device() -> None:
+    for schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
+        first, second = peaks(PipelineStrategy(schedule=schedule, micro_batches=4), 2, 16)
+        assert first["parameter"] == second["parameter"] == 2 * PARAMETERS
+
+
+def test_parts_of_equal_bytes_without_names() -> None:
+    devices = peaks(PipelineStrategy(), 3, 8, count=6)
+    assert [parts["parameter"] for parts in devices] == [2 * PARAMETERS] * 3
+
+
+def test_what_cannot_be_cut_says_so() -> None:
+    for strategy, message in (
+        (PipelineStrategy(cut_before=["net.9"]), "cut_before names 'net.9', which the training step does not call"),
+        (PipelineStrategy(cut_before=["net.1", "net.2"]), "2 devices need another number of names"),
+    ):
+        (plan,) = plan_strategies(prediction(), layers(), [strategy], [DEVICE] * 2)
+        assert plan.reason is not None
+        assert message in plan.reason
+        assert not plan.fits
+    (plan,) = plan_strategies(prediction(2), layers(2), [PipelineStrategy()], [DEVICE] * 5)
+    assert plan.reason == "the network has too few parts for 5 stages"
+    with pytest.raises(ConfigurationError, match="two devices"):
+        PipelineStrategy().device_loads([DEVICE], layers(), prediction().facts)
+
+
+def test_a_strategy_that_does_not_say_what_its_devices_hold() -> None:
+    (plan,) = plan_strategies(prediction(), layers(), [EnsembleStrategy(members=2)], [DEVICE])
+    assert plan.reason == "strategy='ensemble' does not say what its devices hold"
+    assert not plan.fits
+
+
+def test_every_replica_has_the_same() -> None:
+    strategy = PipelineStrategy(engine="processes", replicas=2, cut_before=["net.2"])
+    planned = strategy.device_loads([DEVICE] * 4, layers(), prediction().facts)
+    assert planned.batches == 2
+    assert planned.loads[:2] == planned.loads[2:]

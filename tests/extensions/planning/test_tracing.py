@@ -1,0 +1,203 @@
+"""Steps that a trace cannot follow as they are: what is guessed, what is refused, and which line is to blame."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from equipoise import ConfigurationError
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.tracing.batches import batch_of_size, size_of_batch
+from equipoise.extensions.planning.tracing.obstacles import reason_of
+from equipoise.extensions.planning.tracing.tracer import StepCurve, measure_step, trace_step
+
+HERE = Path(__file__).name
+
+
+class Plain(LightningModule):
+    """One layer; the loss is that of `step(module, batch)`."""
+
+    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def traced(step: Callable[[Any, Any], Any], example: Any = None, **settings: Any) -> StepCurve:
+    if example is None:
+        example = torch.rand(4, 6)
+    return trace_step(lambda: Plain(step), example, StepSettings(**settings))
+
+
+def test_a_value_that_is_read_is_named() -> None:
+    def step(module: Any, batch: Tensor) -> Tensor:
+        loss = module.layer(batch).square().mean()
+        module.logger.experiment.add_scalar("loss", loss.item())
+        if torch.isnan(loss):
+            raise ValueError("not reached")
+        return loss
+
+    found = traced(step)
+    assert found.method == "traced"
+    assert len(found.notes) == 2
+    assert all(note.startswith(f"{HERE}:") and "the value of a tensor is read" in note for note in found.notes)
+
+
+def test_a_mask_counts_with_all_of_its_entries() -> None:
+    def masked(module: Any, batch: Tensor) -> Tensor:
+        return module.layer(batch)[batch > 2].square().mean()
+
+    def unmasked(module: Any, batch: Tensor) -> Tensor:
+        return module.layer(batch).flatten().square().mean()
+
+    found = traced(masked)
+    assert "as large as it can be" in found.notes[0]
+    assert found.curve.peak(1000).nbytes >= traced(unmasked).curve.peak(1000).nbytes
+
+
+def test_a_file_that_the_step_writes_is_refused(tmp_path: Path) -> None:
+    def step(module: Any, batch: Tensor) -> Tensor:
+        (tmp_path / "x.txt").write_text("x")
+        return module.layer(batch).square().mean()
+
+    with pytest.raises(ConfigurationError, match=rf"writes the file .* at {HERE}:\d+, but a plan"):
+        traced(step)
+    assert list(tmp_path.iterdir()) == []
+    # Elsewhere files may be written as before.
+    (tmp_path / "y.txt").write_text("y")
+
+
+def test_an_error_names_its_line() -> None:
+    def step(module: Any, batch: Tensor) -> Any:
+        return module.layer(batch).detach().numpy().mean()
+
+    with pytest.raises(RuntimeError) as caught:
+        traced(step)
+    assert reason_of(caught.value).startswith(f"{HERE}:")
+
+
+def test_a_step_that_differs_from_size_to_size_is_sampled() -> None:
+    def step(module: Any, batch: Tensor) -> Tensor:
+        losses = [module.layer(sample).square().mean() for sample in batch]
+        return torch.stack(losses).mean()
+
+    found = traced(step)
+    assert found.method == "traced at several sizes"
+    assert "estimates" in found.notes[0]
+    sizes = [found.curve.peak(size).nbytes for size in (2, 4, 12, 100)]
+    assert sizes == sorted(sizes)
+    assert found.curve.largest_batch(sizes[-1]) == pytest.approx(100, abs=1)
+
+
+def test_optimisation_by_hand() -> None:
+    class Manual(Plain):
+        def __init__(self, step: Any) -> None:
+            super().__init__(step)
+            self.automatic_optimization = False
+
+    def step(module: Any, batch: Tensor) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.layer(batch).square().mean())
+        optimizer.step()
+
+    found = trace_step(lambda: Manual(step), torch.rand(4, 6), StepSettings())
+    peak = found.curve.peak(4)
+    assert set(peak.phases) == {"forward", "backward", "optimizer step"}
+    assert peak.parts["parameter"] == 42 * 4
+
+
+@pytest.mark.parametrize("chosen", [None, False])
+def test_optimisers_of_gpus_step_all_parameters_together(chosen: bool | None) -> None:
+    class Deep(Plain):
+        def __init__(self, step: Any) -> None:
+            super().__init__(step)
+            self.layer = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), foreach=chosen)
+
+    def temporaries(device: Any) -> int:
+        settings = StepSettings(device=device)
+        found = trace_step(lambda: Deep(lambda module, batch: module.layer(batch).mean()), torch.rand(4, 6), settings)
+        return found.curve.peak(1).phases["optimizer step"]
+
+    more = temporaries("cuda") - temporaries("cpu")
+    if chosen is False:
+        assert more == 0
+    else:
+        # The roots of the second moments of five layers, instead of a few values for one weight.
+        assert more >= (5 * 42 - 3 * 36) * 4
+
+
+def test_real_steps_run_with_parts_of_the_batch() -> None:
+    sizes: list[int] = []
+
+    def step(module: Any, batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        return module.layer(batch).square().mean()
+
+    found = measure_step(lambda: Plain(step), torch.rand(8, 6), StepSettings())
+    assert found.method == "measured"
+    assert sorted(set(sizes)) == [2, 4, 8]
+    exact = traced(lambda module, batch: module.layer(batch).square().mean(), torch.rand(8, 6))
+    for size in (2, 8, 50):
+        assert found.curve.peak(size).nbytes == pytest.approx(exact.curve.peak(size).nbytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.rand(4, 3),
+        (torch.rand(4, 3), torch.rand(4)),
+        {"x": torch.rand(4, 3), "names": "all", "scale": torch.tensor(2.0)},
+        [torch.rand(3, 5, 7), torch.rand(3, 6, 8), torch.rand(3, 5, 5), torch.rand(3, 2, 2)],
+        # Images of other sizes, with the labels of each.
+        ([torch.rand(3, 5, 7), torch.rand(3, 6, 8), torch.rand(3, 5, 5), torch.rand(3, 2, 2)], torch.rand(4, 2)),
+        {"images": [torch.rand(3, 5, width) for width in (1, 2, 3, 4)], "targets": [{"box": torch.rand(2, 4)}] * 4},
+        ([torch.rand(3, 5, width) for width in (1, 2, 3, 4)], torch.rand(4), (640, 480), "train"),
+    ],
+)
+def test_batches_of_other_sizes(batch: Any) -> None:
+    assert size_of_batch(batch) == 4
+    for size in (1, 3, 11):
+        other = batch_of_size(batch, size)
+        assert type(other) is type(batch)
+        assert size_of_batch(other) == size
+
+
+def test_samples_repeat() -> None:
+    batch = torch.arange(3)
+    assert batch_of_size(batch, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    images, labels = batch_of_size(([torch.rand(3, 1, 2), torch.rand(3, 2, 2)], torch.tensor([5, 6])), 3)
+    assert [image.size(1) for image in images] == [1, 2, 1]
+    assert labels.tolist() == [5, 6, 5]
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="its tensors differ there"):
+        size_of_batch((torch.rand(4, 3), torch.rand(5, 3)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "fp8"},
+        {"accumulate_grad_batches": 0},
+        {"activation_checkpointing": "layer"},
+        {"device": "tpu"},
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        StepSettings(**settings)

@@ -1,0 +1,71 @@
+"""Predictions against steps of the trainer itself, as MemoryLogger records them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from equipoise import DDPStrategy, MemoryLogger, SingleDeviceStrategy, Trainer
+from equipoise.extensions.planning.comparison import plan_strategies
+from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.prediction import predicted
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from tests.extensions.planning.steps import example_of, module_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+
+BATCH_SIZE = 8
+
+
+def recorded_by_trainer(name: str, folder: Path, **options: Any) -> int:
+    """The largest peak of the main process in the second step."""
+    memory = MemoryLogger(detail="modules", leaks=False)
+    example = example_of(name)
+    data = example.repeat(32, *[1] * (example.ndim - 1))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[memory],
+        **options,
+    )
+    trainer.fit(module_of(name), DataLoader(data, batch_size=BATCH_SIZE))
+    return max(composition.nbytes for composition in memory.compositions)
+
+
+def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
+    settings = StepSettings(**options)
+    found = trace_step(lambda: module_of(name), example_of(name), settings)
+    prediction = predicted(found, BATCH_SIZE, settings)
+    places = [PlannedDevice(name="cpu", kind="cpu", memory=2**40)] * devices
+    (plan,) = plan_strategies(prediction, module_of(name), [strategy], places)
+    assert plan.reason is None
+    return plan.devices[0].peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("perceptron", {}),
+        ("transformer", {"accumulate_grad_batches": 2}),
+        ("convolutions", {"precision": "bf16-mixed"}),
+    ],
+)
+def test_one_device(name: str, options: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    actual = recorded_by_trainer(name, tmp_path, devices=1, **options)
+    assert planned(name, SingleDeviceStrategy(), 1, **options) == pytest.approx(actual, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"engine": "native"}])
+def test_processes_with_buckets(options: Any, tmp_path: Path) -> None:
+    actual = recorded_by_trainer("transformer", tmp_path, devices=2, strategy=DDPStrategy(**options))
+    assert planned("transformer", DDPStrategy(**options), 2) == pytest.approx(actual, rel=0.05)

@@ -1,0 +1,127 @@
+"""Lines, axes and numbers of a report's figures."""
+
+import math
+import random
+
+import pytest
+
+from equipoise.extensions.report.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.extensions.report.page.scales import make_scale, thin
+from tests.extensions.report.page.parsing import Element, parse
+
+
+def figure(*points: tuple[float, float], **given: object) -> Element:
+    lines = [Line(label="a", style="val", points=points)]
+    return parse(line_chart("title", lines, **{"x": "number", "y": "number", **given}))
+
+
+class TestThin:
+    @pytest.mark.parametrize("most", [5, 17, 1000])
+    def test_extremes_gaps_and_ends_stay(self, most: int):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        draw = random.Random(seed)
+        points = [(float(x), draw.gauss(0, 1)) for x in range(draw.randrange(1001, 9000))]
+        spike, pit, gap = draw.sample(range(1, len(points) - 1), 3)
+        for index, value in ((spike, 99.0), (pit, -99.0), (gap, math.nan)):
+            points[index] = (float(index), value)
+        kept = thin(points, most)
+        assert len(kept) <= most
+        assert {(float(spike), 99.0), (float(pit), -99.0), points[0], points[-1]} <= set(kept)
+        assert any(math.isnan(y) for _, y in kept)
+        assert kept == sorted(kept, key=lambda point: point[0])
+
+    def test_a_short_line_stays_as_it_is(self):
+        points = [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)]
+        assert thin(points, 5) == points
+
+
+class TestScale:
+    @pytest.mark.parametrize("unit", ["number", "bytes", "seconds", "step"])
+    def test_every_value_has_its_place_and_marks_are_few(self, unit: str):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        draw = random.Random(seed)
+        for _ in range(500):
+            values = [draw.choice((1, -1)) * 10 ** draw.uniform(-12, 12) for _ in range(draw.randrange(1, 5))]
+            from_zero, log = draw.random() < 0.3, draw.random() < 0.3
+            scale = make_scale(values, unit, from_zero=from_zero, log=log, tight=draw.random() < 0.5)
+            assert scale.low < scale.high
+            places = [scale.place(value) for value in values]
+            assert all(0 <= place <= 1 for place in places)
+            assert [scale.place(value) for value in sorted(values)] == sorted(places)
+            assert len(scale.ticks) <= 9
+            near = 1e-6 * (scale.high - scale.low)
+            assert all(scale.low - near <= tick <= scale.high + near for tick in scale.ticks)
+
+    def test_marks_are_round(self):
+        assert make_scale([0, 9.7], "number").ticks == (0, 2, 4, 6, 8, 10)
+        assert make_scale([0, 5 * 2**30], "bytes", from_zero=True).ticks == tuple(i * 2**30 for i in range(6))
+        assert make_scale([0, 5400], "seconds", tight=True, most=6).ticks == tuple(900.0 * i for i in range(7))
+        assert make_scale([1, 3], "step", tight=True).ticks == (1, 2, 3)
+
+    def test_a_wide_range_of_losses_is_logarithmic(self):
+        scale = make_scale([0.002, 3.0], "number", log=True)
+        assert scale.log
+        assert scale.ticks == pytest.approx((0.01, 0.1, 1.0))
+        assert scale.place(math.sqrt(0.002 * 3)) == pytest.approx(0.5)
+        assert not make_scale([0.0, 3.0], "number", log=True).log
+
+    @pytest.mark.parametrize("value", [0.0, 1.0, -1e-300, 1e308, -1e308, 5e-324])
+    def test_one_value(self, value: float):
+        scale = make_scale([value], "number")
+        assert 0 <= scale.place(value) <= 1
+        assert make_scale([value], "bytes", from_zero=True).low <= 0
+
+
+class TestFigure:
+    def test_a_line_is_drawn_where_its_values_lie(self):
+        chart = figure((0, 0), (1, 10), (2, 5), from_zero=True, height=108)
+        path = chart.one("path").attributes["d"]
+        assert path == "M0 108L500 11.85L1000 59.92"  # eight pixels and a little air above
+        assert [dot.attributes["cx"] for dot in chart.one("g", "line").all("circle")] == ["0.00%", "50.00%", "100.00%"]
+
+    def test_a_gap_stays_a_gap(self):
+        path = figure((0, 0), (1, 1), (2, math.nan), (3, 1), (4, math.inf), (5, 0)).one("path").attributes["d"]
+        assert path.count("M") == 3
+
+    def test_a_long_line_has_few_points_and_one_dot(self):
+        line = figure(*((float(x), float(x % 7)) for x in range(5000)), most_points=100).one("g", "line")
+        assert len(line.attributes["data-x"].split()) <= 100
+        assert len(line.all("circle")) == 1
+
+    def test_marks_stand_where_they_happened(self):
+        chart = figure((0, 0), (10, 1), marks=[Mark(x=2.5, style="e-leak", text="<grew>")])
+        mark = chart.one("g", "mark")
+        assert mark.one("line").attributes["x1"] == "25.00%"
+        assert mark.one("title").text == "<grew>"
+
+    def test_boundaries_stand_where_a_part_ends_and_have_a_row_of_words(self):
+        plain = figure((0, 0), (100, 1)).one("svg", "plot")
+        inside = Boundary(x=25, text="epoch <1>")
+        chart = figure((0, 0), (100, 1), boundaries=[inside, Boundary(x=101, text="epoch 2")])
+        (drawn,) = chart.all("g", "boundary")
+        assert drawn.one("line").attributes["x1"] == "25.00%"
+        assert drawn.one("text").text == "epoch <1>"
+        picture = chart.one("svg", "plot")
+        assert int(picture.attributes["height"]) > int(plain.attributes["height"])
+        assert picture.attributes["data-bottom"] == plain.attributes["data-bottom"] == "200"
+
+    def test_steps_keep_all_their_digits(self):
+        line = figure((999_998, 0), (999_999, 1), x="step").one("g", "line")
+        assert line.attributes["data-x"] == "999998 999999"
+
+    def test_points_without_an_x_are_left_out(self):
+        assert "data-x" in figure((math.nan, 1), (1, 2)).one("g", "line").attributes
+        assert "No value is a finite number." in figure((math.inf, 1)).text
+
+
+def words_of(chart):
+    words = [boundary.all("text") for boundary in chart.all("g", "boundary")]
+    return [(word.text, word.attributes.get("class", "")) for texts in words for word in texts]
+
+
+def test_words_of_boundaries_do_not_overlap_on_a_narrow_screen():
+    """In a picture of 230 pixels there is no room for 'epoch 15' beside 'epoch 20'."""
+    chart = figure((0, 0), (400, 1), boundaries=[Boundary(x=20 * n, text=f"epoch {n}") for n in (5, 10, 15, 20)])
+    assert words_of(chart) == [("epoch 5", ""), ("epoch 10", ""), ("epoch 15", "crowded"), ("epoch 20", "")]

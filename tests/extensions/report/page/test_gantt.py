@@ -1,0 +1,132 @@
+"""A step of a pipeline in a report: every box where and as long as it was, idle time told, any number of boxes."""
+
+import random
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from equipoise.extensions.report.page.page import render_report
+from equipoise.extensions.report.page.record import PipelineStep, RunRecord, StageSpan
+from tests.extensions.report.page.parsing import Element, parse
+
+
+def span(stage: int, micro_batch: int, begin: float, end: float, *, backward: bool = False) -> StageSpan:
+    return StageSpan(stage=stage, micro_batch=micro_batch, backward=backward, begin=begin, end=end)
+
+
+def step(*spans: StageSpan, stages: int = 2, **given: Any) -> PipelineStep:
+    return PipelineStep(spans=spans, stages=[f"stage {number}" for number in range(stages)], **given)
+
+
+def figure(drawn: PipelineStep) -> Element:
+    now = datetime(2026, 3, 14)
+    document = parse(render_report(RunRecord(title="Net", started=now, finished=now, pipeline=drawn)))
+    return document.one("svg", "gantt")
+
+
+def caption(drawn: PipelineStep) -> str:
+    now = datetime(2026, 3, 14)
+    document = parse(render_report(RunRecord(title="Net", started=now, finished=now, pipeline=drawn)))
+    return next(each.text for each in document.all("figcaption") if "stage" in each.text)
+
+
+BOTH = step(
+    span(0, 0, 10.0, 11.0),
+    span(1, 0, 11.0, 12.0),
+    span(1, 0, 12.0, 14.0, backward=True),
+    span(0, 0, 14.0, 16.0, backward=True),
+    schedule="1f1b",
+)
+
+
+def test_boxes_lie_where_they_were() -> None:
+    boxes = figure(BOTH).all("g", "bar")
+    places = [(box.one("rect").attributes["x"], box.one("rect").attributes["width"]) for box in boxes]
+    assert places == [("0.000%", "16.667%"), ("16.667%", "16.667%"), ("33.333%", "33.333%"), ("66.667%", "33.333%")]
+    assert [box.attributes["class"].split()[-1] for box in boxes] == ["p-forward"] * 2 + ["p-backward"] * 2
+    rows = [box.one("rect").attributes["y"] for box in boxes]
+    assert rows[0] == rows[3] != rows[1] == rows[2]
+    assert [box.one("text").text for box in boxes] == ["0"] * 4
+    assert boxes[3].one("title").text == "stage 0: backward of micro-batch 0, 2 s"
+
+
+def test_the_caption_tells_what_was_idle() -> None:
+    assert BOTH.idle == pytest.approx(0.5)
+    told = caption(BOTH)
+    assert "1f1b, 2 stages, 1 micro-batch" in told
+    assert "idle 50% of 6 s" in told
+    assert "backward" in told
+
+
+def test_an_evaluation_has_no_backward() -> None:
+    assert "backward" not in caption(step(span(0, 0, 0.0, 1.0), span(1, 0, 1.0, 2.0)))
+
+
+def test_a_random_step_keeps_its_order_and_stays_within() -> None:
+    print("seed:", seed := random.randrange(10**6))
+    draw = random.Random(seed)
+    stages, clock, spans = draw.randint(1, 9), [0.0] * 9, []
+    for _ in range(draw.randint(1, 300)):
+        stage = draw.randrange(stages)
+        begin = clock[stage] + draw.random()
+        clock[stage] = begin + draw.random() * draw.choice([1e-6, 1.0, 100.0])
+        spans.append(span(stage, draw.randrange(200), begin, clock[stage], backward=draw.random() < 0.5))
+    boxes = figure(step(*spans, stages=stages)).all("g", "bar")
+    assert len(boxes) == len(spans)
+    for box in boxes:
+        place = box.one("rect").attributes
+        assert float(place["x"][:-1]) >= 0
+        assert float(place["x"][:-1]) + float(place["width"][:-1]) <= 100.01
+
+
+def test_a_moment_is_no_mistake() -> None:
+    """All at one time, as where a clock is coarse."""
+    assert len(figure(step(span(0, 0, 1.0, 1.0), span(1, 0, 1.0, 1.0))).all("g", "bar")) == 2
+    assert step(span(0, 0, 1.0, 1.0)).idle == 0
+    assert step().idle == 0
+
+
+def test_many_boxes_are_cut_off_and_that_is_told() -> None:
+    many = step(*(span(number % 2, number, number, number + 0.9) for number in range(5000)))
+    page = render_report(
+        RunRecord(title="Net", started=datetime(2026, 1, 1), finished=datetime(2026, 1, 1), pipeline=many)
+    )
+    assert len(page) < 10**6
+    assert "the first 1,500 of 5,000 boxes" in caption(many)
+    assert not any(box.all("text") for box in figure(many).all("g", "bar"))  # no room for a number
+
+
+def test_without_a_pipeline_there_is_no_section() -> None:
+    now = datetime(2026, 3, 14)
+    for drawn in (None, step()):
+        page = render_report(RunRecord(title="Net", started=now, finished=now, pipeline=drawn))
+        assert "The pipeline" not in page
+
+
+def test_devices_with_several_stages_have_one_row_each() -> None:
+    """Later stages are paler, and what is idle is told of devices."""
+    drawn = PipelineStep(
+        spans=[span(stage, 0, stage, stage + 1.0) for stage in range(6)],
+        stages=[f"stage {number}" for number in range(6)],
+        devices=["device 0, cuda:0", "device 1, <b>"],
+        schedule="looped_bfs",
+    )
+    assert drawn.idle == pytest.approx(0.5)
+    assert "looped_bfs, 6 stages on 2 devices, 1 micro-batch" in caption(drawn)
+    assert "paler" in caption(drawn)
+    boxes = figure(drawn).all("g", "bar")
+    assert [box.one("rect").attributes["y"] for box in boxes] == ["0", "36"] * 3
+    assert [box.one("rect").attributes.get("fill-opacity") for box in boxes] == [None] * 2 + ["0.50"] * 2 + ["0.30"] * 2
+    assert [box.one("title").text.split(":")[0] for box in boxes] == [f"stage {number}" for number in range(6)]
+    assert len(figure(drawn).all("rect", "waiting")) == 2
+
+
+def test_backwards_in_two_parts() -> None:
+    later = StageSpan(stage=0, micro_batch=0, backward=True, weights=True, begin=3.0, end=4.0)
+    drawn = step(span(0, 0, 0.0, 1.0), span(0, 0, 2.0, 3.0, backward=True), later, stages=1)
+    assert "gradients of weights" in caption(drawn)
+    boxes = figure(drawn).all("g", "bar")
+    assert [box.attributes["class"].split()[-1] for box in boxes] == ["p-forward", "p-backward", "p-weights"]
+    assert boxes[2].one("title").text == "stage 0: gradients of weights of micro-batch 0, 1 s"
+    assert "gradients" not in caption(BOTH)

@@ -1,0 +1,332 @@
+"""The page of a report, taken apart by a parser: what it holds, that nothing in it runs, and how large it can get."""
+
+import base64
+import hashlib
+import math
+import random
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.extensions.report.page import page as page_module
+from equipoise.extensions.report.page.page import render_report, write_report
+from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
+from equipoise.extensions.report.page.sections import curves_section
+from equipoise.memory.devices import DeviceInfo
+from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
+from tests.extensions.report.page.parsing import Element, parse
+
+START = datetime(2026, 3, 14, 9, 26, 53)
+PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
+ATTACK = '"></title></script></style><script>alert(1)</script><img src=x onerror=\'a()\' alt="b">&amp;'
+
+
+def record(**given: Any) -> RunRecord:
+    return RunRecord(**{"title": "Net", "started": START, "finished": START + timedelta(minutes=90), **given})
+
+
+def page(**given: Any) -> Element:
+    return parse(render_report(record(**given)))
+
+
+def sections(document: Element) -> dict[str, Element]:
+    return {section.one("h2").content[0]: section for section in document.all("section")}
+
+
+def point(step: int, device: str = "cuda:0", phase: str = "forward", **given: Any) -> MemoryPoint:
+    values = {"seconds": step / 10, "allocated": 2**30, "reserved": 2**31, "peak": 2**30 + step, **given}
+    return MemoryPoint(step=step, device=device, phase=phase, **values)
+
+
+def holder(module: str, nbytes: int, **given: Any) -> TensorRecord:
+    values = {"category": "activation", "name": "linear", "shape": (2, 3), "dtype": "float32", **given}
+    return TensorRecord(module=module, nbytes=nbytes, **values)
+
+
+def composition(*holders: TensorRecord, device: str = "cuda:0") -> Composition:
+    total = sum(each.nbytes for each in holders)
+    return Composition(step=7, phase="backward", device=device, nbytes=total, holders=holders)
+
+
+def rich(name: str = "net") -> dict[str, Any]:
+    """Every part, with a name of one's choice wherever there can be one."""
+    return {
+        "title": name,
+        "facts": {name: name},
+        "curves": {name: {name: {1.0: 0.5, 2.0: 0.25}, "train": {1.0: 0.5}}},
+        "throughput": [(1.0, 100.0), (2.0, 200.0)],
+        "throughput_unit": name,
+        "memory": [point(1, name, name), point(2, name, name)],
+        "compositions": [composition(holder(name, 10, name=name, dtype=name), holder(f"{name}.x", 5), device=name)],
+        "pipeline": PipelineStep(
+            spans=[StageSpan(stage=0, micro_batch=0, backward=False, begin=0.0, end=1.0)],
+            stages=[name],
+            schedule=name,
+            note=name,
+        ),
+        "events": [RunEvent(seconds=1.0, step=1, kind=name, text=name)],
+        "devices": [DeviceInfo(device=name, name=name, memory_total=2**40, memory_free=None)],
+        "configuration": f"{name}: {name}\nkey: {name}",
+        "outcome": "failed",
+        "error": f"Traceback\n{name}",
+    }
+
+
+class TestCurves:
+    def test_of_many_epochs_the_ends_of_some_are_marked(self):
+        section = parse(curves_section({"loss": {"val": {0: 1.0, 999: 0.5}}}, {n: 10 * n - 1 for n in range(1, 101)}))
+        marked = [boundary.one("text").text for boundary in section.all("g", "boundary")]
+        assert marked == ["epoch 20", "epoch 40", "epoch 60", "epoch 80", "epoch 100"]
+
+    def test_one_step_is_at_one_place_in_all_figures(self):
+        curves = {"loss": {"train": {0: 1.0, 99: 0.5}}, "accuracy": {"val": {49: 0.5}}}
+        pictures = parse(curves_section(curves, {1: 49})).all("svg", "plot")
+        assert {(picture.attributes["data-low"], picture.attributes["data-high"]) for picture in pictures} == {
+            ("0", "99")
+        }
+
+
+class TestPage:
+    def test_every_section_is_there(self):
+        found = sections(page(**rich()))
+        assert list(found) == [
+            "What went wrong",
+            "In short",
+            "Learning curves",
+            "Throughput",
+            "Memory",
+            "The peak",
+            "The pipeline",
+            "Events",
+            "Devices",
+            "Configuration",
+        ]
+
+    def test_what_is_missing_is_left_out_or_says_why(self):
+        found = sections(page())
+        assert list(found) == ["Learning curves", "Throughput", "Memory"]
+        assert "MemoryLogger()" in found["Memory"].text
+        assert "MemoryLogger(detail='modules')" in sections(page(memory=[point(1)]))["The peak"].text
+
+    def test_the_head_says_what_it_was_and_how_it_went(self):
+        head = page(title="ConvNet", outcome="interrupted").one("header").text
+        assert "ConvNet interrupted" in head
+        assert "Began 14 Mar 2026, 09:26:53, ended 10:56:53 (1 h 30 min)" in head
+
+    @pytest.mark.parametrize("outcome", ["running", "finished", "interrupted", "failed"])
+    def test_the_outcome_has_a_colour(self, outcome: str):
+        assert page(outcome=outcome).one("span", outcome).text == outcome
+
+    def test_an_error_is_told_in_a_line_and_in_full(self):
+        trace = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: not < this\n'
+        error = sections(page(outcome="failed", error=trace))["What went wrong"]
+        assert error.one("p", "cause").text == "ValueError: not < this"
+        assert error.one("pre").text == trace.strip()
+
+    def test_a_huge_error_is_cut_in_its_middle(self):
+        error = sections(page(error="first\n" + "x\n" * 200_000 + "last"))["What went wrong"].one("pre").text
+        assert error.startswith("first\n")
+        assert error.endswith("\nlast")
+        assert len(error) < 50_000
+
+    def test_what_a_terminal_would_colour_is_plain(self):
+        error = sections(page(error="\x1b[31mred\x1b[0m \x00\ud800"))["What went wrong"].one("pre").text
+        assert error == "red \ufffd\ufffd"
+
+    def test_only_our_own_script_and_style_may_run_and_nothing_is_fetched(self):
+        document = page(**rich())
+        policy = next(
+            meta.attributes["content"]
+            for meta in document.all("meta")
+            if meta.attributes.get("http-equiv") == "Content-Security-Policy"
+        )
+        for name in ("script", "style"):
+            source = document.one(name).text
+            digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+            assert f"{name}-src 'sha256-{digest}'" in policy
+        assert policy.startswith("default-src 'none';")
+        text = render_report(record(**rich()))
+        assert set(re.findall(r"\w+://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+        for element in document:
+            assert not {"src", "href", "style"} & element.attributes.keys()
+            assert not any(name.startswith("on") for name in element.attributes)
+
+    def test_text_of_others_stays_text(self):
+        harmless, hostile = (page(**rich(name)) for name in ("a.b", ATTACK))
+        assert [each.name for each in hostile if each.name in ("script", "style", "img")] == ["style", "script"]
+        text = hostile.text
+        assert text.count(ATTACK) >= 15
+        assert [each.name for each in harmless if each.name != "svg"][:20] == [
+            each.name for each in hostile if each.name != "svg"
+        ][:20]
+
+    def test_pictures_have_titles(self):
+        for picture in page(**rich()).all("svg"):
+            if picture.attributes.get("role") == "img":
+                assert picture.content[0].name == "title"
+                assert picture.content[0].text
+
+    def test_odd_numbers_and_names(self):
+        name = "a_very_long_name_" * 20
+        curves = {
+            name: {"train": {1.0: math.nan}, "val": {1.0: math.inf}},
+            "one": {"val": {1.0: 0.5}},
+            "flat": {"train": {1.0: 0.0, 2.0: 0.0}},
+            "loss": {"train": {1.0: 1e308, 2.0: -1e308, 3.0: 5e-324}, "val": {1.0: 1e-300, 2.0: 1e300}},
+            "none": {"val": {}},
+        }
+        document = page(
+            curves=curves,
+            throughput=[(0.0, math.nan)],
+            memory=[point(0, name, name, peak=None, reserved=None, allocated=0)],
+            compositions=[composition(), composition(holder(name, 0)), composition(holder(f"{name}.{name}", 1))],
+            events=[RunEvent(seconds=None, step=None, kind="", text="")],
+            configuration="\n\n- x\n: y",
+        )
+        for element in document:
+            for value in element.attributes.values():
+                assert "nan" not in value or element.attributes.get("data-y") == value or name in value
+        assert "No value is a finite number." in document.text
+
+
+class TestFile:
+    def test_it_is_renamed_when_whole(self, tmp_path: Path):
+        path = tmp_path / "new" / "report.html"
+        write_report(record(title="first"), path)
+        write_report(record(title="zweiter \u00fc \ud83d"), path)
+        assert "zweiter \u00fc \ufffd" in path.read_text(encoding="utf-8")
+        assert [each.name for each in path.parent.iterdir()] == ["report.html"]
+
+    def test_one_that_cannot_be_renamed_leaves_nothing(self, tmp_path: Path):
+        (tmp_path / "report.html").mkdir()
+        with pytest.raises(OSError, match=re.escape("report.html")):
+            write_report(record(), tmp_path / "report.html")
+        assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+    def test_an_error_in_the_making_keeps_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        write_report(record(title="old"), tmp_path / "report.html")
+        monkeypatch.setattr(page_module, "render_report", lambda record: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_report(record(title="new"), tmp_path / "report.html")
+        assert "old" in (tmp_path / "report.html").read_text()
+
+    @pytest.mark.slow
+    def test_a_huge_run_stays_below_a_megabyte(self):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        draw = random.Random(seed)
+        steps = range(4000)
+        devices = [f"rank {rank} cuda:0" for rank in range(8)]
+        memory = [point(step, device, phase) for step in steps for device in devices for phase in PHASES]
+        holders = [
+            holder(f"model.layers.{draw.randrange(300)}.part{draw.randrange(9)}", draw.randrange(2**30))
+            for _ in range(5000)
+        ]
+        curves = {
+            f"metric{n}": {where: {x / 7: draw.random() for x in steps} for where in ("train", "val")}
+            for n in range(40)
+        }
+        text = render_report(
+            record(
+                memory=memory,
+                compositions=[composition(*holders, device=device) for device in devices],
+                curves=curves,
+                throughput=[(float(x), draw.random()) for x in range(100_000)],
+                events=[RunEvent(seconds=float(x), step=x, kind="out of memory", text="x" * 300) for x in range(9000)],
+                configuration="key: value\n" * 100_000,
+            )
+        )
+        assert len(text.encode()) < 1_000_000
+        found = sections(parse(text))
+        assert len(found["Memory"].all("figure")) == 8
+        assert "24 of 40 shown" in found["Learning curves"].text
+        assert "the first and the last 100 of 9,000" in found["Events"].text
+        assert "99,000 more lines" in found["Configuration"].text
+
+
+class TestSections:
+    def test_curves_name_their_last_values(self):
+        curves = {"loss": {"val": {2.0: 0.25, 1.0: 0.5}, "train": {1.0: 1.5}}, "accuracy": {"": {1.0: 0.98764}}}
+        figures = sections(page(curves=curves))["Learning curves"].all("figure")
+        assert [figure.one("h3").text for figure in figures] == ["loss", "accuracy"]
+        assert [entry.text for entry in figures[0].all("li")] == ["train 1.5", "val 0.25"]
+        assert [entry.text for entry in figures[1].all("li")] == ["accuracy 0.9876"]
+        lines = figures[0].all("g", "line")
+        assert [(line.attributes["data-x"], line.attributes["data-y"]) for line in lines] == [
+            ("1", "1.5"),
+            ("1 2", "0.5 0.25"),
+        ]
+
+    def test_memory_has_a_figure_for_each_device_and_a_line_for_each_phase(self):
+        memory = [
+            point(step, device, phase, peak=(1 + index) * 2**30 + step * 2**20)
+            for step in range(3)
+            for device in ("cuda:0", "cuda:1")
+            for index, phase in enumerate(PHASES)
+        ]
+        figures = sections(page(memory=memory))["Memory"].all("figure")
+        assert [figure.one("h3").content[0] for figure in figures] == ["cuda:0", "cuda:1"]
+        assert [line.attributes["data-label"] for line in figures[0].all("g", "line")] == ["reserved", *PHASES]
+        assert figures[1].one("span", "note").text == "peak 5.0 GiB, evaluation of step 2"
+
+    def test_a_cpu_has_no_peak_and_nothing_reserved(self):
+        memory = [point(step, "cpu", allocated=2**20, reserved=None, peak=None) for step in range(3)]
+        (figure,) = sections(page(memory=memory))["Memory"].all("figure")
+        assert [entry.text for entry in figure.all("li")] == ["forward 1.0 MiB"]
+
+    def test_the_fullest_device_is_open(self):
+        maps = [composition(holder("a", size), device=f"cuda:{size}") for size in (1, 3, 2)]
+        shown = sections(page(compositions=maps))["The peak"].all("details", "peak")
+        assert [each.all("b")[0].text for each in shown] == [
+            "cuda:3",
+            "cuda:2",
+            "cuda:1",
+        ]
+        assert ["open" in each.attributes for each in shown] == [True, False, False]
+
+    def test_categories_are_told_with_their_share(self):
+        sizes = {category: 2**20 * (index + 1) for index, category in enumerate(CATEGORIES)}
+        holders = [holder("a", size, category=category) for category, size in sizes.items()]
+        entries = sections(page(compositions=[composition(*holders)]))["The peak"].one("ul", "legend").all("li")
+        assert [entry.text.split(" ")[0] for entry in entries] == [name.split(" ")[0] for name in reversed(CATEGORIES)]
+        assert entries[0].text == "temporary 7.0 MiB 25%"
+
+    def test_events_stand_in_the_table_and_on_the_time_lines(self):
+        events = [
+            RunEvent(seconds=30.0, step=1234, kind="out of memory", text="It did not fit."),
+            RunEvent(seconds=None, step=None, kind="leak", text="It grew."),
+        ]
+        document = page(events=events, throughput=[(0.0, 1.0), (60.0, 1.0)], memory=[point(0), point(600)])
+        rows = sections(document)["Events"].one("tbody").all("tr")
+        assert [[cell.text for cell in row.all("td")] for row in rows] == [
+            ["30 s", "1,234", "out of memory", "It did not fit."],
+            ["", "", "leak", "It grew."],
+        ]
+        marks = document.all("g", "e-out-of-memory")
+        assert len(marks) == 2
+        assert marks[1].one("line").attributes["x1"] == "50.00%"
+
+    def test_devices(self):
+        gpu = DeviceInfo(
+            device="cuda:0",
+            name="A GPU",
+            index=0,
+            memory_total=80 * 2**30,
+            memory_free=2**30,
+            compute_capability=(9, 0),
+            cores=132,
+        )
+        cpu = DeviceInfo(device="cpu", name="A CPU", memory_total=2**40, memory_free=None)
+        rows = sections(page(devices=[cpu, gpu]))["Devices"].one("tbody").all("tr")
+        assert [[cell.text for cell in row.all("td")] for row in rows] == [
+            ["cpu", "A CPU", "1.0 TiB", "", "", ""],
+            ["cuda:0", "A GPU", "80.0 GiB", "1.0 GiB", "132", "9.0"],
+        ]
+        assert "Compute capability" not in sections(page(devices=[cpu]))["Devices"].text
+
+    def test_the_configuration_is_told_as_it_is(self):
+        text = "trainer:\n  max_epochs: 3\n  - x: <b>\n# a comment\nurl: s3://x"
+        assert sections(page(configuration=text))["Configuration"].one("pre").text == text + "\n"

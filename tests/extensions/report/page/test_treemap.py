@@ -1,0 +1,161 @@
+"""Areas in proportion, no two cells over one another, nothing lost where cells are merged."""
+
+import math
+import random
+import re
+
+import pytest
+
+from equipoise.extensions.report.page.treemap import Box, fold, squarify, tree_map
+from equipoise.memory.records import CATEGORIES, Composition, TensorRecord
+from tests.extensions.report.page.parsing import Element, parse
+
+
+def holder(module: str, nbytes: int, **given: object) -> TensorRecord:
+    values = {"category": "activation", "name": "linear", "shape": (2, 3), "dtype": "float32", **given}
+    return TensorRecord(module=module, nbytes=nbytes, **values)
+
+
+def draw_tree(holders: list[TensorRecord]) -> Element:
+    total = sum(each.nbytes for each in holders)
+    return parse(
+        tree_map(Composition(step=0, phase="forward", device="cpu", nbytes=total, holders=tuple(holders)))
+    ).one("svg", "treemap")
+
+
+def box_of(element: Element) -> Box:
+    """In pixels of a picture as wide as it was laid out for."""
+    x, y, width, height = (element.attributes[name] for name in ("x", "y", "width", "height"))
+    return Box(10.8 * float(x[:-1]), float(y), 10.8 * float(width[:-1]), float(height))
+
+
+def overlap(a: Box, b: Box) -> float:
+    width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+    height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
+    return max(width, 0) * max(height, 0)
+
+
+def depth(a: Box, b: Box) -> float:
+    """Return the distance by which two boxes would have to be moved apart."""
+    width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+    height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
+    return min(width, height)
+
+
+def random_holders(draw: random.Random, count: int) -> list[TensorRecord]:
+    def module() -> str:
+        return ".".join(f"m{draw.randrange(4)}" for _ in range(draw.randrange(5)))
+
+    return [
+        holder(module(), int(10 ** draw.uniform(0, 9)), category=draw.choice(CATEGORIES), name=f"t{index}")
+        for index in range(count)
+    ]
+
+
+class TestSquarify:
+    @pytest.mark.parametrize("count", [1, 2, 3, 10, 150])
+    def test_cells_fill_the_box_in_proportion(self, count: int):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        draw = random.Random(seed)
+        sizes = sorted((10 ** draw.uniform(0, 6) for _ in range(count)), reverse=True)
+        box = Box(draw.uniform(-9, 9), draw.uniform(-9, 9), draw.uniform(1, 900), draw.uniform(1, 900))
+        cells = squarify(sizes, box)
+        area = box.width * box.height
+        for size, cell in zip(sizes, cells, strict=True):
+            assert cell.width * cell.height == pytest.approx(area * size / sum(sizes), rel=1e-6)
+            assert box.x - 1e-6 <= cell.x
+            assert cell.x + cell.width <= box.x + box.width + 1e-6
+            assert box.y - 1e-6 <= cell.y
+            assert cell.y + cell.height <= box.y + box.height + 1e-6
+        for index, cell in enumerate(cells):
+            for other in cells[:index]:
+                assert overlap(cell, other) <= 1e-6 * area / count
+
+    def test_the_example_of_the_paper(self):
+        """Bruls, Huizing and van Wijk, figure 4: areas 6, 6, 4, 3, 2, 2, 1 in a box of 6 by 4."""
+        cells = squarify([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
+        assert [(round(cell.width, 2), round(cell.height, 2)) for cell in cells] == [
+            (3, 2),
+            (3, 2),
+            (1.71, 2.33),
+            (1.29, 2.33),
+            (1.2, 1.67),
+            (1.2, 1.67),
+            (0.6, 1.67),
+        ]
+
+    def test_equal_sizes_are_squares(self):
+        assert {(cell.width, cell.height) for cell in squarify([1.0] * 16, Box(0, 0, 8, 8))} == {(2.0, 2.0)}
+
+    def test_nothing_and_no_room(self):
+        assert squarify([], Box(0, 0, 1, 1)) == []
+        assert all(cell.width * cell.height == 0 for cell in squarify([3, 2, 1], Box(0, 0, 0, 5)))
+
+
+class TestFold:
+    def test_few_stay_as_they_are(self):
+        holders = [holder("a", 1), holder("b", 3), holder("c", 0), holder("d", 2)]
+        assert [each.module for each in fold(holders)] == ["b", "d", "a"]
+
+    def test_no_byte_is_lost_and_the_largest_stand_alone(self):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        holders = random_holders(random.Random(seed), 3000)
+        folded = fold(holders)
+        assert len(folded) <= 200
+        largest = sorted(holders, key=lambda each: -each.nbytes)[:100]
+        assert set(largest) <= set(folded)
+        for category in CATEGORIES:
+            before, after = (sum(h.nbytes for h in some if h.category == category) for some in (holders, folded))
+            assert before == after
+        others = sum(int(match[1].replace(",", "")) for h in folded if (match := re.match(r"([\d,]+) others?", h.name)))
+        assert others + sum("other" not in each.name for each in folded) == 3000
+
+    def test_equal_ones_are_merged_or_kept_together(self):
+        holders = [holder(f"layers.{n // 4}.part{n % 4}", 100) for n in range(400)] + [holder("head", 10**6)]
+        folded = fold(holders)
+        assert [(each.module, each.name, each.nbytes) for each in folded[:1]] == [("head", "linear", 10**6)]
+        assert {(each.name, each.nbytes) for each in folded[1:]} == {("400 others", 40_000)}
+
+    def test_modules_are_told_apart_as_deep_as_there_is_room(self):
+        holders = [holder(f"layers.{n // 40}.part{n % 40}", 100) for n in range(400)]
+        assert {(each.module, each.name) for each in fold(holders)} == {(f"layers.{n}", "40 others") for n in range(10)}
+
+    def test_a_thousand_modules_beside_one_another_become_one(self):
+        (only,) = fold([holder(f"m{n}", 7) for n in range(1000)])
+        assert (only.module, only.name, only.nbytes) == ("", "1,000 others", 7000)
+
+
+class TestPicture:
+    def test_cells_lie_within_their_modules_and_beside_one_another(self):
+        seed = random.randrange(2**32)
+        print("seed", seed)
+        picture = draw_tree(random_holders(random.Random(seed), 150))
+        cells = [box_of(cell) for cell in picture.all("svg", "cell")]
+        assert len(cells) == 150
+        for index, cell in enumerate(cells):
+            for other in cells[:index]:
+                assert depth(cell, other) <= 0.03  # places are rounded
+
+    def test_areas_are_in_proportion_within_a_module(self):
+        sizes = [2**20 * size for size in (8, 4, 2, 1, 1)]
+        cells = draw_tree([holder("net.layer", size, name=str(size)) for size in sizes]).all("svg", "cell")
+        areas = [box.width * box.height for box in map(box_of, cells)]
+        for size, area in zip(sizes, areas, strict=True):
+            assert math.isclose(area / sum(areas), size / sum(sizes), rel_tol=1e-3)
+
+    def test_a_cell_tells_what_it_is(self):
+        holders = [holder("net.0", 3 * 2**20, name="weight", category="parameter"), holder("net.1", 2**20)]
+        first, second = draw_tree(holders).all("svg", "cell")
+        assert first.one("title").text == "net.0 · weight\nparameter float32 [2, 3]\n3.0 MiB, 75%"
+        assert "k-parameter" in first.attributes["class"]
+        assert [text.text for text in second.all("text")] == ["linear", "1 MiB"]
+
+    def test_groups_are_named(self):
+        holders = [holder(f"net.body.{index}.{part}", 100) for index in range(2) for part in "ab"]
+        groups = draw_tree([*holders, holder("net.head", 100)]).all("svg", "group")
+        assert {group.one("title").text.split("\n")[0] for group in groups} >= {"net.body", "net.head", "net.body.0"}
+
+    def test_nothing_at_all(self):
+        assert draw_tree([]).all("svg", "cell") == []

@@ -1,0 +1,532 @@
+"""The report that a fit leaves, under Lightning's trainer and ours: whole, broken off, resumed, in two processes."""
+
+import copy
+import math
+import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import equipoise
+from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
+from equipoise.extensions.report import run_report
+from equipoise.extensions.report.throughput import Throughput
+from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
+from tests.extensions.report.page.parsing import Element, parse
+from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
+
+pytestmark = [
+    *LIGHTNINGS_OWN_WARNINGS,
+    *(
+        pytest.mark.filterwarnings(f"ignore:{message}")
+        for message in (
+            "Experiment logs directory .* exists",
+            "An epoch has .* batches",
+        )
+    ),
+]
+BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
+
+
+@pytest.fixture
+def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(run_report, "monotonic", clock)
+    return clock
+
+
+def fit(cls: type, module: L.LightningModule, *loaders: Any, callbacks: Any = (), **options: Any) -> Any:
+    options = {"max_epochs": 2, "enable_progress_bar": False, "num_sanity_val_steps": 0, **options}
+    run = trainer(cls, callbacks=[*callbacks] or [RunReport()], **options)
+    run.fit(module, *loaders)
+    return run
+
+
+def read(folder: Path = Path(".")) -> Element:
+    return parse((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def sections(document: Element) -> dict[str, Element]:
+    return {section.one("h2").content[0]: section for section in document.all("section")}
+
+
+def facts(document: Element) -> dict[str, str]:
+    return {tile.one("dt").text: tile.one("dd").text for tile in document.one("dl", "facts").all("div")}
+
+
+def curves(document: Element) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    """Values by what was measured and where."""
+    return {
+        (figure.one("h3").text, line.attributes["data-label"]): (
+            [float(x) for x in line.attributes["data-x"].split()],
+            [float(y) for y in line.attributes["data-y"].split()],
+        )
+        for figure in sections(document)["Learning curves"].all("figure")
+        for line in figure.all("g", "line")
+    }
+
+
+def failing(error: type[BaseException], text: str = "stop") -> Small:
+    """Fails in the second epoch."""
+
+    def step(module: Any, stage: str, batch_idx: int) -> None:
+        if module.current_epoch == 1:
+            raise error(text)
+
+    return Small(step)
+
+
+class TestFit:
+    @BOTH
+    def test_a_whole_one(self, clock: Clock, cls: type):
+        module = Small(lambda module, stage, batch_idx: clock.tick({"train": 0.5, "val": 7.0}[stage]))
+        fit(cls, module, loader(4, batch_size=8), loader(1))
+        document = read()
+        assert "Small finished" in document.one("header").text
+        told = facts(document)
+        assert told["samples per second"] == "16"
+        assert (told["epochs"], told["steps"], told["parameters"], told["time in training"]) == ("2", "8", "3", "4 s")
+        assert told["strategy"] in ("single_device", "SingleDeviceStrategy")
+        assert told["precision"] == "32-true"
+        assert told["peak memory, cpu"].endswith("iB")
+        assert curves(document) == {
+            ("loss", "loss"): ([3, 7], [3, 7]),
+            ("loss", "val"): ([3, 7], [10, 11]),
+            ("late", "late"): ([3, 7], [100, 101]),
+        }
+        (line,) = sections(document)["Throughput"].all("g", "line")
+        assert set(line.attributes["data-y"].split()) == {"16"}
+        assert [float(x) for x in line.attributes["data-x"].split()] == [
+            0.25,
+            0.75,
+            1.25,
+            1.75,
+            9.25,
+            9.75,
+            10.25,
+            10.75,
+        ]
+        assert [row.all("td")[0].text for row in sections(document)["Devices"].one("tbody").all("tr")] == ["cpu"]
+        assert "MemoryLogger()" in sections(document)["Memory"].text
+        assert "Events" not in sections(document)
+
+    @BOTH
+    def test_curves_are_those_of_the_summary(self, cls: type):
+        for index, callbacks in enumerate(([RunReport()], [RunReport(), RunSummary(table=False)])):
+            fit(
+                cls,
+                Small(),
+                loader(4),
+                loader(1),
+                callbacks=callbacks,
+                val_check_interval=0.5,
+                logger=CSVLogger(str(index), ""),
+            )
+        alone, beside = (curves(read(next(Path(str(index)).rglob("report.html")).parent)) for index in range(2))
+        assert alone == beside
+        assert alone["loss", "val"][0] == [1, 3, 5, 7]
+
+    def test_a_fit_of_one_epoch_has_its_curves_by_step(self):
+        fit(equipoise.Trainer, Small(), loader(10), loader(1), max_epochs=1, log_every_n_steps=3)
+        document = read()
+        drawn = curves(document)
+        assert drawn["loss", "loss"] == ([2, 5, 8], [2, 5, 8])
+        assert drawn["loss", "val"] == ([9], [10])
+        section = sections(document)["Learning curves"]
+        assert "by step" in section.one("h2").text
+        for figure in section.all("figure"):
+            (epoch,) = figure.all("g", "boundary")
+            assert epoch.one("text").text == "epoch 1"
+            assert epoch.one("line").attributes["x1"] == "100.00%"
+
+    def test_curves_are_recorded_once(self):
+        summary, report = RunSummary(table=False), RunReport()
+        fit(equipoise.Trainer, Small(), loader(2), callbacks=[report, summary])
+        assert summary.history
+        assert report.state_dict() == {}
+
+    @BOTH
+    def test_it_lies_in_the_folder_of_the_logger_and_tells_what_lies_there(self, tmp_path: Path, cls: type):
+        folder = tmp_path / "logs" / "mine"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("module:\n  lr: <0.1>\n")
+        (tmp_path / "config.yaml").write_text("not: this\n")
+        fit(cls, Small(), loader(2), logger=CSVLogger("logs", "mine", ""))
+        assert sections(read(folder))["Configuration"].one("pre").text == "module:\n  lr: <0.1>\n"
+        assert not (tmp_path / "report.html").exists()
+
+    def test_hyperparameters_stand_for_a_configuration(self, tmp_path: Path):
+        (tmp_path / "config.yaml").write_text("of: the program\n")
+
+        class Hyper(Small):
+            def __init__(self, lr: float, more: dict[str, Any]) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        fit(L.Trainer, Hyper(0.1, {"a": "<b>", "t": torch.ones(2, 3)}), loader(2))
+        text = sections(read())["Configuration"].one("pre").text
+        assert text == "lr: 0.1\nmore:\n  a: '<b>'\n  t: tensor of (2, 3)\n"
+
+    @BOTH
+    def test_the_best_checkpoint_is_told(self, tmp_path: Path, cls: type):
+        saving = ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="{epoch}")
+        fit(cls, Small(), loader(2), loader(1), callbacks=[RunReport(), saving], enable_checkpointing=True)
+        told = facts(read())
+        assert (told["best val_loss"], told["best checkpoint"]) == ("10", "best/epoch=0.ckpt")
+
+    def test_batches_are_counted_where_samples_cannot(self, clock: Clock):
+        class Ragged(Small):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                clock.tick(0.25)
+                self.log("loss", 1.0, batch_size=2)
+                return self.layer(batch[0]).square().mean()
+
+        ragged = torch.utils.data.DataLoader(
+            [0] * 4, batch_size=2, collate_fn=lambda batch: [torch.ones(2), torch.ones(3)]
+        )
+        fit(L.Trainer, Ragged(), ragged)
+        assert facts(read())["batches per second"] == "4"
+
+    @BOTH
+    def test_a_fast_dev_run_and_an_evaluation_leave_none(self, tmp_path: Path, cls: type):
+        run = fit(cls, Small(), loader(2), loader(2), fast_dev_run=True)
+        run.validate(Small(), loader(2), verbose=False)
+        run.test(Small(), loader(2), verbose=False)
+        with pytest.raises(ValueError, match="stop"):
+            trainer(cls, callbacks=[RunReport()], enable_progress_bar=False).test(
+                failing(ValueError).__class__(lambda *_: (_ for _ in ()).throw(ValueError("stop"))), loader(2)
+            )
+        assert list(tmp_path.glob("**/report.html")) == []
+
+    @BOTH
+    def test_zero_epochs(self, cls: type):
+        fit(cls, Small(), loader(2), max_epochs=0)
+        assert facts(read())["steps"] == "0"
+
+    def test_the_page_is_named(self, capsys: pytest.CaptureFixture[str]):
+        fit(equipoise.Trainer, Small(), loader(2))
+        plain = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)  # another test may have made a console
+        assert plain.endswith("Report: report.html\n")
+
+    @BOTH
+    def test_a_long_fit_is_written_down_now_and_then(self, clock: Clock, cls: type):
+        seen: list[tuple[int, str]] = []
+
+        def step(module: Any, stage: str, batch_idx: int) -> None:
+            clock.tick(25)
+            if batch_idx == 0 and Path("report.html").exists():
+                seen.append((module.current_epoch, read().one("header").one("span", "pill").text))
+                Path("report.html").unlink()
+
+        fit(cls, Small(step), loader(2), max_epochs=6)
+        assert seen == [(2, "running"), (4, "running")]
+        assert read().one("header").one("span", "pill").text == "finished"
+
+
+class TestBroken:
+    @BOTH
+    def test_a_failure_leaves_its_error(self, cls: type):
+        with pytest.raises(ValueError, match="<script>"):
+            fit(cls, failing(ValueError, "<script>alert(1)</script>"), loader(3), loader(1))
+        document = read()
+        assert "Small failed" in document.one("header").text
+        error = sections(document)["What went wrong"]
+        assert error.one("p", "cause").text == "ValueError: <script>alert(1)</script>"
+        assert "in training_step" in error.one("pre").text
+        assert curves(document)["loss", "val"] == ([2], [10])
+        assert facts(document)["steps"] == "3"
+
+    def test_the_last_values_before_a_failure_are_shown(self):
+        class Fails(Small):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                if self.global_step == 7:
+                    raise ValueError("stop")
+                return loss
+
+        with pytest.raises(ValueError, match="stop"):
+            fit(equipoise.Trainer, Fails(), loader(10), loader(1), log_every_n_steps=3)
+        assert curves(read())["loss", "loss"] == ([2, 5, 7], [2, 5, 7])
+
+    @BOTH
+    def test_an_interrupt_is_no_failure(self, cls: type):
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(cls, failing(KeyboardInterrupt), loader(3))
+        document = read()
+        assert "Small interrupted" in document.one("header").text
+        assert "What went wrong" not in sections(document)
+
+    @BOTH
+    @pytest.mark.parametrize(
+        "hook", ["prepare_data", "setup", "configure_optimizers", "on_fit_start", "on_train_start"]
+    )
+    def test_a_failure_before_training_leaves_one_too(self, cls: type, hook: str):
+        module = Small()
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("early")
+
+        setattr(module, hook, fail)
+        with pytest.raises(ValueError, match="early"):
+            fit(cls, module, loader(3))
+        assert sections(read())["What went wrong"].one("p", "cause").text == "ValueError: early"
+
+    def test_a_mistake_in_the_options_is_left_to_its_message(self, tmp_path: Path):
+        with pytest.raises(equipoise.ConfigurationError):
+            fit(equipoise.Trainer, Small())
+        assert list(tmp_path.iterdir()) == []
+
+    @BOTH
+    def test_a_page_that_cannot_be_written_warns_once_and_fails_nothing(self, tmp_path: Path, cls: type):
+        (tmp_path / "report.html").mkdir()
+        with pytest.warns(UserWarning, match=r"The report could not be written: .*report\.html") as warned:
+            run = fit(cls, Small(), loader(2))
+        assert len([each for each in warned if "report" in str(each.message)]) == 1
+        assert run.global_step == 4
+
+    def test_the_error_goes_on_where_no_page_can_be_written(self, tmp_path: Path):
+        (tmp_path / "report.html").mkdir()
+        with pytest.warns(UserWarning, match="The report"), pytest.raises(ValueError, match="stop"):
+            fit(equipoise.Trainer, failing(ValueError), loader(2))
+
+
+class TestGoingOn:
+    @BOTH
+    @pytest.mark.parametrize("beside", [True, False])
+    def test_a_resumed_fit_has_whole_curves(self, tmp_path: Path, cls: type, beside: bool):
+        def callbacks() -> list[L.Callback]:
+            saving = ModelCheckpoint(
+                tmp_path, filename="last", save_on_train_epoch_end=True, enable_version_counter=False
+            )
+            return [RunReport(), *([RunSummary(table=False)] if beside else []), saving]
+
+        options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": False}
+        trainer(cls, callbacks=callbacks(), max_epochs=2, **options).fit(Small(), loader(4), loader(1))
+        resumed = trainer(cls, callbacks=callbacks(), max_epochs=3, **options)
+        resumed.fit(Small(), loader(4), loader(1), ckpt_path=tmp_path / "last.ckpt")
+        document = read()
+        assert curves(document)["loss", "val"] == ([3, 7, 11], [10, 11, 12])
+        assert curves(document)["late", "late"] == ([3, 7, 11], [100, 101, 102])
+        (row,) = sections(document)["Events"].one("tbody").all("tr")
+        assert [cell.text for cell in row.all("td")] == ["0 s", "8", "resumed", "Went on from last.ckpt."]
+
+    def test_a_second_fit_of_a_trainer_tells_of_both(self, clock: Clock):
+        module = Small(lambda module, stage, batch_idx: clock.tick(1))
+        run = fit(equipoise.Trainer, module, loader(3))
+        run.max_epochs = 4
+        run.fit(module, loader(3))
+        document = read()
+        assert curves(document)["late", "late"] == ([2, 5, 8, 11], [100, 101, 102, 103])
+        assert facts(document)["time in training"] == "12 s"
+
+    def test_state_survives_pickle_and_deepcopy(self):
+        report = RunReport()
+        fit(L.Trainer, Small(), loader(2), callbacks=[report])
+        state = report.state_dict()
+        assert state["history"]
+        for other in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+            assert other.state_dict() == state
+
+
+class Recorder(L.Callback):
+    """Keeps what a logger of memory would."""
+
+    def __init__(self) -> None:
+        values = {"step": 1, "phase": "backward", "device": "cuda:0"}
+        self.timeline = [MemoryPoint(**values, seconds=0.5, allocated=2**20, reserved=2**22, peak=2**21)]
+        holder = TensorRecord(module="a", category="parameter", name="weight", shape=(2,), dtype="float32", nbytes=8)
+        self.compositions = [Composition(**values, nbytes=8, holders=(holder,))]
+        self.leaks = [Leak(step=7, seconds=0.25)]
+
+
+class Leak(SimpleNamespace):
+    def __str__(self) -> str:
+        return "It grows."
+
+
+class TestWhatOthersKeep:
+    def test_memory(self):
+        fit(L.Trainer, Small(), loader(2), callbacks=[Recorder(), RunReport()])
+        document = read()
+        assert facts(document)["peak memory, cuda:0"] == "2.0 MiB"
+        assert len(sections(document)["Memory"].all("figure")) == 1
+        assert "a · weight" in sections(document)["The peak"].text
+        assert [cell.text for cell in sections(document)["Events"].one("tbody").all("td")] == [
+            "0.25 s",
+            "7",
+            "leak",
+            "It grows.",
+        ]
+
+    def test_out_of_memory_events(self):
+        class Tight(Small):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                if len(batch[0]) > 2:
+                    raise torch.OutOfMemoryError("out of memory: too many samples")
+                return super().training_step(batch, batch_idx)
+
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            fit(
+                equipoise.Trainer,
+                Tight(),
+                loader(1, batch_size=4),
+                callbacks=[OOMRecovery(), RunReport()],
+                max_epochs=1,
+            )
+        (row,) = sections(read())["Events"].one("tbody").all("tr")
+        assert row.all("td")[2].text == "out of memory"
+        assert re.match("Batch 0 ", row.all("td")[3].text)
+
+    def test_events_of_an_earlier_fit_are_not_of_this_one(self):
+        event = OutOfMemoryEvent(
+            phase="forward",
+            device="cpu",
+            batch_idx=3,
+            step=7,
+            seconds=0.0,
+            batch_size=None,
+            parts=1,
+            most_parts=4,
+            obstacle="",
+            requested=None,
+            free=None,
+            message="",
+        )
+        recovery = OOMRecovery()
+        recovery.events.append(event)
+        fit(equipoise.Trainer, Small(), loader(1), callbacks=[recovery, RunReport()])
+        assert "Batch 3" not in read().text
+
+
+class TestThroughput:
+    def test_stretches_grow_longer_and_nothing_is_lost(self):
+        meter = Throughput()
+        meter.begin(0.0)
+        for index in range(1, 50_001):
+            meter.add(3, 0.1 * index)
+        meter.pause(5000.0)
+        points = meter.points(0.0)
+        assert 400 <= len(points) <= 1024
+        assert all(math.isclose(rate, 30, rel_tol=0.02) for _, rate in points)
+        assert (meter.samples, meter.batches) == (150_000, 50_000)
+        assert meter.seconds == pytest.approx(5000)
+
+    def test_a_short_rest_joins_the_stretch_before(self):
+        meter = Throughput()
+        meter.begin(0.0)
+        for now in (0.1, 0.25, 0.26):
+            meter.add(1, now)
+        meter.pause(0.26)
+        assert meter.points(0.0) == [(pytest.approx(0.13), pytest.approx(3 / 0.26))]
+
+    def test_pauses_do_not_count(self):
+        meter = Throughput()
+        for start in (0.0, 100.0):
+            meter.begin(start)
+            meter.add(10, start + 1)
+            meter.pause(start + 1)
+        assert meter.points(0.0, factor=2) == [(0.5, 20.0), (100.5, 20.0)]
+        assert meter.seconds == 2
+
+
+class TestPipeline:
+    def test_the_last_step_is_drawn(self):
+        """Of 5 batches of 3 samples the last has 2 of them, so it has two micro-batches."""
+        samples = TensorDataset(torch.ones(14, 2))
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        module = Small()
+        module.layer = net
+        strategy = equipoise.PipelineStrategy(cut_before=["layer.1"], micro_batches=3)
+        options = {"strategy": strategy, "devices": ["cpu", "cpu"], "max_epochs": 1}
+        fit(equipoise.Trainer, module, DataLoader(samples, batch_size=3), **options)
+        section = sections(read())["The pipeline"]
+        assert "1f1b, 2 stages, 2 micro-batches" in section.one("figcaption").text
+        assert [text.text for text in section.one("svg", "labels").all("text")] == ["stage 0, cpu", "stage 1, cpu"]
+        boxes = [box.one("title").text.split(",")[1].strip() for box in section.all("g", "bar")]
+        expected = [f"cpu: {what} of micro-batch {i}" for what in ("forward", "backward") for i in (0, 1)]
+        assert sorted(boxes) == sorted(2 * expected)
+
+
+@pytest.mark.slow
+class TestTwoProcesses:
+    def test_samples_of_all_are_counted(self):
+        run = equipoise.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=2,
+            callbacks=[RunReport()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+        )
+        run.fit(LogsMeans(), loader(6, batch_size=2))
+        document = read()
+        # The mean over both processes, which all of them compute though only the first one records it.
+        steps, values = curves(document)["rank", "rank"]
+        assert steps == [float(step) for step in range(run.global_step)]
+        assert set(values) == {0.5}
+        assert facts(document)["strategy"] == "ddp, 2 processes"
+        assert "of the first process" not in document.text
+        assert [row.all("td")[0].text for row in sections(document)["Devices"].one("tbody").all("tr")] == ["cpu"]
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_failure_in_either_leaves_one(self, rank: int):
+        run = equipoise.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=2,
+            callbacks=[RunReport()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with pytest.raises(Exception, match="stop here"):
+            run.fit(FailsIn(rank), loader(6, batch_size=2))
+        document = read()
+        assert "failed" in document.one("header").text
+        assert sections(document)["What went wrong"].one("p", "cause").text == "ValueError: stop here"
+        assert not list(Path().glob(".report*"))
+
+
+class LogsMeans(Small):
+    """Logs the number of the process, as the mean over processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("rank", float(self.trainer.global_rank), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class FailsIn(Small):
+    """Fails in one process."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == self.rank and self.current_epoch == 1:
+            raise ValueError("stop here")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_folder_that_is_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = equipoise.Trainer(
+        default_root_dir="memory://x", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[RunReport()]
+    )
+    with pytest.raises(equipoise.ConfigurationError, match=r"RunReport writes.*'memory://x'.*local `save_dir`"):
+        run.fit(Small(), loader(1))
+    assert not list(tmp_path.iterdir())
