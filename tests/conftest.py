@@ -34,7 +34,15 @@ from tests.support.quick_cases import mark_further_cases
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
 
 # A machine without Hydra can run all other tests.
-_NEED_HYDRA = ["app", "docs", "examples", "trainer/checkpointing/test_objects.py"]
+_NEED_HYDRA = [
+    "app",
+    "extensions/sweeps",
+    "extensions/comparison",
+    "extensions/planning/command",
+    "docs",
+    "examples",
+    "trainer/checkpointing/test_objects.py",
+]
 collect_ignore = [] if importlib.util.find_spec("hydra") else _NEED_HYDRA
 
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them

@@ -15,7 +15,7 @@ from equipoise.to_device import ArrivingValue, to_device
 PACKAGE = Path(equipoise.__file__).parent
 
 # The progress bar copies into pinned memory and reads it after an event, and so do offloaded activations.
-MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py", "parallel/savers/offloading.py"}
+MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py", "extensions/savers/offloading.py"}
 
 
 class Recorded(Tensor):

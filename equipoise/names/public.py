@@ -78,7 +78,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.trainer": {
         "equipoise.extensions.ensemble.split_checkpoint": ("split_ensemble",),
         "equipoise.trainer.cli_trainer": ("CLITrainer",),
-        "equipoise.trainer.merging": ("merge_shards",),
+        "equipoise.trainer.checkpointing.merging": ("merge_shards",),
         "equipoise.trainer.trainer": ("Trainer",),
     },
 }

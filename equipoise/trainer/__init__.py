@@ -6,8 +6,8 @@ from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
     from equipoise.extensions.ensemble.split_checkpoint import split_ensemble as split_ensemble
+    from equipoise.trainer.checkpointing.merging import merge_shards as merge_shards
     from equipoise.trainer.cli_trainer import CLITrainer as CLITrainer
-    from equipoise.trainer.merging import merge_shards as merge_shards
     from equipoise.trainer.trainer import Trainer as Trainer
 else:
     __getattr__ = lazy_getattr(__name__)

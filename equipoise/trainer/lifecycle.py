@@ -36,7 +36,7 @@ from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_no
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
-from equipoise.trainer.optimization.step_extension import step_extensions
+from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state, restore_weights

@@ -17,11 +17,11 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.before_run import choose_strategy, search
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
 from equipoise.trainer.preparation import make_context
-from equipoise.trainer.runtime.before_run import choose_strategy, search
 from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check

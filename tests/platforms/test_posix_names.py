@@ -27,7 +27,7 @@ USERS = {
     "parallel/workers/messages/reports.py": STARTS_WORKERS,
     "parallel/workers/worker_main.py": STARTS_WORKERS,
     "parallel/workers/worker_process.py": STARTS_WORKERS,
-    "pipeline/messaging/heartbeat.py": "looks for the name",
+    "extensions/pipeline/messaging/heartbeat.py": "looks for the name",
     "trainer/runtime/signals.py": "in a job of Slurm",
     "trainer/runtime/slurm.py": "in a job of Slurm",
 }

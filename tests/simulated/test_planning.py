@@ -16,9 +16,9 @@ from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.prediction import predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.extensions.tuning import strategy_choice
-from equipoise.extensions.tuning.strategy_choice import choose_strategy
 from equipoise.extensions.tuning.trials import step_prediction
 from equipoise.strategies import Strategy
+from equipoise.trainer.before_run import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.extensions.planning.steps import Step

@@ -25,8 +25,8 @@ from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.optimization.automatic_step import RepeatableStep
-from equipoise.trainer.optimization.step_extension import StepExtension
+from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.steps.step_extension import StepExtension
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

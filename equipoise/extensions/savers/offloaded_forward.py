@@ -6,7 +6,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.savers.offloading import Offloading
 from equipoise.interop.adapters import check_feature
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.optimization.step_extension import Context, StepExtension
+from equipoise.trainer.optimization.steps.step_extension import Context, StepExtension
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from equipoise.errors import StepError
 from equipoise.extensions.savers.step_obstacles import check_clipping, check_optimizer, check_run
 from equipoise.interop.torch.optimizers import only_parameter, plain_step
-from equipoise.trainer.optimization.step_extension import StepExtension
+from equipoise.trainer.optimization.steps.step_extension import StepExtension
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -13,7 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.trainer.optimization.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
 from equipoise.trainer.recovery.micro_batching import is_armed
 

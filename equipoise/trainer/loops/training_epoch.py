@@ -11,7 +11,7 @@ from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
 from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.optimization.step_extension import StepClass
+from equipoise.trainer.optimization.steps.step_extension import StepClass
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -15,10 +15,10 @@ from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
-from equipoise.trainer.optimization.backward import Backward
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
-from equipoise.trainer.optimization.module_step import ModuleStep
 from equipoise.trainer.optimization.scaled_steps import ScaledSteps
+from equipoise.trainer.optimization.steps.backward import Backward
+from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 from equipoise.trainer.recovery.micro_batching import is_armed
 

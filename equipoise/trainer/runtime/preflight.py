@@ -22,7 +22,7 @@ from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, ta
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
-from equipoise.trainer.optimization.step_extension import step_extensions
+from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predi
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
 from equipoise.extensions.tuning import first_batch, strategy_choice
 from equipoise.extensions.tuning.first_batch import read_first_batch
-from equipoise.trainer.runtime.before_run import choose_strategy
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
+from equipoise.trainer import before_run
 from equipoise.trainer import trainer as trainer_module
+from equipoise.trainer.before_run import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.support.pipelines import QUIET

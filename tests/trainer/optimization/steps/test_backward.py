@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from equipoise import StepError
-from equipoise.trainer.optimization.backward import Backward
+from equipoise.trainer.optimization.steps.backward import Backward
 from tests.support.contexts import training_context
 
 

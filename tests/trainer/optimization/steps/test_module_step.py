@@ -12,7 +12,7 @@ from equipoise import StepError
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.logging.collection import Collection
-from equipoise.trainer.optimization.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from tests.support.contexts import training_context
 
 

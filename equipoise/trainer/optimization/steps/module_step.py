@@ -19,8 +19,8 @@ from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.step_protocols import Around, StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.collection import Logged
-from equipoise.trainer.optimization.merged_logs import log_merged
-from equipoise.trainer.optimization.step_extension import Context, step_extensions
+from equipoise.trainer.optimization.steps.merged_logs import log_merged
+from equipoise.trainer.optimization.steps.step_extension import Context, step_extensions
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
