@@ -67,7 +67,11 @@ LIBRARIES = {
     "lightly": Library("1.5.26", ("tests/utils",), needs=(TORCHVISION, "pytest-mock")),
     "neuralforecast": Library(
         "3.3.0",
-        ("tests/test_models", "tests/test_losses"),
+        (
+            *(f"tests/test_models/test_{name}.py" for name in ("mlp", "nhits", "nbeatsx", "deepar", "lstm", "tcn", "tft")),
+            *(f"tests/test_models/test_{name}.py" for name in ("patchtst", "tsmixerx", "itransformer", "hint")),
+            "tests/test_losses",
+        ),
         needs=("polars", "matplotlib"),
         options=("-k", "not auto"),  # searches, most in processes of Ray
     ),
@@ -75,6 +79,8 @@ LIBRARIES = {
         "2.7.0",
         ("tests/unit/engine", "tests/unit/utils", "tests/integration/test_task_types.py", "tests/integration/model"),
         needs=(TORCHVISION, "pytest-mock"),
+        # Of the models, those without weights to download; without export to other formats.
+        options=("-k", "not TestAPI or ((ganomaly or draem) and not export)"),
     ),
     "darts": Library(
         "0.46.1",
