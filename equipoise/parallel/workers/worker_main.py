@@ -130,10 +130,7 @@ def run_worker(
         report = Report(rank, time.monotonic(), layout=layout)
     except BaseException as error:
         report = report_of(error, rank, is_consequence)
-    # 2. Report, behind all that was printed: the parent continues once it has the report.
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    # 2. Report.
     has_failed = report.failed
     try:
         send(report)
@@ -142,6 +139,9 @@ def run_worker(
         text = report.text or traceback.format_exc()
         send(Report(rank, time.monotonic(), text=text))
     # 3. Leave. Threads of torch's process groups may abort or hang an ordinary exit.
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(int(has_failed))
 
 
