@@ -74,6 +74,8 @@ class Points(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.samples, batch_size=self.batch_size)
 
+    predict_dataloader = test_dataloader
+
 
 # Made by `__getattr__`.
 module: Classifier
