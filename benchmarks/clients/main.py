@@ -68,7 +68,10 @@ LIBRARIES = {
     "neuralforecast": Library(
         "3.3.0",
         (
-            *(f"tests/test_models/test_{name}.py" for name in ("mlp", "nhits", "nbeatsx", "deepar", "lstm", "tcn", "tft")),
+            *(
+                f"tests/test_models/test_{name}.py"
+                for name in ("mlp", "nhits", "nbeatsx", "deepar", "lstm", "tcn", "tft")
+            ),
             *(f"tests/test_models/test_{name}.py" for name in ("patchtst", "tsmixerx", "itransformer", "hint")),
             "tests/test_losses",
         ),

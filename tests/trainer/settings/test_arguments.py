@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.settings import arguments
@@ -76,6 +77,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "limit_predict_batches": 0,
     },
     "clipping": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "clipping by a type": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": GradClipAlgorithmType.NORM},
     "precision": {"precision": "bf16-mixed"},
 }
 READ = (
@@ -98,6 +100,7 @@ def read(run: Any) -> dict[str, Any]:
     kinds = [type(callback).__name__.removeprefix("Rich").removeprefix("Whole") for callback in run.callbacks]
     return {
         **{name: getattr(run, name, None) for name in READ},
+        "type of clipping": type(run.gradient_clip_algorithm),
         "loggers": [type(logger).__name__ for logger in run.loggers],
         "callbacks": sorted("ProgressBar" if kind == "TQDMProgressBar" else kind for kind in kinds),
         "time": [callback.time_remaining() for callback in run.callbacks if isinstance(callback, Timer)],
