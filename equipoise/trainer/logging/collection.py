@@ -55,9 +55,9 @@ class Collection:
         hook, name, _ = entry.key
         if present.dataloader_idx != entry.dataloader_idx:
             raise MisconfigurationException(
-                f"`self.log({name!r}, ..., add_dataloader_idx=False)` in `{hook}` has one name for the values of loaders"
-                f" {present.dataloader_idx} and {entry.dataloader_idx}. Leave add_dataloader_idx out, or give each"
-                " loader a name of its own."
+                f"`self.log({name!r}, ..., add_dataloader_idx=False)` in `{hook}` has one name for the values of"
+                f" loaders {present.dataloader_idx} and {entry.dataloader_idx}. Leave add_dataloader_idx out, or"
+                " give each loader a name of its own."
             )
         if present.options != entry.options:
             raise MisconfigurationException(
