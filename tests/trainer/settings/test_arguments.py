@@ -258,6 +258,19 @@ def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
     assert run.max_epochs == 1000
 
 
+# Environment variables
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["Lightning", "Equipoise"])
+def test_variables_give_what_the_program_does_not(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"LOGGER": "False", "MAX_STEPS": "7", "MAX_EPOCHS": "3", "PRECISION": "bf16-mixed", "MIN_EPOCHS": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PL_TRAINER_{name}", value)
+    run = cls(accelerator="cpu", max_epochs=5)
+    assert (run.logger, run.max_steps, run.max_epochs, run.precision) == (None, 7, 5, "bf16-mixed")
+    assert run.min_epochs == cls(accelerator="cpu", min_epochs=None).min_epochs
+
+
 # Arguments that Lightning alone has
 
 
