@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.validation import is_number, is_whole
 
@@ -270,7 +270,8 @@ def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, GradCli
     """
     # `not value >= 0` refuses NaN as well.
     if value is not None and (not is_number(value) or not value >= 0):
-        raise ConfigurationError(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
+        error = ConfigurationError if is_number(value) else ConfigurationTypeError
+        raise error(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
     if algorithm is None:
         return value, None
     # A GradClipAlgorithmType is a string, but `str` returns another one of it.

@@ -33,8 +33,10 @@ from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trai
         (TypeError, lambda cls: cls(accelerator="cpu", devices=["0"])),
         (RuntimeError, lambda cls: cls(callbacks=[EarlyStopping("a"), EarlyStopping("a", patience=5)])),
         (TypeError, lambda cls: trainer(cls, max_epochs=1).fit(Small(), object())),
+        (TypeError, lambda cls: cls(gradient_clip_val=(1, 2))),
+        (TypeError, lambda cls: cls(accelerator="cpu", logger=False).validate()),
     ],
-    ids=["devices", "callbacks", "loader"],
+    ids=["devices", "callbacks", "loader", "clipping", "no module"],
 )
 def test_an_error_is_also_what_lightning_raises(cls: Any, error: type[Exception], call: Callable[[Any], Any]) -> None:
     with pytest.raises(error):
