@@ -110,8 +110,8 @@ def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: 
     absent = states.keys() - {state_key_of(callback) for callback in callbacks}
     if absent:
         rank_zero_warn(
-            f"The checkpoint holds states of callbacks that are missing: {sorted(map(str, absent))}. Add them to"
-            " continue with them."
+            f"The checkpoint holds states of callbacks that are missing: {sorted(map(str, absent))}. Add the"
+            " callbacks to restore these states."
         )
     context.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in callbacks:

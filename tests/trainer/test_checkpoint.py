@@ -358,5 +358,5 @@ def test_strict_loading_is_the_modules_choice(tmp_path: Path) -> None:
 def test_callbacks_whose_state_is_left_over(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, filename="x")
     trainer(callbacks=[keeper], enable_checkpointing=True).fit(Small(), loader())
-    with pytest.warns(UserWarning, match="states of callbacks that are missing.*ModelCheckpoint.*Add them"):
+    with pytest.warns(UserWarning, match="states of callbacks that are missing.*ModelCheckpoint.*Add the callbacks"):
         trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=tmp_path / "x.ckpt")

@@ -111,16 +111,15 @@ class Source:
 
         Args:
             index: Number of the loader.
-            lengths: Number of its samples in each process.
+            lengths: Length of its data in each process.
         """
         if self._has_reported_difference:
             return
         self._has_reported_difference = True
         rank_zero_warn(
-            f"Loader {index} of {self.describe()} has {' and '.join(map(str, lengths))} samples in processes 0 to"
-            f" {len(lengths) - 1}. The trainer divides it as if it were the same in all, so each process reads only a"
-            " part of its own samples. If each process has data of its own, say"
-            " Trainer(use_distributed_sampler=False)."
+            f"Loader {index} of {self.describe()} is not the same in all processes: by rank, its data have the lengths"
+            f" {', '.join(map(str, lengths))}. The trainer divides it as if it were, so each process reads only a part"
+            " of its data. If each process has data of its own, say Trainer(use_distributed_sampler=False)."
         )
 
 
@@ -198,14 +197,11 @@ class Loaders:
         self._source = source
         self._rank = strategy.processes.rank
         self.extents: list[Extent] = []
+        lengths: list[int | None] = []
         for loader, shard in zip(prepared, shards, strict=True):
-            # In training a limit is that of each process, in an evaluation that of all together.
-            if not training and shard.num_shards > 1 and shard.in_turn:
-                self.extents.append(_extent_of_turns(loader, shard, limit, source))
-            else:
-                self.extents.append(extent_of(shard.loader, limit, source))
+            self.extents.append(_extent_of_part(loader, shard, limit, source))
+            lengths.append(_divided_length(loader, shard))
         # All processes know them, so that all refuse the same.
-        lengths = [_divided_length(loader, shard) for loader, shard in zip(prepared, shards, strict=True)]
         everywhere = strategy.processes.gather_objects((self.extents, lengths))
         self.extents_everywhere = [extents for extents, _ in everywhere]
         self._check_not_empty(limit)
@@ -273,8 +269,9 @@ class Loaders:
         """Warn that the trainer divides loaders which are not the same in all processes.
 
         Args:
-            lengths_everywhere: Number of samples of each loader before it is divided, in each process.
+            lengths_everywhere: Length of each loader's data before they are divided, in each process.
         """
+        # Processes may have unequal numbers of loaders. Those that all of them have are compared.
         for index, lengths in enumerate(zip(*lengths_everywhere, strict=False)):
             if len(set(lengths)) > 1:
                 self._source.report_different_data(index, list(lengths))
@@ -446,8 +443,21 @@ def extent_of(loader: Any, limit: float, source: Source) -> Extent:
     return Extent(length, most, certainty)
 
 
+def _extent_of_part(loader: Any, shard: Shard, limit: float, source: Source) -> Extent:
+    """Return the number of batches of a loader that this process reads.
+
+    In training a limit is that of each process, in an evaluation that of all together.
+    """
+    if source.stage != "train" and shard.num_shards > 1 and shard.in_turn:
+        return _extent_of_turns(loader, shard, limit, source)
+    return extent_of(shard.loader, limit, source)
+
+
 def _divided_length(loader: Any, shard: Shard) -> int | None:
-    """Return the number of samples of a loader that the trainer divides; None if it does not, or none is known."""
+    """Return the length of the data that the trainer divides: samples, or batches of what is no DataLoader.
+
+    None: they are not divided, or have no length.
+    """
     if shard.num_shards == 1:
         return None
     return length_of(getattr(loader, "dataset", loader))

@@ -56,7 +56,7 @@ class Stopping:
                 f"`fit` trains nothing: an earlier fit of this Trainer has reached"
                 f" {self._limit}={getattr(self.state, self._limit)}, and its counters continue. Create a new Trainer"
                 f" with new callbacks to train a module from the start, or raise `trainer.fit_loop.{self._limit}` to"
-                f" continue."
+                " continue."
             )
 
     def can_stop_early(self) -> bool:

@@ -161,8 +161,8 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
         kind = _available_type()
         if name == "gpu" and kind == "cpu":
             raise ConfigurationError(
-                "accelerator='gpu' was asked for, but torch finds no GPU. Take accelerator='auto' to use what there"
-                " is, or 'cpu'."
+                "accelerator='gpu' was asked for, but torch finds no GPU. Take accelerator='auto' to use the"
+                " devices that are present, or 'cpu'."
             )
         return kind
     if name != "cpu" and not _count(name):

@@ -25,7 +25,7 @@ _NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs if
 # Ends of messages about Lightning's strategies that have no counterpart, by the beginnings of their names.
 _ADVICE = {
     "deepspeed": f"is not supported: DeepSpeed steps by an engine of its own.{_LARGE_MODELS}",
-    "model_parallel": f"is missing.{_LARGE_MODELS}",
+    "model_parallel": f"is not supported.{_LARGE_MODELS}",
     "xla": _NO_TPU,
     "single_xla": _NO_TPU,
     "tpu": _NO_TPU,
