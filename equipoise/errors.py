@@ -11,6 +11,7 @@ from typing import Any, Self
 
 __all__ = [
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ConfigurationError",
     "ConfigurationRuntimeError",
     "ConfigurationTypeError",
@@ -83,6 +84,10 @@ class ConfigurationRuntimeError(ConfigurationError, RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is missing, damaged, of another model, or not safe to read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A path at which there is no checkpoint, where Lightning raises a FileNotFoundError."""
 
 
 class StepError(_AlsoLightnings, RuntimeError):

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from equipoise import CheckpointError, ConfigurationError, StepError, WorkerError
-from equipoise.errors import ConfigurationRuntimeError, ConfigurationTypeError
+from equipoise.errors import CheckpointNotFoundError, ConfigurationRuntimeError, ConfigurationTypeError
 
 KINDS = [ConfigurationError, ConfigurationTypeError, ConfigurationRuntimeError, StepError]
 
@@ -26,6 +26,8 @@ def test_lightnings_class_catches_it(kind: type[Exception]) -> None:
         (ConfigurationTypeError, TypeError),
         (ConfigurationRuntimeError, RuntimeError),
         (StepError, RuntimeError),
+        (CheckpointNotFoundError, RuntimeError),
+        (CheckpointNotFoundError, FileNotFoundError),
     ],
 )
 def test_the_standard_class_catches_it(kind: type[Exception], standard: type[Exception]) -> None:
@@ -38,7 +40,7 @@ def test_other_errors_are_no_wrong_input(kind: type[Exception]) -> None:
     assert not isinstance(kind("lost"), MisconfigurationException)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, CheckpointNotFoundError])
 def test_it_travels_between_processes(kind: type[Exception]) -> None:
     error = kind("the rule", 3)
     error.add_note("a note")

@@ -8,7 +8,7 @@ It holds one JSON object a line: the test, its outcome, and whether it ran a Tra
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -61,14 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, None]:
     """Count the runs of one test, its fixtures included."""
     _runs.clear()
     yield
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
     """Write a line for each phase that failed, and for each call."""
     result: Any = yield
     report = result.get_result()
@@ -83,3 +83,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     }
     with open(os.environ["CLIENT_RECORD"], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+    """Let a test that interrupts its own run fail alone: our Trainer raises the KeyboardInterrupt again."""
+    try:
+        return (yield)
+    except KeyboardInterrupt as interrupt:
+        raise AssertionError("KeyboardInterrupt") from interrupt

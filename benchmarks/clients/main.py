@@ -76,13 +76,13 @@ LIBRARIES = {
             *(f"tests/test_models/test_{name}.py" for name in FORECASTERS),
             "tests/test_losses",
         ),
-        needs=("polars", "matplotlib"),
+        needs=("polars", "matplotlib", "pandas<3"),
         options=("-k", "not auto"),  # searches, most in processes of Ray
     ),
     "anomalib": Library(
         "2.7.0",
         ("tests/unit/engine", "tests/unit/utils", "tests/integration/test_task_types.py", "tests/integration/model"),
-        needs=(TORCHVISION, "pytest-mock"),
+        needs=(TORCHVISION, "pytest-mock", "pyarrow"),
         # Of the models, those without weights to download; without export to other formats.
         options=("-k", "not TestAPI or ((ganomaly or draem) and not export)"),
     ),

@@ -20,7 +20,7 @@ fcntl: Any = None
 with suppress(ImportError):
     import fcntl
 
-__all__ = ["HAS_LOCKS", "clear_unfinished", "create_locked_file", "create_locked_folder", "umask"]
+__all__ = ["HAS_LOCKS", "clear_unfinished", "create_locked_file", "create_locked_folder", "set_permissions", "umask"]
 
 HAS_LOCKS = fcntl is not None
 """True if the system has such locks. The one that has none, Windows, does not rename a file while it is open."""
@@ -126,6 +126,17 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def set_permissions(name: str, mode: int) -> None:
+    """Give a file its permissions, unless its file system keeps none, as some of networks do.
+
+    Args:
+        name: The path of the file.
+        mode: The permissions.
+    """
+    with suppress(PermissionError):
+        os.chmod(name, mode)
 
 
 def _lock(handle: int, *, wait: bool) -> bool:

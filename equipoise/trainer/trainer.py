@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationTypeError
 from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
 from equipoise.strategies.strategy import Strategy
@@ -398,7 +398,7 @@ class Trainer(PublicState):
     ) -> Any:
         module = self.lightning_module if model is None else as_module(model)
         if module is None:
-            raise ConfigurationError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
+            raise ConfigurationTypeError(f"`{fn.value}` needs a module: none was passed, and there was no run before.")
         request = Request(fn, module, model is not None, datamodule, loaders, ckpt_path, weights_only)
         # The finders search under the strategy of the fit.
         if request.fitting and not self._has_strategy:

@@ -55,6 +55,7 @@ def case(name: str, callbacks: Any, module: Any = Scripted, epochs: int | None =
 
 CASES = [
     case("patience-one", stopping(patience=1), epochs=3),
+    case("fast-dev-run", stopping("never logged"), fast_dev_run=True),
     case("patience-three", stopping(), epochs=5),
     case("patience-four", stopping(patience=4), epochs=8),
     case("patience-zero", stopping(patience=0), epochs=3),

@@ -56,7 +56,7 @@ def find_learning_rate(trainer: Any, make: MakeTrainer, request: Request, finder
         rank_zero_info(f"The search for a learning rate ended after {len(sweep.rates)} steps: the loss grew.")
 
     # 3. Its result.
-    results = results_of(settings, sweep.rates, sweep.losses)
+    results = results_of(finder, settings, sweep.rates, sweep.losses)
     keep_learning_rates(finder, results)
     if attribute is not None:
         _apply(module, attribute, suggested_rate(results), len(sweep.rates))

@@ -48,7 +48,8 @@ _OF_BATCH_SIZES = {
     "margin": "_margin",
     "largest": "_max_val",
 }
-_RESULTS = "lightning.pytorch.tuner.lr_finder._LRFinder"
+_PACKAGE = "lightning.pytorch"
+_RESULTS = f"{_PACKAGE}.tuner.lr_finder._LRFinder"
 # A suggestion leaves out the first ten steps and the last one, and compares two others at least.
 _FEWEST_STEPS = 13
 
@@ -143,15 +144,18 @@ def ends_after_search(finder: Any) -> bool:
     return bool(getattr(finder, "_early_exit", False))
 
 
-def results_of(settings: LearningRateSettings, rates: list[float], losses: list[float]) -> Any:
+def results_of(finder: Any, settings: LearningRateSettings, rates: list[float], losses: list[float]) -> Any:
     """Return the results of a search as Lightning's object, with `results`, `suggestion()` and `plot()`.
 
     Args:
+        finder: The LearningRateFinder; its package is that of the object.
         settings: The arguments of the search.
         rates: Learning rates, by steps.
         losses: Smoothed losses, by steps.
     """
-    results = find(_RESULTS)(settings.mode, settings.smallest, settings.largest, settings.steps)
+    package = base_of(finder, LearningRateFinder).__module__.partition(".callbacks.")[0]
+    kind = find(_RESULTS.replace(_PACKAGE, package))
+    results = kind(settings.mode, settings.smallest, settings.largest, settings.steps)
     results.results.update({"lr": rates, "loss": losses})
     return results
 

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import check_replaceable, put_in_place
-from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, umask
+from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, set_permissions, umask
 
 __all__ = ["write_at_once"]
 
@@ -45,8 +45,7 @@ def _write_at_once(target: Path, write: Callable[[Any], None]) -> None:
             os.fsync(handle)
 
             # 3. A temporary file is private; a checkpoint has the usual permissions.
-            mode = 0o666 & ~umask()
-            os.chmod(name, mode)
+            set_permissions(name, 0o666 & ~umask())
             # While the file is open, its lock keeps others from clearing it.
             if not HAS_LOCKS:
                 file.file.close()

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
-from equipoise.errors import CheckpointError
+from equipoise.errors import CheckpointError, CheckpointNotFoundError
 from equipoise.parallel.shards.reading import has_shards
 from equipoise.safe_loading.archive import check_archive, is_archive, read_archive, read_legacy
 from equipoise.trainer.checkpointing.atomic_file import write_at_once
@@ -193,7 +193,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
         with filesystem.open(path_text, "rb") as file:
             checkpoint: dict[str, Any] = read(file)
     except FileNotFoundError as error:
-        raise CheckpointError(f"There is no checkpoint at {path_text!r}.") from error
+        raise CheckpointNotFoundError(f"There is no checkpoint at {path_text!r}.") from error
     except PermissionError as error:
         raise CheckpointError(f"The checkpoint {path_text!r} may not be read by this user.") from error
     except MemoryError as error:
@@ -243,7 +243,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
         path: Its path. A remote file, such as `s3://...`, is not checked.
 
     Raises:
-        CheckpointError: If there is no such file; the message names other checkpoints in the same folder.
+        CheckpointNotFoundError: If there is no such file; the message names other checkpoints in the same folder.
     """
     if not _is_remote(path):
         _check_is_file(Path(path))
@@ -261,7 +261,7 @@ def _check_is_file(path: Path) -> None:
     names = sorted(file.name for file in folder.glob("*.ckpt"))
     if names:
         hint = f" In that folder there are: {', '.join(names[:5])}."
-    raise CheckpointError(f"The checkpoint {str(path)!r} {problem}.{hint}")
+    raise CheckpointNotFoundError(f"The checkpoint {str(path)!r} {problem}.{hint}")
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only: bool) -> str:

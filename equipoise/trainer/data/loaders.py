@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
@@ -398,7 +398,7 @@ def _check_iterable(loader: Any, source: Source) -> None:
     try:
         iter(loader)
     except TypeError:
-        raise ConfigurationError(
+        raise ConfigurationTypeError(
             f"A loader must be iterable, but {source.describe()} is {loader!r}."
             f" Pass a DataLoader, or define `{source.method}` in the module or data module."
         ) from None

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
@@ -108,7 +108,7 @@ def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None
         several: Whether there are several loaders.
 
     Raises:
-        ConfigurationError: Naming the hook and the change of its signature.
+        ConfigurationRuntimeError: Naming the hook and the change of its signature.
     """
     names = [f"on_{word}_batch_start", f"on_{word}_batch_end"]
     # A step that pulls its batches receives the index with each of them.
@@ -125,7 +125,7 @@ def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None
 
 def _check_takes_index(method: Callable[..., Any], owner: str) -> None:
     if not is_param_in_hook_signature(method, "dataloader_idx"):
-        raise ConfigurationError(
+        raise ConfigurationRuntimeError(
             f"There are several loaders, but `{owner}` does not take their index. Add `dataloader_idx=0` to its"
             " arguments."
         )
@@ -134,7 +134,7 @@ def _check_takes_index(method: Callable[..., Any], owner: str) -> None:
 def _check_requires_no_index(method: Callable[..., Any], owner: str) -> None:
     parameter = inspect.signature(method).parameters.get("dataloader_idx")
     if parameter is not None and parameter.default is inspect.Parameter.empty:
-        raise ConfigurationError(
+        raise ConfigurationRuntimeError(
             f"There is one loader, but `{owner}` asks for `dataloader_idx`. Leave it out or give it a default:"
             " `dataloader_idx=0`."
         )

@@ -45,15 +45,21 @@ class Collection:
             The entry of the key, which has the arguments of the new one.
 
         Raises:
-            MisconfigurationException: If the present entry has other options.
+            MisconfigurationException: If the present entry has other options, or is that of another loader.
         """
         present = self.entries.get(entry.key)
         if present is None:
             self._warn_of_namesake(entry)
             self.add(entry)
             return entry
-        if present.options != entry.options or present.dataloader_idx != entry.dataloader_idx:
-            hook, name, _ = entry.key
+        hook, name, _ = entry.key
+        if present.dataloader_idx != entry.dataloader_idx:
+            raise MisconfigurationException(
+                f"`self.log({name!r}, ..., add_dataloader_idx=False)` in `{hook}` has one name for the values of"
+                f" loaders {present.dataloader_idx} and {entry.dataloader_idx}. Leave add_dataloader_idx out, or"
+                " give each loader a name of its own."
+            )
+        if present.options != entry.options:
             raise MisconfigurationException(
                 f"`self.log({name!r}, ...)` was called twice in `{hook}` with different arguments: {present.options},"
                 f" then {entry.options}."

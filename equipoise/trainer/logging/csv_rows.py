@@ -24,6 +24,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
+from equipoise.parallel.unfinished import set_permissions
 from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
@@ -197,8 +198,7 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
             part.flush()
             os.fsync(part.fileno())
         # 2. Take the place of the file, with its permissions.
-        mode = path.stat().st_mode
-        os.chmod(part.name, mode)
+        set_permissions(part.name, path.stat().st_mode)
         os.replace(part.name, path)
     except BaseException:
         with suppress(OSError):

@@ -305,6 +305,9 @@ def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
     validates = context.enable_validation
     if validates and not has_validated:
         return
+    # Early stopping does not look, and a program in development may log less.
+    if context.state.fast_dev_run:
+        return
     for callback in context.state.callbacks:
         if not is_a(callback, EarlyStopping):
             continue

@@ -1,10 +1,18 @@
-"""Arguments of the Trainer: refuse unknown ones, suggest the nearest name in its signature, and keep those given."""
+"""Arguments of the Trainer: refuse unknown ones, suggest the nearest name in its signature, and keep those given.
 
+Environment variables `PL_TRAINER_...` give arguments that the program does not, as in Lightning.
+"""
+
+import ast
+import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
@@ -16,6 +24,7 @@ R = TypeVar("R")
 
 # Arguments of newer versions of Lightning's Trainer that change nothing which a run computes or writes.
 _WITHOUT_EFFECT = ("suggest_integrations",)
+_VARIABLES = "PL_TRAINER_"
 
 
 def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
@@ -27,6 +36,8 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     Python's own message names the unknown keyword alone. The error is a TypeError, as Python's is, and a
     ConfigurationError. An argument that only Lightning's Trainer has is accepted, with a warning,
     if it changes nothing here.
+
+    An argument that is not given is read from an environment variable such as PL_TRAINER_MAX_STEPS, if there is one.
 
     Args:
         constructor: An `__init__` whose parameters all have names.
@@ -48,10 +59,23 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
         for name in unknown:
             _refuse_unless_ignored(type(owner).__name__, name, options[name], parameters)
             del options[name]
+        for name in parameters:
+            if name not in options and os.environ.get(_VARIABLES + name.upper()):
+                options[name] = _from_environment(name)
         vars(owner)["constructor_arguments"] = options
         return constructor(*arguments, **options)
 
     return checked
+
+
+def _from_environment(name: str) -> Any:
+    """Return the value of an argument that an environment variable gives: a literal of Python, or the text."""
+    variable = _VARIABLES + name.upper()
+    value: Any = os.environ[variable]
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(value)
+    rank_zero_info(f"{name}={value!r} is taken from the environment variable {variable}.")
+    return value
 
 
 def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collection[str]) -> None:

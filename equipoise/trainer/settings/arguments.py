@@ -7,10 +7,11 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.validation import is_number, is_whole
 
@@ -254,7 +255,7 @@ def _parse_duration(text: str) -> timedelta:
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
-def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, str | None]:
+def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, GradClipAlgorithmType | None]:
     """Check the arguments of gradient clipping.
 
     Args:
@@ -262,17 +263,20 @@ def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, str | N
         algorithm: "norm" or "value"; None: the default.
 
     Returns:
-        The threshold and the algorithm, in lower case.
+        The threshold and the algorithm, which is equal to its lower-case name.
 
     Raises:
         ConfigurationError: If one of them is something else.
     """
     # `not value >= 0` refuses NaN as well.
     if value is not None and (not is_number(value) or not value >= 0):
-        raise ConfigurationError(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
-    if algorithm is not None:
-        algorithm = check_choice("gradient_clip_algorithm", str(algorithm).lower(), ["norm", "value"])
-    return value, algorithm
+        error = ConfigurationError if is_number(value) else ConfigurationTypeError
+        raise error(f"gradient_clip_val must be a number from 0, or None for no clipping, not {value!r}.")
+    if algorithm is None:
+        return value, None
+    # A GradClipAlgorithmType is a string, but `str` returns another one of it.
+    name = algorithm.lower() if isinstance(algorithm, str) else str(algorithm)
+    return value, GradClipAlgorithmType(check_choice("gradient_clip_algorithm", name, ["norm", "value"]))
 
 
 def make_profiler(profiler: Profiler | str | None) -> Profiler:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.callbacks.progress.progress_bar import ProgressBar
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.tables.model_summary import WholeModelSummary
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
@@ -159,7 +159,7 @@ def _check_state_keys(callbacks: list[Callback]) -> None:
     keys = [state_key_of(callback) for callback in callbacks if overrides(callback, "state_dict", Callback)]
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigurationError(
+            raise ConfigurationRuntimeError(
                 f"Two callbacks would save their state under the same key {key!r}. Give them different arguments,"
                 " or a `state_key`."
             )

@@ -93,6 +93,7 @@ def select_strategy(
 def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
     if not isinstance(name, str):
         refuse_object(name)
+    name = name.lower()
     if name == "auto":
         return _default_strategy(devices, rank)
     # Names of Lightning's strategies mean one of these.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.parallel.communication.rank import Rank
 from equipoise.trainer.settings.arguments import check_choice
 from equipoise.validation import is_whole
@@ -136,7 +136,7 @@ def _named_devices(devices: Devices) -> list[torch.device] | None:
     try:
         return [torch.device(device) for device in devices]
     except (RuntimeError, TypeError):
-        raise ConfigurationError(
+        raise ConfigurationTypeError(
             f"devices={devices!r}: a device is given as an index, a name such as 'cuda:0' or 'cpu', or a torch.device."
         ) from None
 

@@ -221,6 +221,11 @@ class FitLoopView:
         return self._parts.state.progress.epoch
 
     @property
+    def restarting(self) -> bool:
+        """Whether a resumed run is completing the epoch of its checkpoint."""
+        return self._parts.fit_loop.resumption is not None
+
+    @property
     def _data_source(self) -> SourceView:
         return self._parts.source_of("train")
 

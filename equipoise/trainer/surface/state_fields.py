@@ -66,6 +66,13 @@ class StateField(Generic[T]):
         setattr(instance.run_state, self.name, value)
 
 
+class _Loggers(StateField[list[Logger]]):
+    """The list of loggers, which None empties, as in Lightning."""
+
+    def __set__(self, instance: _HasRunState, value: list[Logger] | None) -> None:
+        super().__set__(instance, value or [])
+
+
 class StateFields:
     """The names of fields and properties of a RunState under which users and callbacks read and write them."""
 
@@ -158,7 +165,7 @@ class StateFields:
     # Objects that a run calls.
     datamodule = StateField[LightningDataModule | None]()
     callbacks = StateField[list[Callback]]()
-    loggers = StateField[list[Logger]]()
+    loggers = _Loggers()
     metric_listeners = StateField[list[MetricListener]]()
     optimizers = StateField[list[Optimizer]]()
     lr_scheduler_configs = StateField[list[LRSchedulerConfig]]()

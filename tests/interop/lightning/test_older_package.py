@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError, Trainer
 from equipoise.interop.call_patches import patched_logging, patched_progress
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, module_classes
+from equipoise.interop.lightning.finders import learning_rate_settings, results_of
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
 from equipoise.strategies.ddp.exchange.engine import has_one_backward
 from tests.conftest import ignoring
@@ -226,3 +227,10 @@ def test_log_after_a_pickle_is_not_taken_for_one_of_the_user(package: types.Modu
     assert not has_own_log(module)
     module.log = print
     assert has_own_log(module)
+
+
+@BOTH
+def test_the_results_of_a_search_are_of_the_package_of_its_finder(package: types.ModuleType) -> None:
+    finder = package.callbacks.LearningRateFinder()
+    results = results_of(finder, learning_rate_settings(finder), [0.1], [1.0])
+    assert type(results).__module__ == f"{package.__name__}.tuner.lr_finder"

@@ -441,9 +441,9 @@ def test_the_results_of_a_search_for_a_learning_rate() -> None:
     finder = LearningRateFinder()
     losses = [1.0] * 12 + [0.9, 0.1, 0.05, 0.04]
     rates = [10.0 ** (step - 16) for step in range(16)]
-    results = results_of(learning_rate_settings(finder), rates, losses)
+    results = results_of(finder, learning_rate_settings(finder), rates, losses)
     assert suggested_rate(results) == results.suggestion() == 1e-4
     keep_learning_rates(finder, results)
     assert finder.optimal_lr is results
-    few = results_of(learning_rate_settings(finder), rates[:12], losses[:12])
+    few = results_of(finder, learning_rate_settings(finder), rates[:12], losses[:12])
     assert suggested_rate(few) is None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 from equipoise import CheckpointError
+from equipoise.errors import CheckpointNotFoundError
 from equipoise.trainer.checkpointing.file import read_checkpoint
 from equipoise.trainer.checkpointing.layout import check_optimizer_shapes
 from tests.parity.comparison import differences
@@ -51,11 +52,11 @@ def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
         resume(saved / "hole.ckpt"),
         "hole.ckpt' does not exist",
         "third.ckpt, weights.ckpt, whole.ckpt",
-        error=CheckpointError,
+        error=CheckpointNotFoundError,
     )
-    refuses(resume(saved / "nowhere" / "whole.ckpt"), "does not exist", error=CheckpointError)
+    refuses(resume(saved / "nowhere" / "whole.ckpt"), "does not exist", error=FileNotFoundError)
     refuses(resume(saved), "is a folder", "third.ckpt, weights.ckpt, whole.ckpt", error=CheckpointError)
-    refuses(resume("memory://nowhere/x.ckpt"), "no checkpoint at 'memory://nowhere/x.ckpt'", error=CheckpointError)
+    refuses(resume("memory://nowhere/x.ckpt"), "no checkpoint at 'memory://nowhere/x.ckpt'", error=FileNotFoundError)
     refuses(resume("nonsense://x.ckpt"), "'nonsense://x.ckpt' cannot be read", "nonsense", error=CheckpointError)
     refuses(resume(3), "ckpt_path must be a path, 'best', 'last', 'hpc' or None", "not 3")
 

@@ -55,6 +55,16 @@ def test_permissions_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> 
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode) == mode
 
 
+def test_a_file_system_without_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refused)
+    path = tmp_path / "x.ckpt"
+    write_checkpoint({"state_dict": {}}, path)
+    assert read_checkpoint(path) == {"state_dict": {}}
+
+
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)

@@ -257,6 +257,15 @@ def test_one_name_has_the_same_arguments_in_every_call() -> None:
         log(logs, "x", 1.0, on_step=False, on_epoch=True)
 
 
+def test_one_name_for_several_loaders_is_refused_with_their_numbers() -> None:
+    logs = logs_of()
+    logs.begin_batch([0], dataloader_idx=0)
+    log(logs, "x", 1.0, add_dataloader_idx=False)
+    logs.begin_batch([0], dataloader_idx=1)
+    with pytest.raises(MisconfigurationException, match="one name for the values of loaders 0 and 1"):
+        log(logs, "x", 1.0, add_dataloader_idx=False)
+
+
 def test_logging_needs_a_loop_and_a_hook() -> None:
     logs = Logs()
     with pytest.raises(MisconfigurationException, match="inside a loop"):

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from equipoise.errors import ConfigurationRuntimeError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import (
     Data,
@@ -118,9 +119,9 @@ def test_arguments_of_evaluation(step: str, several: bool) -> None:
         }
     module = type("Module", (Validated,), {step: methods[step]})()
     data = (loader(), [loader(), loader()] if several else loader())
-    refuses_fit(
-        module, f"`Module.{step}`", "`dataloader_idx=0`" if not several else "Add `dataloader_idx=0`", data=data
-    )
+    remedy = "`dataloader_idx=0`" if not several else "Add `dataloader_idx=0`"
+    # Lightning raises a RuntimeError.
+    refuses(lambda: trainer().fit(module, *data), f"`Module.{step}`", remedy, error=ConfigurationRuntimeError)
 
 
 def test_arguments_of_prediction() -> None:

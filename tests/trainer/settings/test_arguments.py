@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.settings import arguments
@@ -76,6 +77,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "limit_predict_batches": 0,
     },
     "clipping": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "clipping by a type": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": GradClipAlgorithmType.NORM},
     "precision": {"precision": "bf16-mixed"},
 }
 READ = (
@@ -98,6 +100,7 @@ def read(run: Any) -> dict[str, Any]:
     kinds = [type(callback).__name__.removeprefix("Rich").removeprefix("Whole") for callback in run.callbacks]
     return {
         **{name: getattr(run, name, None) for name in READ},
+        "type of clipping": type(run.gradient_clip_algorithm),
         "loggers": [type(logger).__name__ for logger in run.loggers],
         "callbacks": sorted("ProgressBar" if kind == "TQDMProgressBar" else kind for kind in kinds),
         "time": [callback.time_remaining() for callback in run.callbacks if isinstance(callback, Timer)],
@@ -253,6 +256,19 @@ def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match=r"`max_epochs` was not set: training ends after 1000 epochs.*max_epochs=-1"):
         run.fit(Small(), loader())
     assert run.max_epochs == 1000
+
+
+# Environment variables
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["Lightning", "Equipoise"])
+def test_variables_give_what_the_program_does_not(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"LOGGER": "False", "MAX_STEPS": "7", "MAX_EPOCHS": "3", "PRECISION": "bf16-mixed", "MIN_EPOCHS": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PL_TRAINER_{name}", value)
+    run = cls(accelerator="cpu", max_epochs=5)
+    assert (run.logger, run.max_steps, run.max_epochs, run.precision) == (None, 7, 5, "bf16-mixed")
+    assert run.min_epochs == cls(accelerator="cpu", min_epochs=None).min_epochs
 
 
 # Arguments that Lightning alone has

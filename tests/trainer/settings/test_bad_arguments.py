@@ -1,8 +1,10 @@
 """Arguments of the Trainer that cannot work, or contradict one another, are refused when it is made."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import example, given
@@ -19,6 +21,27 @@ from torch.optim import LBFGS
 
 from equipoise import SingleDeviceStrategy, Trainer
 from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trainer, with_optimizers
+
+# The class of an error
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["Lightning", "Equipoise"])
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (TypeError, lambda cls: cls(accelerator="cpu", devices=["0"])),
+        (RuntimeError, lambda cls: cls(callbacks=[EarlyStopping("a"), EarlyStopping("a", patience=5)])),
+        (TypeError, lambda cls: trainer(cls, max_epochs=1).fit(Small(), object())),
+        (TypeError, lambda cls: cls(gradient_clip_val=(1, 2))),
+        (TypeError, lambda cls: cls(accelerator="cpu", logger=False).validate()),
+    ],
+    ids=["devices", "callbacks", "loader", "clipping", "no module"],
+)
+def test_an_error_is_also_what_lightning_raises(cls: Any, error: type[Exception], call: Callable[[Any], Any]) -> None:
+    with pytest.raises(error):
+        call(cls)
+
 
 # Devices
 

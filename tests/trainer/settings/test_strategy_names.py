@@ -35,6 +35,11 @@ def test_every_name_of_ddp_is_ddp(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert given == [wanted]
 
 
+@pytest.mark.parametrize("name", ["DDP", "Ddp_Spawn", "DDP_find_unused_parameters_FALSE"])
+def test_capitals_make_no_difference(name: str) -> None:
+    assert type(trainer(strategy=name, devices=2).connected_strategy) is DDPStrategy
+
+
 def test_lightning_has_these_names() -> None:
     assert {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"} <= {*DDP}
     assert {"ddp_notebook_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true"} <= {*DDP}

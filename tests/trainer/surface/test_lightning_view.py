@@ -7,12 +7,12 @@ from typing import Any
 import lightning as L
 import lightning.pytorch
 import pytest
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise import Trainer
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Data, Validated, loader, trainer
+from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
 
 pytestmark = ignoring("An epoch has 3 batches", "You defined a `validation_step` but have no")
 
@@ -118,3 +118,26 @@ def test_where_loaders_come_from_in_other_runs() -> None:
     assert run.validate_loop._data_source.is_defined()
     assert not run.test_loop._data_source.is_defined()
     assert not run.predict_loop._data_source.is_defined()
+
+
+class NotesRestarts(Small):
+    """Notes in each batch whether the run is completing a resumed epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.restarts = [*getattr(self, "restarts", []), self.trainer.fit_loop.restarting]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`", "ignore:The checkpoint holds states of callbacks"
+)
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
+def test_a_resumed_epoch_is_a_restart(cls: Any, tmp_path: Path) -> None:
+    run = trainer(cls, max_epochs=1)
+    run.fit(NotesRestarts(), loader())
+    assert run.model.restarts == [False] * 3
+    saves = ModelCheckpoint(tmp_path, "second", every_n_train_steps=2)
+    trainer(cls, max_epochs=1, enable_checkpointing=True, callbacks=[saves]).fit(Small(), loader())
+    resumed = NotesRestarts()
+    trainer(cls, max_epochs=2).fit(resumed, loader(), ckpt_path=tmp_path / "second.ckpt")
+    assert resumed.restarts[0] is True
+    assert resumed.restarts[1:] == [False] * 3

@@ -1,7 +1,9 @@
 """StateField: the Trainer's names stand for fields of its RunState, in both directions."""
 
 from dataclasses import fields
+from typing import Any
 
+import lightning as L
 import pytest
 
 from equipoise import Trainer
@@ -36,6 +38,14 @@ def test_what_is_written_to_the_trainer_is_read_by_the_run() -> None:
     assert state.callbacks is run.callbacks
     assert state.validating
     assert "should_stop" not in vars(run)
+
+
+@pytest.mark.parametrize("cls", [L.Trainer, Trainer])
+def test_loggers_that_are_none_are_an_empty_list(cls: Any) -> None:
+    run = trainer(cls)
+    run.loggers = None
+    assert run.loggers == []
+    assert run.logger is None
 
 
 def test_computed_values_cannot_be_written() -> None:
