@@ -36,11 +36,6 @@ REACHING_UP = {
     "app/running.py",
     "callbacks/memory/memory_logger.py",
     "callbacks/memory/run_state.py",
-    "strategies/ddp/strategy.py",
-    "strategies/planned_loads.py",
-    "strategies/replicated/balanced.py",
-    "strategies/replicated/base.py",
-    "strategies/single_device.py",
 }
 # Named for typing by what stands below: callbacks, whose hooks receive the trainer.
 NAMED_FROM_BELOW = {"trainer/trainer.py"}

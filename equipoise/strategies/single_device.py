@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.parallel.communication.rank import find_rank
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
@@ -41,10 +39,6 @@ class SingleDeviceStrategy(Strategy):
         if not isinstance(independent, bool):
             raise ConfigurationError(f"independent must be True or False, not {independent!r}.")
         self.independent = independent
-
-    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return all of the step for the first device; see `PlannedStrategy.device_loads`."""
-        return PlannedLoads(loads=[WHOLE_STEP])
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device; see `Strategy.connect`."""

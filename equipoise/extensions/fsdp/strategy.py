@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.recovery import NOT_REPEATED, ShardedRecovery
+from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
@@ -25,7 +25,7 @@ from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import choose_units, table_of
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts, bytes_of_parameters
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
@@ -37,7 +37,6 @@ from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
-from equipoise.strategies.planned_loads import bytes_of_parameters, sharded_loads
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
@@ -50,6 +49,21 @@ _PATIENCE = 60.0
 
 # It has no state, so all strategies share it.
 _BEFORE_SHARDING = BeforeSharding()
+
+
+# Why no step is repeated, and what to do instead.
+_NOT_REPEATED = (
+    "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
+    " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
+)
+
+
+class _ShardedRecovery(RecoverySupport):
+    """States why no step can be repeated: the other processes wait for this one within the forward."""
+
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
+        """Return the reason; see `RecoverySupport.why_not`."""
+        return _NOT_REPEATED
 
 
 @dataclass(kw_only=True)
@@ -71,7 +85,7 @@ class _Run(ProcessRun):
     steps: ShardedSteps
     weight: Apart | OnHost
     portable: ShardedState
-    recovery: ShardedRecovery
+    recovery: _ShardedRecovery
     by_hand: bool
     groups: ExitStack
     failed: bool = False
@@ -179,7 +193,7 @@ class FSDPStrategy(ProcessStrategy):
         self.compare_calls = compare_calls
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the processes: shards, and a unit that computes; see `PlannedStrategy.device_loads`."""
+        """Return the loads of the processes: shards, and a unit that computes; see `device_loads`."""
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
@@ -231,7 +245,7 @@ class FSDPStrategy(ProcessStrategy):
                 )
             if isinstance(callback, OOMRecovery) and callback.policy != "raise":
                 raise ConfigurationError(
-                    f"OOMRecovery(policy={callback.policy!r}): {NOT_REPEATED} OOMRecovery(policy='raise') reports"
+                    f"OOMRecovery(policy={callback.policy!r}): {_NOT_REPEATED} OOMRecovery(policy='raise') reports"
                     " memory only."
                 )
             if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
@@ -282,7 +296,7 @@ class FSDPStrategy(ProcessStrategy):
             steps=steps,
             weight=weight,
             portable=portable,
-            recovery=ShardedRecovery(),
+            recovery=_ShardedRecovery(),
             by_hand=not automatic,
             groups=groups,
             restores=[synchronise_metrics(module)],

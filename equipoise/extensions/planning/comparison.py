@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -10,46 +9,21 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.parts import PredictedPeak
 from equipoise.extensions.planning.curve.search import largest_size
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import PlannedLoads, StepFacts
+from equipoise.extensions.planning.description.loads import PlannedLoads
+from equipoise.extensions.planning.description.strategies import device_loads
 from equipoise.extensions.planning.prediction import MemoryPrediction
 from equipoise.formats import format_bytes
+from equipoise.strategies.strategy import Strategy
 
 __all__ = [
     "DevicePeaks",
     "DevicePlan",
-    "NamedStrategy",
-    "PlannedStrategy",
     "Recommendation",
     "StrategyPlan",
     "from_simplest",
     "plan_strategies",
     "recommend",
 ]
-
-
-class NamedStrategy(Protocol):
-    """A strategy of which a plan has a line, with or without a prediction."""
-
-    @property
-    def name(self) -> str:
-        """Name of the strategy."""
-
-
-@runtime_checkable
-class PlannedStrategy(NamedStrategy, Protocol):
-    """A strategy that says what its devices hold."""
-
-    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return what each device would hold of a step; the strategy is not connected then.
-
-        Args:
-            devices: The devices, which need not exist.
-            module: The user's module, whose parameters may have no memory.
-            facts: Bytes of the step on one device.
-
-        Raises:
-            ConfigurationError: If the strategy cannot say.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +157,7 @@ class Recommendation:
 def plan_strategies(
     prediction: MemoryPrediction,
     module: nn.Module,
-    strategies: Iterable[NamedStrategy],
+    strategies: Iterable[Strategy],
     devices: Sequence[PlannedDevice],
     batch_size: int | None = None,
 ) -> list[StrategyPlan]:
@@ -204,16 +178,13 @@ def plan_strategies(
 def _plan(
     prediction: MemoryPrediction,
     module: nn.Module,
-    strategy: NamedStrategy,
+    strategy: Strategy,
     devices: Sequence[PlannedDevice],
     batch_size: int,
 ) -> StrategyPlan:
     # 1. What the devices hold, and their peaks with the batch. A strategy may refuse both.
-    if not isinstance(strategy, PlannedStrategy):
-        reason = f"strategy={strategy.name!r} does not say what its devices hold"
-        return StrategyPlan(strategy=strategy.name, reason=reason)
     try:
-        planned = strategy.device_loads(devices, module, prediction.facts)
+        planned = device_loads(strategy, devices, module, prediction.facts)
         peaks = DevicePeaks(prediction, devices, planned)
         with_batch = peaks.at(batch_size)
     except ConfigurationError as error:

@@ -58,7 +58,7 @@ class MemoryPrediction:
 
         Args:
             batch_size: Samples of a batch. Default: those of the given one.
-            load: The part of the step that the device has; see `PlannedStrategy.device_loads`. Default: all of it.
+            load: The part of the step that the device has; see `device_loads`. Default: all of it.
             rounding: Bytes to which an allocator rounds each storage up, 512 on CUDA. Default: 1.
         """
         if batch_size is None:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
@@ -21,7 +19,6 @@ from equipoise.strategies.ddp.recovery import DDPRecovery
 from equipoise.strategies.distributed.loaders import Sizes
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.distributed.sample_shares import ProcessShares, check_shares, check_shares_count
-from equipoise.strategies.planned_loads import bytes_of_parameters, process_loads
 from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["DDPStrategy"]
@@ -105,6 +102,7 @@ class DDPStrategy(ProcessStrategy):
         check_engine_options(engine, bucket_megabytes, comm_hook, comm_state)
         check_shares(shares)
         self.engine = engine
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.simulated = dict(simulated or {})
         self._user_shares = shares
         self._engine_options: dict[str, Any] = {
@@ -119,20 +117,6 @@ class DDPStrategy(ProcessStrategy):
         self._shares: ProcessShares | None = None
 
     # Where it runs, and with which share of the samples.
-
-    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the processes, with their buckets; see `PlannedStrategy.device_loads`."""
-        if len(devices) == 1:
-            return PlannedLoads(loads=[WHOLE_STEP])
-        is_automatic = getattr(module, "automatic_optimization", True)
-        is_native = self.engine == "native" or not is_automatic
-        return process_loads(
-            len(devices),
-            bytes_of_parameters(module, trainable=True),
-            are_views=bool(self._engine_options["gradient_as_bucket_view"]) and not is_native,
-            accumulates=facts.accumulates,
-            is_native=is_native,
-        )
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine; see `Strategy.connect`."""

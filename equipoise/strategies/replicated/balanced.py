@@ -8,8 +8,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import StepFacts
 from equipoise.memory.devices import PeakWatch
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
@@ -142,25 +140,6 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             self._calibration = Calibration(self.devices, self.simulated, PeakWatch)
 
     # Where it runs.
-
-    def _planned_sizes(self, devices: Sequence[PlannedDevice], facts: StepFacts) -> Callable[[int], Sequence[int]]:
-        """Return the function that returns the samples of each planned device.
-
-        Shares that are to be measured follow from the memory that the module leaves on each device.
-        """
-        count = len(devices)
-        first = self.first_device_batch_size
-        if first is not None and self._shares is None:
-            return lambda batch_size: first_device_sizes(batch_size, count, first)[0]
-        shares = self._shares
-        if shares is None:
-            replica = facts.parameters + facts.buffers + facts.gradients
-            taken = [replica + facts.optimizer_state] + [replica] * (count - 1)
-            rooms = zip(devices, taken, strict=True)
-            shares = [float(max(0, device.usable - nbytes)) for device, nbytes in rooms]
-        if len(shares) != count or not any(shares):
-            return super()._planned_sizes(devices, facts)
-        return lambda batch_size: sizes_by_shares(batch_size, shares)
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices; see `Strategy.connect`."""

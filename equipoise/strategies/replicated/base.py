@@ -20,10 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.replicas.device_threads import DeviceThreads
 from equipoise.parallel.replicas.replicable import check_replicable
@@ -31,7 +28,6 @@ from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
-from equipoise.strategies.planned_loads import replica_loads
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.replicated.placed_parts import PlacedParts
 from equipoise.strategies.replicated.recovery import ReplicatedRecovery
@@ -124,20 +120,6 @@ class ReplicatedStrategy(Strategy):
     def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
         """Return all devices; see `Strategy.default_devices`."""
         return available
-
-    def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the module and its replicas; see `PlannedStrategy.device_loads`."""
-        if self.parallelize == "forward":
-            raise ConfigurationError("parallelize='forward' is not predicted; take parallelize='step' for a plan")
-        if len(devices) == 1:
-            return PlannedLoads(loads=[WHOLE_STEP])
-        sizes = self._planned_sizes(devices, facts)
-        return replica_loads(len(devices), sizes, facts, copies_gradients=devices[0].kind == "cuda")
-
-    def _planned_sizes(self, devices: Sequence[PlannedDevice], facts: StepFacts) -> Callable[[int], Sequence[int]]:
-        """Return the function that returns the samples of each planned device, evenly unless shares differ."""
-        count = len(devices)
-        return lambda batch_size: even_sizes(batch_size, count)
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices; see `Strategy.connect`."""

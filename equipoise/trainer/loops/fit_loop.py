@@ -30,8 +30,8 @@ from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
-from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
 from equipoise.trainer.runtime.releasing import call_all

@@ -9,8 +9,8 @@ from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
-from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
-from equipoise.trainer.optimization.batch_weight import BatchWeight
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.manual import ManualOptimization
 from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep, RepeatableStep
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.window_gradients import WindowGradients
 from equipoise.trainer.recovery.micro_batching import is_armed

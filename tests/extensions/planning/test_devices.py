@@ -10,6 +10,7 @@ from equipoise import ConfigurationError
 from equipoise.extensions.planning import StepFacts, describe_devices
 from equipoise.extensions.planning.comparison import StrategyPlan, recommend
 from equipoise.extensions.planning.description.devices import GPU_MEMORY, PlannedDevice
+from equipoise.extensions.planning.description.strategies import device_loads
 from equipoise.extensions.planning.process.devices import describe_devices_elsewhere
 from equipoise.strategies import (
     BalancedDataParallelStrategy,
@@ -78,14 +79,14 @@ def test_every_sample_is_on_one_device() -> None:
         BalancedDataParallelStrategy(),
         BalancedDataParallelStrategy(shares=[1, 4]),
     ):
-        planned = strategy.device_loads(devices(24, 12), module, FACTS)
+        planned = device_loads(strategy, devices(24, 12), module, FACTS)
         for batch_size in (1, 7, 100):
             assert sum(load.samples(batch_size) for load in planned.loads) == batch_size
     assert planned.loads[1].samples(100) == 80
 
 
 def test_balanced_gives_more_to_the_larger_device() -> None:
-    planned = BalancedDataParallelStrategy().device_loads(devices(24, 12), nn.Linear(3, 3), FACTS)
+    planned = device_loads(BalancedDataParallelStrategy(), devices(24, 12), nn.Linear(3, 3), FACTS)
     first, second = (load.samples(300) for load in planned.loads)
     assert 2 * second <= first + 2
 
@@ -94,23 +95,23 @@ def test_buckets_hold_the_gradients() -> None:
     module = nn.Linear(10, 10).double()
     nbytes = 110 * 8
     two = devices(24, 24)
-    views = DDPStrategy().device_loads(two, module, FACTS)
+    views = device_loads(DDPStrategy(), two, module, FACTS)
     assert views.batches == 2
     assert views.loads[0].added("forward") == nbytes
     assert views.loads[0].factor("gradient", "backward") == 0
-    native = DDPStrategy(engine="native").device_loads(two, module, FACTS).loads[0]
+    native = device_loads(DDPStrategy(engine="native"), two, module, FACTS).loads[0]
     shares = [native.factor("gradient", phase) for phase in ("forward", "backward", "optimizer step")]
     assert shares == [0, 1, 0]
-    copies = DDPStrategy(gradient_as_bucket_view=False).device_loads(two, module, FACTS).loads[0]
+    copies = device_loads(DDPStrategy(gradient_as_bucket_view=False), two, module, FACTS).loads[0]
     assert copies.factor("gradient", "forward") == 1
-    alone = DDPStrategy().device_loads(two[:1], module, FACTS).loads[0]
+    alone = device_loads(DDPStrategy(), two[:1], module, FACTS).loads[0]
     assert alone.added("forward") == 0
 
 
 def test_shards_share_the_weights() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     four = devices(24, 24, 24, 24)
-    sharded = FSDPStrategy().device_loads(four, module, FACTS)
+    sharded = device_loads(FSDPStrategy(), four, module, FACTS)
     assert sharded.loads[0].factor("parameter", "forward") == 1 / 4
     assert sharded.loads[0].added("forward") == 2 * 72 * 4
 
@@ -121,14 +122,14 @@ def test_shards_share_the_weights() -> None:
 )
 def test_what_is_not_predicted_says_so(strategy: Any) -> None:
     with pytest.raises(ConfigurationError):
-        strategy.device_loads(devices(24, 24), nn.Linear(2, 2), FACTS)
+        device_loads(strategy, devices(24, 24), nn.Linear(2, 2), FACTS)
 
 
 def test_nothing_fits_without_a_prediction() -> None:
     plans = [StrategyPlan(strategy="single_device", reason="no prediction")]
     advice = recommend(plans, devices(24), 8)
     assert advice.strategy is None
-    assert SingleDeviceStrategy().device_loads(devices(24), nn.Linear(2, 2), FACTS).batches == 1
+    assert device_loads(SingleDeviceStrategy(), devices(24), nn.Linear(2, 2), FACTS).batches == 1
 
 
 @pytest.mark.slow

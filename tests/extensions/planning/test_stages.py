@@ -13,6 +13,7 @@ from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import Part
 from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.description.strategies import device_loads
 from equipoise.extensions.planning.prediction import MemoryPrediction, predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import Step
@@ -110,7 +111,7 @@ def test_what_cannot_be_cut_says_so() -> None:
     (plan,) = plan_strategies(prediction(2), layers(2), [PipelineStrategy()], [DEVICE] * 5)
     assert plan.reason == "the network has too few parts for 5 stages"
     with pytest.raises(ConfigurationError, match="two devices"):
-        PipelineStrategy().device_loads([DEVICE], layers(), prediction().facts)
+        device_loads(PipelineStrategy(), [DEVICE], layers(), prediction().facts)
 
 
 def test_a_strategy_that_does_not_say_what_its_devices_hold() -> None:
@@ -121,6 +122,6 @@ def test_a_strategy_that_does_not_say_what_its_devices_hold() -> None:
 
 def test_every_replica_has_the_same() -> None:
     strategy = PipelineStrategy(engine="processes", replicas=2, cut_before=["net.2"])
-    planned = strategy.device_loads([DEVICE] * 4, layers(), prediction().facts)
+    planned = device_loads(strategy, [DEVICE] * 4, layers(), prediction().facts)
     assert planned.batches == 2
     assert planned.loads[:2] == planned.loads[2:]

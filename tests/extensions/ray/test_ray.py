@@ -20,7 +20,7 @@ from equipoise import ConfigurationError, Trainer
 from tests.app.conftest import FILES, write
 from tests.extensions.ray.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Against a hang; a busy machine takes minutes.
 LIMIT = 900
 

@@ -13,7 +13,7 @@ from equipoise import Callback, ConfigurationError, StepError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, make_optimization
-from equipoise.trainer.optimization.batch_weight import BatchWeight
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.runtime.run_context import RunContext
 from tests.support.contexts import training_context
 

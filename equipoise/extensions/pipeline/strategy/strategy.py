@@ -17,6 +17,7 @@ from equipoise.extensions.pipeline.schedule.schedule import check_schedule, chec
 from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.extensions.pipeline.strategy.checks import all_are, check_arguments, check_entries, check_module
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
+from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
 from equipoise.extensions.pipeline.strategy.portable_state import PipelineState
 from equipoise.extensions.pipeline.strategy.recovery import FinerBatch, PipelineRecovery
 from equipoise.extensions.pipeline.strategy.run import PipelineRun, ProcessParts
@@ -34,7 +35,6 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
 from equipoise.strategies.distributed.sample_shares import ProcessShares
-from equipoise.strategies.planned_loads import stage_loads
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -160,7 +160,7 @@ class PipelineStrategy(Strategy):
         return available
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
-        """Return the loads of the stages; see `PlannedStrategy.device_loads`. All replicas have the same."""
+        """Return the loads of the stages; see `device_loads`. All replicas have the same."""
         # 1. The devices of a replica.
         count = len(devices) // self.replicas
         if count < 2:

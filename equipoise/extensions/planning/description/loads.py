@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from torch import nn
+
 from equipoise.memory.records import Category
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "StageAction",
     "StageWork",
     "StepFacts",
+    "bytes_of_parameters",
 ]
 
 # Parts of memory: the categories of tensors, and what only several devices have.
@@ -167,3 +170,17 @@ class PlannedLoads:
     loads: Sequence[DeviceLoad]
     batches: int = 1
     note: str = ""
+
+
+def bytes_of_parameters(module: nn.Module, *, trainable: bool = False) -> int:
+    """Return the bytes of a module's parameters.
+
+    Args:
+        module: The module.
+        trainable: Count those alone that require gradients. Default: False.
+    """
+    counted = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad or not trainable:
+            counted += parameter.nbytes
+    return counted

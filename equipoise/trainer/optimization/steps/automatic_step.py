@@ -10,8 +10,8 @@ from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
-from equipoise.trainer.optimization.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.steps.backward import Backward
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 
 if TYPE_CHECKING:
