@@ -1,4 +1,4 @@
-"""The `equipoise` command: passes `fit`, `validate`, `test` and `predict` to Hydra and runs the other commands itself.
+"""The `equipoise` command: passes `fit`, `validate`, `test` and `predict` to Hydra and runs or finds other commands.
 
 Hydra is imported when it is needed, so the other commands, and the library, work without it.
 """
@@ -15,41 +15,43 @@ from pathlib import Path
 from types import ModuleType
 
 import equipoise
+from equipoise.app.command import added_commands, find_command
 from equipoise.app.config.checks import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
+from equipoise.names.extensions import names_of_extensions
 from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
 
 __all__ = ["main"]
 
-_USAGE = """\
-equipoise trains PyTorch models on the devices you have.
-
-  equipoise fit [experiment=NAME] [key=value ...]    train
-  equipoise validate|test|predict [key=value ...]    evaluate; name a checkpoint by ckpt_path=PATH, best or last
-  equipoise plan [key=value ...]                     predict memory under each strategy: what fits, the largest batch
-  equipoise savings [key=value ...]                  measure a step of the module under each memory saver: peak, time
-  equipoise compare [key=value ...]                  run the module under each strategy: speed, memory by device
-  equipoise devices [--watch[=SECONDS]]              what devices there are, their memory, and under which index
-  equipoise doctor [--json]                          what to paste into a bug report: versions, devices, limits
-  equipoise init FOLDER                              write a starter project that runs at once
-  equipoise completion bash|zsh|fish                 print what to eval so that the shell completes commands and keys
-
-fit, validate, test, predict, plan, savings and compare read the configuration in ./conf; --config-dir FOLDER names
-another folder; without either they run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
-
-  equipoise fit --help       the groups, keys and flags of a run
-  equipoise fit --help KEY   the type, default and meaning of a key, such as trainer.max_epochs
-  equipoise plan trainer.devices=2x24GiB    devices that are not here; --json, --html=FILE, --timeout=SECONDS
-  equipoise savings --json   the table as JSON; --timeout=SECONDS bounds each measurement (600)
-  equipoise compare --strategies=dp,ddp --steps=5 --largest[=N] --timeout=SECONDS --output=FOLDER --json
-                             which ones; timed steps of each; look for the largest batch; the bound of each trial (600)
-  equipoise --version        the version
-  --debug                    show the traceback of an error
+_HEAD = "equipoise trains PyTorch models on the devices you have."
+_STAGE_LINES = (
+    ("fit [experiment=NAME] [key=value ...]", "train"),
+    ("validate|test|predict [key=value ...]", "evaluate; name a checkpoint by ckpt_path=PATH, best or last"),
+)
+_OWN_LINES = (
+    ("devices [--watch[=SECONDS]]", "what devices there are, their memory, and under which index"),
+    ("doctor [--json]", "what to paste into a bug report: versions, devices, limits"),
+    ("init FOLDER", "write a starter project that runs at once"),
+    ("completion bash|zsh|fish", "print what to eval so that the shell completes commands and keys"),
+)
+_CONFIGURATION = """\
+All but the last four read the configuration in ./conf; --config-dir FOLDER names another folder; without either they
+run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
 """
+_FIRST_EXAMPLES = (
+    ("fit --help", "the groups, keys and flags of a run"),
+    ("fit --help KEY", "the type, default and meaning of a key, such as trainer.max_epochs"),
+)
+_LAST_LINES = (
+    ("equipoise --version", "the version"),
+    ("--debug", "show the traceback of an error"),
+)
+# Columns of the first part of a line of the help.
+_WIDTH = 50
 
-# Commands that are no run stages.
-_OTHER_COMMANDS = ("plan", "savings", "compare", "devices", "doctor", "init", "completion")
+# Commands that read no configuration.
+_OWN_COMMANDS = ("devices", "doctor", "init", "completion")
 _SHELLS = ("bash", "zsh", "fish")
 # 128 and the number of SIGPIPE.
 _READER_ENDED = 141
@@ -57,16 +59,9 @@ _FLAGS = (
     *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
     *("--multirun", "--package", "--resolve", "--run", "--version"),
 )
-# Flags of commands that are not Hydra's.
-_OWN_FLAGS = {
-    "plan": ("--config-dir", "--debug", "--help", "--html=", "--json", "--timeout="),
-    "savings": ("--config-dir", "--debug", "--help", "--json", "--timeout="),
-    "compare": (
-        *("--config-dir", "--debug", "--help", "--json", "--largest", "--output=", "--steps=", "--strategies="),
-        "--timeout=",
-    ),
-    "doctor": ("--debug", "--help", "--json"),
-}
+# Flags of every added command, and of own ones that are not Hydra's.
+_COMMON_FLAGS = ("--config-dir", "--debug", "--help")
+_OWN_FLAGS = {"doctor": ("--debug", "--help", "--json")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,21 +157,15 @@ def _run_command(command_line: Sequence[str]) -> None:
     command, *arguments = command_line or ["--help"]
     asks_for_help = command in ("--help", "-h", "help")
     # Run stages print help of their own.
-    if command in _OTHER_COMMANDS and not {"--help", "-h"}.isdisjoint(arguments):
+    if command in other_commands() and not {"--help", "-h"}.isdisjoint(arguments):
         asks_for_help = True
     if asks_for_help:
-        print(_USAGE)
+        print(_usage())
     elif command in STAGES:
         _run_stage(command, arguments)
     elif command in ("-sc", "--shell-completion"):
         # The functions that Hydra has installed in a shell call this.
         _complete(arguments)
-    elif command == "savings":
-        _savings(arguments)
-    elif command == "compare":
-        _compare(arguments)
-    elif command == "plan":
-        _plan(arguments)
     elif command == "devices":
         _devices(arguments)
     elif command == "doctor":
@@ -185,9 +174,55 @@ def _run_command(command_line: Sequence[str]) -> None:
         _init(arguments)
     elif command == "completion":
         _completion(arguments)
+    elif command in names_of_extensions("commands"):
+        _run_added(command, arguments)
     else:
-        hint = did_you_mean(command, STAGES + _OTHER_COMMANDS)
+        hint = did_you_mean(command, (*STAGES, *other_commands()))
         raise ConfigurationError(f"There is no command {command!r}{hint}")
+
+
+def other_commands() -> tuple[str, ...]:
+    """Return the commands that are no run stages."""
+    return (*names_of_extensions("commands"), *_OWN_COMMANDS)
+
+
+def flags_of(command: str) -> Sequence[str]:
+    """Return the flags of a command. Those with a value that must follow end with "="."""
+    if command in STAGES or command in _OWN_COMMANDS:
+        return _OWN_FLAGS.get(command, _FLAGS)
+    return sorted((*find_command(command).flags, *_COMMON_FLAGS))
+
+
+def _run_added(name: str, arguments: Sequence[str]) -> None:
+    """Run a command of an extension, with the configuration that `fit` would run."""
+    overrides, folders = _take_folders(arguments)
+    _app()
+    find_command(name).run([_quoted(argument) for argument in overrides], folders)
+
+
+def _usage() -> str:
+    """Return the help of all commands."""
+    commands = list(_STAGE_LINES)
+    examples = list(_FIRST_EXAMPLES)
+    for name, command in added_commands():
+        if isinstance(command, ConfigurationError):
+            commands.append((name, f"is broken: {command}"))
+            continue
+        commands.append((f"{name} {command.usage}", command.summary))
+        examples += [(f"{name} {arguments}", meaning) for arguments, meaning in command.examples]
+    lines = [_HEAD, ""]
+    lines += [_line(f"equipoise {usage}", meaning) for usage, meaning in (*commands, *_OWN_LINES)]
+    lines += ["", _CONFIGURATION]
+    lines += [_line(f"equipoise {usage}", meaning) for usage, meaning in examples]
+    lines += [_line(usage, meaning) for usage, meaning in _LAST_LINES]
+    return "\n".join(lines)
+
+
+def _line(usage: str, meaning: str) -> str:
+    """Return a line of the help; a long usage has its meaning on a line of its own."""
+    if len(usage) > _WIDTH:
+        return f"  {usage}\n  {'':{_WIDTH}} {meaning}"
+    return f"  {usage:{_WIDTH}} {meaning}"
 
 
 # Training and evaluating.
@@ -214,33 +249,6 @@ def _run_stage(stage: str, arguments: Sequence[str]) -> None:
         _announce_example()
     quoted_overrides = [_quoted(argument) for argument in overrides]
     _app().main(stage, quoted_overrides, folders)
-
-
-def _savings(arguments: Sequence[str]) -> None:
-    """Measure memory savers in the configuration that `fit` would run."""
-    overrides, folders = _take_folders(arguments)
-    _app()
-    from equipoise.extensions.comparison.savings.command import show_savings
-
-    show_savings([_quoted(argument) for argument in overrides], folders)
-
-
-def _compare(arguments: Sequence[str]) -> None:
-    """Compare strategies with the configuration that `fit` would run."""
-    overrides, folders = _take_folders(arguments)
-    _app()
-    from equipoise.extensions.comparison.command import show_comparison
-
-    show_comparison([_quoted(argument) for argument in overrides], folders)
-
-
-def _plan(arguments: Sequence[str]) -> None:
-    """Predict the memory of what `fit` would run."""
-    overrides, folders = _take_folders(arguments)
-    _app()
-    from equipoise.extensions.planning.command.command import show_plan
-
-    show_plan([_quoted(argument) for argument in overrides], folders)
 
 
 def _devices(arguments: Sequence[str]) -> None:
@@ -405,10 +413,10 @@ def _complete(arguments: Sequence[str]) -> None:
 
     # 2. A command, a flag, or a key.
     if len(complete_words) < 2:
-        _print_beginning_with(word, STAGES + _OTHER_COMMANDS)
+        _print_beginning_with(word, (*STAGES, *other_commands()))
     elif word.startswith("-"):
-        _print_beginning_with(word, _OWN_FLAGS.get(complete_words[1], _FLAGS))
-    elif complete_words[1] in (*STAGES, "plan", "savings", "compare"):
+        _print_beginning_with(word, flags_of(complete_words[1]))
+    elif complete_words[1] in (*STAGES, *names_of_extensions("commands")):
         # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):
             _complete_key(arguments, complete_words[2:], word)

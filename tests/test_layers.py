@@ -31,7 +31,6 @@ MOST_SUBFOLDERS = 14
 FEWEST_ENTRIES = 2
 # Files of the core that still import extensions.
 REACHING_UP = {
-    "__main__.py",
     "app/compose.py",
     "app/running.py",
     "callbacks/memory/memory_logger.py",

@@ -6,14 +6,20 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise.app.compose import complete, explain_keys, main, run
+    from equipoise.app.command import Command as Command
+    from equipoise.app.compose import complete, compose_values, explain_keys, main, run
 
-__all__ = ["complete", "explain_keys", "main", "run"]
+__all__ = ["Command", "complete", "compose_values", "explain_keys", "main", "run"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Command":
+        # Commands are listed also where Hydra is not installed.
+        from equipoise.app.command import Command
+
+        return Command
     from equipoise.app import compose
 
     return getattr(compose, name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from equipoise.__main__ import _FLAGS, _OTHER_COMMANDS, _OWN_FLAGS, _SHELLS, _take_folders, main
+from equipoise.__main__ import _SHELLS, _take_folders, flags_of, main, other_commands
 from equipoise.app.compose import compose_values
 from equipoise.app.config.checks import STAGES
 from equipoise.extensions.comparison.candidates.candidates import chosen_candidates
@@ -37,7 +37,7 @@ def check_equipoise(arguments: Sequence[str]) -> None:
     elif command == "doctor":
         assert set(rest) <= {"--json"}
     else:
-        assert command in _OTHER_COMMANDS, f"there is no command {command}"
+        assert command in other_commands(), f"there is no command {command}"
 
 
 def _exit_code(arguments: Sequence[str]) -> int | str | None:
@@ -52,7 +52,7 @@ def _check_configured(command: str, arguments: Sequence[str]) -> None:
     rest, folders = _take_folders(arguments)
     flags = [argument for argument in rest if argument.startswith("-")]
     for flag in flags:
-        assert flag.startswith(tuple(_OWN_FLAGS.get(command, _FLAGS))), f"equipoise {command} has no flag {flag}"
+        assert flag.startswith(tuple(flags_of(command))), f"equipoise {command} has no flag {flag}"
     if command == "compare":
         options, rest = Options.read(rest)
         chosen_candidates(options.strategies)
