@@ -23,7 +23,7 @@ class EquipoiseLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Begin a sweep; Hydra calls this once."""
-        from equipoise.extensions.sweeps.batches import JobBatches
+        from equipoise.app.sweeps.batches import JobBatches
 
         self._batches = JobBatches(hydra_context, task_function, config)
 

@@ -9,7 +9,7 @@ are derived here from the constructors of the trainer, the strategies, the callb
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +27,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import equipoise
 from equipoise.app.build import check_values, plain_values
 from equipoise.app.config.checks import GROUPS
 from equipoise.app.config.import_paths import import_paths
@@ -39,12 +38,13 @@ from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
 from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
+from equipoise.app.sweeps.batches import launcher_of
+from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
+from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.sweeps.batches import launcher_of
-from equipoise.extensions.sweeps.collection import collected_results, noted_job, results_of_other_launchers
-from equipoise.extensions.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
-from equipoise.extensions.sweeps.pool import PoolLauncher
-from equipoise.extensions.sweeps.ray_launcher import RayLauncher
+from equipoise.names.extensions import load_extension, names_of_extensions
+from equipoise.notices import rank_zero_warn
+from equipoise.trainer.trainer import Trainer
 
 __all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 
@@ -68,38 +68,41 @@ class _SearchPath(SearchPathPlugin):
 
 
 def _register() -> None:
-    """Register structured configurations of the trainer, of every public strategy and callback, and of launchers."""
+    """Register structured configurations of the trainer, and of every strategy, callback and launcher."""
     store = ConfigStore.instance()
-    public = [getattr(equipoise, name) for name in equipoise.__all__]
-    public_classes = [each for each in public if isinstance(each, type)]
 
     # 1. The trainer.
-    trainer = config_class(equipoise.Trainer, leave_out=("strategy", "callbacks", "logger"))
+    trainer = config_class(Trainer, leave_out=("strategy", "callbacks", "logger"))
     store.store(name="trainer", group="trainer", node=trainer)
 
     # 2. Strategies.
     store.store(name="auto", group="strategy", node={"strategy": "auto"}, package="_global_")
-    for strategy in public_classes:
-        if issubclass(strategy, equipoise.Strategy) and strategy.name:
-            node = config_class(strategy)
-            store.store(name=strategy.name, group="strategy", node=node)
+    for name, strategy in _extensions("strategies"):
+        store.store(name=name, group="strategy", node=config_class(strategy))
 
     # 3. Callbacks, Lightning's first: one of Equipoise replaces one of the same name.
     classes = [getattr(lightning_callbacks, name) for name in lightning_callbacks.__all__ if name not in _NOT_OFFERED]
-    for callback in classes + public_classes:
-        if issubclass(callback, lightning_callbacks.Callback) and callback is not equipoise.Callback:
-            name = option_name(callback)
-            node = config_class(callback)
-            store.store(name=name, group="callbacks", node=node, package=f"callbacks.{name}")
+    named = [(option_name(callback), callback) for callback in classes]
+    for name, callback in [*named, *_extensions("callbacks")]:
+        store.store(name=name, group="callbacks", node=config_class(callback), package=f"callbacks.{name}")
 
     # 4. Launchers. Hydra starts jobs by a plugin, which asks the chosen launcher.
     plugin = {"_target_": "hydra_plugins.equipoise_launcher.EquipoiseLauncher"}
     store.store(name="equipoise", group="hydra/launcher", node=plugin)
-    for name, launcher in (("pool", PoolLauncher), ("ray", RayLauncher)):
+    for name, launcher in _extensions("launchers"):
         options = {"defaults": [{"override /hydra/launcher": "equipoise"}], "launcher": config_class(launcher)}
         store.store(name=name, group="launcher", node=options, package="_global_")
 
     Plugins.instance().register(_SearchPath)
+
+
+def _extensions(kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield the extensions of a kind with their names. One that cannot be loaded is reported and left out."""
+    for name in names_of_extensions(kind):
+        try:
+            yield name, load_extension(kind, name)
+        except ConfigurationError as error:
+            rank_zero_warn(str(error))
 
 
 _register()

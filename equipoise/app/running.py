@@ -22,8 +22,8 @@ from equipoise.app.build import build, build_trainer, check_values, chosen_check
 from equipoise.app.hydra_errors import explain
 from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.app.output import keep_metrics, without_empty_folder
+from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.formats import format_path
 
 __all__ = ["run", "run_values"]

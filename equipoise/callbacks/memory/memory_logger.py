@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
-from equipoise.callbacks.memory.leak_roots import keeps_tensors, roots_of
 from equipoise.callbacks.memory.phase_readings import (
     ByPhase,
     Readings,
@@ -25,13 +24,17 @@ from equipoise.callbacks.memory.phase_readings import (
 )
 from equipoise.callbacks.memory.run_state import RunState
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.leaks.watch import Leak, LeakWatch
 from equipoise.interop.adapters import check_feature
 from equipoise.memory.records import Composition, MemoryPoint
+from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
 from equipoise.validation import check_whole, is_whole
 
 __all__ = ["MemoryLogger"]
+
+# The kind and the name of the extension that finds leaks.
+_WATCHES = "watches"
+_LEAKS = "leaks"
 
 
 class MemoryLogger(Callback):
@@ -56,7 +59,7 @@ class MemoryLogger(Callback):
         detail: "devices": readings of devices alone. "modules": chosen steps in detail. Default: "devices".
         detail_steps: Steps of the optimiser to examine in detail, counted from 0. Default: the second step, when the
             optimiser has its state.
-        leaks: Watch for growth. Default: True.
+        leaks: Watch for growth, if the extension that does so is installed. Default: True.
         prog_bar: Show the fullest device in the progress bar. Default: False.
 
     Attributes:
@@ -116,7 +119,7 @@ class MemoryLogger(Callback):
         self.timeline: list[MemoryPoint] = []
         self.compositions: list[Composition] = []
         self.phases: list[Composition] = []
-        self.leaks: list[Leak] = []
+        self.leaks: list[Any] = []
         self.started = 0.0
         self._fit: RunState | None = None
         # True if the phases of the present batch are read.
@@ -149,8 +152,8 @@ class MemoryLogger(Callback):
         if fit is None:
             return
         fit.start_training(trainer.global_step)
-        if self.watch_leaks:
-            leaks = LeakWatch(lambda: roots_of(trainer, pl_module, self), keeps_tensors, began=self.started)
+        if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
+            leaks = load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started)
             fit.watch_leaks(leaks)
             self._check_leaks(fit, leaks.start)
 
@@ -361,7 +364,7 @@ class MemoryLogger(Callback):
                 self.phases = with_largest(self.phases, peak, phase)
         self._log(trainer, metrics, {})
 
-    def _check_leaks(self, fit: RunState, check: Callable[[], list[Leak] | None]) -> None:
+    def _check_leaks(self, fit: RunState, check: Callable[[], list[Any] | None]) -> None:
         """Run a check for leaks and report them. An error of the check does not stop training."""
         try:
             leaks = check() or []

@@ -3,18 +3,41 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from equipoise.callbacks.memory.phase_readings import ByPhase, Readings, larger
-from equipoise.extensions.leaks.watch import LeakWatch
 from equipoise.memory.profile.ledger import Ledger
 
-__all__ = ["RunState"]
+__all__ = ["GrowthWatch", "RunState"]
 
 # Number of optimiser steps after which the leak watch starts once more, for growth that began later.
 _FIRST_LEAK_CHECK = 100
+
+
+class GrowthWatch(Protocol):
+    """A watch for growth, as an extension of the kind "watches" returns it."""
+
+    @property
+    def watches_steps(self) -> bool:
+        """True while steps are watched."""
+
+    def start(self) -> None:
+        """Begin to watch steps."""
+
+    def after_step(self, step: int) -> list[Any]:
+        """Return the leaks that are found after a step of the optimiser."""
+
+    def after_epoch(self, step: int, seconds: float) -> list[Any]:
+        """Return the leaks that are found after an epoch of so many seconds."""
+
+    def is_worth_it(self) -> bool:
+        """Return whether watching more steps keeps the time for all searches a small share of the run's."""
+
+    def stop(self) -> None:
+        """Stop watching steps; may be called twice."""
 
 
 @dataclass
@@ -38,7 +61,7 @@ class RunState:
 
     readings: Readings
     detail_steps: list[int]
-    leaks: LeakWatch | None = None
+    leaks: GrowthWatch | None = None
     batches: int = 0
     batch_begun: bool = False
     largest: ByPhase = field(default_factory=dict)
@@ -108,7 +131,7 @@ class RunState:
         self.next_leak_check = 2 * step
         return self.leaks.is_worth_it()
 
-    def watch_leaks(self, leaks: LeakWatch) -> None:
+    def watch_leaks(self, leaks: GrowthWatch) -> None:
         """Set the watch for growth."""
         self.leaks = leaks
 

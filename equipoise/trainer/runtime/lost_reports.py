@@ -7,9 +7,6 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["refuse_lost_reports"]
 
-# Modules of classes that report to Ray: Ray's own, and ours.
-_REPORTING = ("ray", "equipoise.extensions.ray.ray")
-
 
 def refuse_lost_reports(callbacks: Iterable[Any]) -> None:
     """Check the callbacks of a run in processes that the strategy starts.
@@ -33,8 +30,6 @@ def refuse_lost_reports(callbacks: Iterable[Any]) -> None:
 
 
 def _reports_to_ray(callback: Any) -> bool:
-    for base in type(callback).__mro__:
-        module = base.__module__
-        if module in _REPORTING or module.startswith("ray."):
-            return True
-    return False
+    """Return True for callbacks of Ray, and for others that have an attribute `reports_to_ray`."""
+    packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
+    return "ray" in packages or getattr(callback, "reports_to_ray", False)

@@ -9,8 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from equipoise.app.sweeps.progress import Progress
 from equipoise.errors import SweepError
-from equipoise.extensions.sweeps.progress import Progress
 
 __all__ = ["JobResult", "JobState", "SweepResults"]
 

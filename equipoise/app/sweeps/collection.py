@@ -13,10 +13,10 @@ import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from equipoise.extensions.sweeps.objective import objectives_of
-from equipoise.extensions.sweeps.progress import reporting_to
-from equipoise.extensions.sweeps.results import JobResult, SweepResults
-from equipoise.extensions.sweeps.tables import print_closing_table
+from equipoise.app.sweeps.objective import objectives_of
+from equipoise.app.sweeps.progress import reporting_to
+from equipoise.app.sweeps.results import JobResult, SweepResults
+from equipoise.app.sweeps.tables import print_closing_table
 from equipoise.parallel.payload.shared_payload import pickle_error
 
 __all__ = ["collected_results", "current_results", "noted_job", "results_of_other_launchers"]

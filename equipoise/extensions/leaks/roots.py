@@ -1,4 +1,4 @@
-"""Objects at which the search for leaks starts, and objects that keep tensors on purpose."""
+"""The watch of a run: the objects at which the search for leaks starts, and those that keep tensors on purpose."""
 
 from typing import Any
 
@@ -7,7 +7,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-__all__ = ["keeps_tensors", "roots_of"]
+from equipoise.extensions.leaks.watch import LeakWatch
+
+__all__ = ["keeps_tensors", "roots_of", "watch_run"]
+
+
+def watch_run(trainer: Any, module: LightningModule, memory_logger: object, began: float) -> LeakWatch:
+    """Return a watch for the leaks of a run.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+        memory_logger: The callback that searches.
+        began: Begin of the run, by `time.monotonic`.
+    """
+    return LeakWatch(lambda: roots_of(trainer, module, memory_logger), keeps_tensors, began=began)
 
 
 def roots_of(trainer: Any, module: LightningModule, memory_logger: object) -> dict[str, object]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.extensions.sweeps.results import JobResult, JobState, SweepResults
+from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number, format_path
 from equipoise.tables.live_table import LiveTable
 from equipoise.tables.whole_table import print_table

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.sweeps.pool import PoolLauncher
+from equipoise.extensions.pool.launcher import PoolLauncher
 from equipoise.parallel.workers import availability
 from tests.app.conftest import write
 from tests.support.programs import EQUIPOISE, Program

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from equipoise.app.sweeps.collection import collected_results, current_results
+from equipoise.app.sweeps.progress import JobProgress, Progress, callbacks_of_job, report_metrics, reporting_to
+from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
+from equipoise.app.sweeps.tables import SweepDisplay, closing_table, live_table, print_closing_table
 from equipoise.errors import SweepError
-from equipoise.extensions.sweeps.collection import collected_results, current_results
-from equipoise.extensions.sweeps.progress import JobProgress, Progress, callbacks_of_job, report_metrics, reporting_to
-from equipoise.extensions.sweeps.results import JobResult, JobState, SweepResults
-from equipoise.extensions.sweeps.tables import SweepDisplay, closing_table, live_table, print_closing_table
 
 
 def job(number, lr, **options):

@@ -9,12 +9,12 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from equipoise.app.sweeps.collection import current_results
+from equipoise.app.sweeps.jobs import SweepJob
+from equipoise.app.sweeps.objective import objectives_of, reads_values
+from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
+from equipoise.app.sweeps.tables import SweepDisplay, print_closing_table
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.sweeps.collection import current_results
-from equipoise.extensions.sweeps.jobs import SweepJob
-from equipoise.extensions.sweeps.objective import objectives_of, reads_values
-from equipoise.extensions.sweeps.results import JobResult, JobState, SweepResults
-from equipoise.extensions.sweeps.tables import SweepDisplay, print_closing_table
 
 __all__ = ["JobBatches", "JobRunner", "launcher_of"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from equipoise.app.sweeps.jobs import SweepJob
+from equipoise.app.sweeps.progress import Progress, reporting_to
+from equipoise.app.sweeps.results import JobResult
+from equipoise.app.sweeps.tables import SweepDisplay
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ray.ray_training import WorkerResources, train_in_workers
 from equipoise.extensions.ray.ray_tuning import report_to_tune, run_trials
-from equipoise.extensions.sweeps.jobs import SweepJob
-from equipoise.extensions.sweeps.progress import Progress, reporting_to
-from equipoise.extensions.sweeps.results import JobResult
-from equipoise.extensions.sweeps.tables import SweepDisplay
 from equipoise.validation import is_number, is_whole
 
 __all__ = ["RayLauncher"]

@@ -1,1 +1,0 @@
-"""Sweeps: objectives, jobs on a pool of devices or as trials of Ray, tables of results."""
