@@ -44,7 +44,7 @@ from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, s
 from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.trainer import Trainer
+from equipoise.trainer import Trainer
 
 __all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
 

@@ -6,7 +6,7 @@ here waits for a device.
 
 import os
 import platform
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -23,7 +23,6 @@ __all__ = [
     "MemoryReading",
     "PeakMeter",
     "PeakWatch",
-    "empty_cache",
     "free_memory",
     "list_devices",
     "peak_of_process",
@@ -305,16 +304,6 @@ def free_memory(device: str | torch.device) -> int | None:
     reading = read_memory(device)
     cached = (reading.reserved or 0) - reading.allocated
     return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
-def empty_cache(devices: Iterable[torch.device]) -> None:
-    """Return the reserved memory of torch's allocators to the devices, so that other programs can use it.
-
-    Args:
-        devices: The devices; nothing is done for a CPU.
-    """
-    if any(device.type == "cuda" for device in devices):
-        torch.cuda.empty_cache()
 
 
 def _cpu() -> DeviceInfo:

@@ -1,15 +1,25 @@
-"""Announcements of what is computed and kept on which device of this process, for one observer.
+"""The current device, and announcements of what is computed and kept on which device, for one observer.
 
 A measurement on `["cpu", "cpu"]` cannot tell by a tensor which of the two devices it belongs to. So everything that
 computes on several devices announces it here. Without an observer an announcement does nothing.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["DeviceObserver", "computing_on", "in_helper_thread", "note_placed", "observe_devices"]
+__all__ = [
+    "DeviceObserver",
+    "computing_on",
+    "empty_cache",
+    "in_helper_thread",
+    "note_placed",
+    "observe_devices",
+    "on_device",
+]
 
 
 class DeviceObserver(Protocol):
@@ -69,3 +79,33 @@ def note_placed(tensor: Tensor, index: int) -> None:
     """
     if _observer is not None:
         _observer.note_placed(tensor, index)
+
+
+def empty_cache(devices: Iterable[torch.device]) -> None:
+    """Return the reserved memory of torch's allocators to the devices, so that other programs can use it.
+
+    Args:
+        devices: The devices; nothing is done for a CPU.
+    """
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one of this thread in a `with` block, if its type has a current device.
+
+    Kernels without a guard of their own, and `torch.zeros(3, device="cuda")`, use the current device.
+
+    Args:
+        device: The device.
+
+    Example:
+        >>> with on_device(torch.device("cpu")):
+        ...     pass
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

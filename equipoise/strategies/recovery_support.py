@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 
 __all__ = ["RecoverySupport"]
@@ -66,6 +65,8 @@ class RecoverySupport:
         Returns:
             The micro-batches, each a sequence of parts like `parts`. The last ones lack parts of few samples.
         """
+        from equipoise.parallel.batches.shares import even_sizes
+
         # The first micro-batch takes a piece of every part, and so on. Some parts have too few samples for all.
         micro_batches: list[list[Any]] = [[] for _ in range(count)]
         for part in parts:

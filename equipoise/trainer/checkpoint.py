@@ -20,7 +20,6 @@ from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.agreements import agree_to_save
-from equipoise.parallel.shards.placeholders import place_without_values
 from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
@@ -87,6 +86,8 @@ def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]
     Raises:
         CheckpointError: If they have; the result has no values.
     """
+    from equipoise.parallel.shards.placeholders import place_without_values
+
     place = place_without_values(checkpoint)
     if place is not None:
         raise CheckpointError(

@@ -9,7 +9,7 @@ the loop
 release everything, on_fit_end, teardown
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,22 +23,18 @@ from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import forget_run
 from equipoise.interop.lightning.self_log import unbind_log
 from equipoise.interop.versions import warn_of_untested_versions
-from equipoise.memory.devices import empty_cache
-from equipoise.parallel.activation_checkpointing import checkpoint_activations, keep_activations
-from equipoise.parallel.replicas.device_threads import on_device
+from equipoise.parallel.device_work import empty_cache, on_device
 from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
-from equipoise.trainer.process_results import ProcessResults, apply_results, collect, shared_objects, this_process
 from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state, restore_weights
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.lost_reports import refuse_lost_reports
@@ -74,25 +70,38 @@ def run(parts: TrainerParts, request: Request) -> Any:
     slurm.count_fit(state)
 
     # 2. The run, in this process or in those that the strategy starts.
-    processes = parts.strategy.processes
-    shared: list[Any] = []
-    if processes.spawns:
-        refuse_lost_reports(state.callbacks)
-        # Here, since an error of a worker comes with its traceback.
-        if request.fitting:
-            for extension in step_extensions(state):
-                extension.check_strategy(parts.strategy, state)
-        shared = shared_objects(parts, request)
-    try:
-        results = processes.launch(partial(_carry_out, parts, request, shared), shared)
-    except BaseException:
-        _note_failed_launch(state)
-        raise
+    if parts.strategy.processes.spawns:
+        return _run_in_processes(parts, request)
+    return _launch(parts, partial(_carry_out, parts, request))
 
-    # 3. Its results, where it ran in other processes.
+
+def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
+    """Carry out a request in processes that the strategy starts, and apply the results to the objects of this one."""
+    # A run in one process has no use for this module.
+    from equipoise.trainer.process_results import apply_results, shared_objects, this_process
+
+    # 1. The checks of what must be in this process; an error of a worker comes with its traceback.
+    state = parts.state
+    refuse_lost_reports(state.callbacks)
+    if request.fitting:
+        for extension in step_extensions(state):
+            extension.check_strategy(parts.strategy, state)
+
+    # 2. The run and its results.
+    shared = shared_objects(parts, request)
+    results = _launch(parts, partial(_carry_out_and_collect, parts, request, shared), shared)
     if results.process != this_process():
         parts.begin_run(make_context(parts, request))
     return apply_results(parts, shared, results)
+
+
+def _launch(parts: TrainerParts, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
+    """Call a function in every process; return the result of the main process."""
+    try:
+        return parts.strategy.processes.launch(function, known)
+    except BaseException:
+        _note_failed_launch(parts.state)
+        raise
 
 
 def _note_failed_launch(state: RunState) -> None:
@@ -105,18 +114,34 @@ def _note_failed_launch(state: RunState) -> None:
         logger.finalize("failed")
 
 
-def _carry_out(parts: TrainerParts, request: Request, shared: list[Any]) -> ProcessResults:
+def _carry_out_and_collect(parts: TrainerParts, request: Request, shared: list[Any]) -> Any:
+    """Carry out a request in a process that the strategy has started, and return its results."""
+    from equipoise.trainer.process_results import collect
+
+    return _carry_out(parts, request, partial(collect, parts, shared))
+
+
+def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], Any] | None = None) -> Any:
     """Carry out a request in one process; on any error everything is released.
 
     Until the run has ended, the current device is that of its data, also in the user's code.
+
+    Args:
+        parts: The objects of the trainer.
+        request: The arguments of the entry point.
+        collect: Turns what the loop has returned into what the process returns. Default: None, it is the same.
     """
     with on_device(parts.strategy.root_device):
         try:
             result = _run(parts, request)
-            if parts.strategy.processes.spawns:
-                return collect(parts, shared, result)
-            return ProcessResults(result)
+            return result if collect is None else collect(result)
         except BaseException as error:
+            from equipoise.trainer.diagnostics.error_notes import (
+                add_note_on_limits,
+                add_note_on_loading,
+                add_note_on_mesh,
+            )
+
             add_note_on_loading(error)
             add_note_on_mesh(error)
             add_note_on_limits(error)
@@ -215,6 +240,8 @@ def _place(context: RunContext) -> None:
     if changes_layers and state.fitting:
         context.unplaced = UnplacedHyperparameters(context.module, hyperparameters_of(context.module))
     if state.activation_checkpointing and state.fitting:
+        from equipoise.parallel.activation_checkpointing import checkpoint_activations
+
         checkpoint_activations(context.module, state.activation_checkpointing)
     with placing(context.module):
         context.strategy.setup(context.module, context.precision)
@@ -365,6 +392,8 @@ def _release(parts: TrainerParts, module: LightningModule, error: BaseException 
         steps.append(state.checkpoint_io.teardown)
     steps.append(partial(parts.strategy.teardown, error))
     if state.activation_checkpointing:
+        from equipoise.parallel.activation_checkpointing import keep_activations
+
         steps.append(partial(keep_activations, module))
     steps.append(partial(_move_states_to_cpu, state))
     # Other programs may use the memory; a later run allocates again what it needs.

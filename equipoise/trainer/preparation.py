@@ -17,7 +17,6 @@ from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.cross_process import LogReduction
 from equipoise.trainer.logging.csv_rows import keep_rows
 from equipoise.trainer.runtime.preflight import check_run
 from equipoise.trainer.runtime.request import Request
@@ -72,6 +71,8 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     reduction = None
     processes = strategy.processes
     if processes.world_size > 1:
+        from equipoise.trainer.logging.cross_process import LogReduction
+
         reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)
     parts.logs.connect_run(size_of, reduction)
 

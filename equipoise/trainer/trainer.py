@@ -26,10 +26,9 @@ from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings import defaults as select
-from equipoise.trainer.settings.argument_names import suggests_arguments
+from equipoise.trainer.settings.argument_names import suggests_arguments, takes_objects_of_lightning
 from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
-from equipoise.trainer.settings.from_lightning.objects import takes_objects_of_lightning
 from equipoise.trainer.surface.public_state import PublicState
 
 __all__ = ["Trainer"]

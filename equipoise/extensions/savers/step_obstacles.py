@@ -11,7 +11,7 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.optimizers import has_any_step_hooks, is_of_torch
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
-from equipoise.trainer.recovery.micro_batching import is_armed
+from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

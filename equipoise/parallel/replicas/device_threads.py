@@ -11,31 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from equipoise.parallel.device_work import computing_on
+from equipoise.parallel.device_work import computing_on, on_device
 
-__all__ = ["DeviceThreads", "ThreadState", "on_device"]
+__all__ = ["DeviceThreads", "ThreadState"]
 
 T = TypeVar("T")
-
-
-@contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Make a device the current one of this thread in a `with` block, if its type has a current device.
-
-    Kernels without a guard of their own, and `torch.zeros(3, device="cuda")`, use the current device.
-
-    Args:
-        device: The device.
-
-    Example:
-        >>> with on_device(torch.device("cpu")):
-        ...     pass
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 class _Autocast(NamedTuple):

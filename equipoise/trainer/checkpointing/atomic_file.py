@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
-from equipoise.parallel.shards.folder import check_replaceable, put_in_place
 from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, set_permissions, umask
 
 __all__ = ["write_at_once"]
@@ -33,7 +32,12 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
 def _write_at_once(target: Path, write: Callable[[Any], None]) -> None:
     # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
-    check_replaceable(target)
+    replaces_folder = target.is_dir() and not target.is_symlink()
+    if replaces_folder:
+        # A sharded checkpoint.
+        from equipoise.parallel.shards.folder import check_replaceable
+
+        check_replaceable(target)
     clear_unfinished(target.parent)
     handle, name = create_locked_file(target)
     file = _Checked(os.fdopen(handle, "wb"))
@@ -49,7 +53,12 @@ def _write_at_once(target: Path, write: Callable[[Any], None]) -> None:
             # While the file is open, its lock keeps others from clearing it.
             if not HAS_LOCKS:
                 file.file.close()
-            put_in_place(Path(name), target)
+            if replaces_folder:
+                from equipoise.parallel.shards.folder import put_in_place
+
+                put_in_place(Path(name), target)
+            else:
+                os.replace(name, target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
         # Torch raises an error of its own when writing fails.

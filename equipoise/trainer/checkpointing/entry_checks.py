@@ -8,7 +8,6 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.parallel.snapshot.random_state import RandomState
-from equipoise.safe_loading.stand_in import StandIn
 from equipoise.validation import is_number
 
 __all__ = [
@@ -75,6 +74,8 @@ def loading(place: str, owner: object = None) -> Iterator[None]:
 
 def damaged(place: str, expected: str, value: Any) -> CheckpointError:
     """Return the error for a value that is not of the expected kind."""
+    from equipoise.safe_loading.stand_in import StandIn
+
     found = f"a {type(value).__name__}"
     # Only these are short for certain.
     if isinstance(value, str | int | float | StandIn | None):

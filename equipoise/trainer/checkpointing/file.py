@@ -20,8 +20,6 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
-from equipoise.parallel.shards.reading import has_shards
-from equipoise.safe_loading.archive import check_archive, is_archive, read_archive, read_legacy
 from equipoise.trainer.checkpointing.atomic_file import write_at_once
 
 __all__ = [
@@ -208,6 +206,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
 
 def _read_data(file: IO[bytes], *, values: bool) -> Any:
     """Read a file without running any code in it."""
+    from equipoise.safe_loading.archive import is_archive, read_archive, read_legacy
+
     if is_archive(file):
         return read_archive(file, values=values)
     return read_legacy(file)
@@ -216,6 +216,8 @@ def _read_data(file: IO[bytes], *, values: bool) -> Any:
 def _read_objects(file: IO[bytes]) -> Any:
     """Read a file as torch does, which runs any code that it names."""
     from lightning.pytorch.utilities.migration import pl_legacy_patch
+
+    from equipoise.safe_loading.archive import check_archive, is_archive
 
     if is_archive(file):
         # Torch does not compare check sums.
@@ -250,6 +252,8 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 
 
 def _check_is_file(path: Path) -> None:
+    from equipoise.parallel.shards.reading import has_shards
+
     if path.is_file() or has_shards(path):
         return
     problem = "does not exist"

@@ -5,6 +5,7 @@ Hyperparameters are left out: the trainer does not use them, and `load_from_chec
 
 import io
 import pickle
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
-from equipoise.safe_loading.stand_in import stand_ins_in
-from equipoise.safe_loading.unpickler import load_pickle
 
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
@@ -83,6 +82,8 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
         checkpoint: The content of the file.
         fitting: Whether a training resumes from it; other runs use fewer of its entries.
     """
+    from equipoise.safe_loading.stand_in import stand_ins_in
+
     unused = _HYPERPARAMETERS
     if not fitting:
         unused = _HYPERPARAMETERS | _OF_TRAINING
@@ -110,7 +111,19 @@ def _listed(objects: dict[str, str]) -> str:
 
 
 class _WithoutTensors(pickle.Pickler):
-    """Pickles objects without the content of tensors."""
+    """Pickles objects without the content of tensors.
+
+    Attributes:
+        has_objects: True if it has met something else than plain data and ordered dictionaries.
+    """
+
+    has_objects = False
+
+    def reducer_override(self, value: Any) -> Any:
+        """Note an object; it is pickled as usual."""
+        if type(value) is not OrderedDict and value is not OrderedDict:
+            self.has_objects = True
+        return NotImplemented
 
     def persistent_id(self, value: Any) -> Any:
         """Return an identifier for a tensor, and None for an object that is pickled."""
@@ -137,7 +150,13 @@ def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:
         # The writer of the file raises the same error, with a better message.
         return {}
 
+    if not pickler.has_objects:
+        return {}
+
     # 2. Read it as the safe reader does, with None in place of each tensor.
+    from equipoise.safe_loading.stand_in import stand_ins_in
+    from equipoise.safe_loading.unpickler import load_pickle
+
     file.seek(0)
     try:
         content = load_pickle(file, lambda identifier: None)

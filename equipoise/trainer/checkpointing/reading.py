@@ -10,8 +10,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.shards.reading import ShardReader, folder_of_part, has_shards
-from equipoise.parallel.shards.sources import connect_placeholders, fetch_placeholders
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_layout, check_version
@@ -45,6 +43,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: If it cannot be read, or does not have the layout of a checkpoint.
     """
+    from equipoise.parallel.shards.reading import folder_of_part, has_shards
+
     # 1. Read the file.
     if weights_only is False:
         rank_zero_warn(
@@ -97,6 +97,9 @@ def read_folder(
     Raises:
         CheckpointError: If it is not complete, of another format, or damaged.
     """
+    from equipoise.parallel.shards.reading import ShardReader
+    from equipoise.parallel.shards.sources import connect_placeholders, fetch_placeholders
+
     reader = ShardReader(path)
     checkpoint = read_checkpoint(reader.rest, weights_only=weights_only)
     if keep_shards:
@@ -116,6 +119,8 @@ def run_of(path: Any, checkpoint_io: CheckpointIO | None = None) -> str | None:
     Returns:
         The identity; None if the file has none, or cannot be read.
     """
+    from equipoise.parallel.shards.reading import ShardReader, has_shards
+
     try:
         if has_shards(path):
             path = ShardReader(path).rest

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
-from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.snapshot.random_state import drawn_alike
 from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of, whole_steps
 from equipoise.trainer.data.row_loading import open_loader
@@ -224,6 +223,8 @@ class BatchStream:
         assert length is not None
         here = everywhere = int(min(length, self._limit_here))
         if self._together:
+            from equipoise.parallel.communication.object_exchange import exchange_number
+
             lengths = exchange_number(here)
             everywhere = max(lengths)
             self.whole = whole_steps(lengths)
@@ -286,6 +287,8 @@ class BatchStream:
 
     def _until_all_are_done(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
         """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""
+        from equipoise.parallel.communication.object_exchange import exchange_number
+
         for index in itertools.count(read):
             batch = next(batches, NO_BATCH)
             have_batch = exchange_number(int(batch is not NO_BATCH))

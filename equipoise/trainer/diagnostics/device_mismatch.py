@@ -12,9 +12,7 @@ from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.diagnostics.error_notes import add_notes
 from equipoise.tree import entries_of
 
-__all__ = ["EXPLAINED", "explain_device_mismatch"]
-
-EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
+__all__ = ["explain_device_mismatch"]
 
 # Parts of the messages of torch.
 _MESSAGES = ("on the same device", "not on the expected device")

@@ -13,7 +13,6 @@ from torch import Tensor
 from equipoise.notices import warn
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.to_device import ArrivingValue
-from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
 from equipoise.tree import entries_of
 
 if TYPE_CHECKING:
@@ -53,8 +52,10 @@ class LossWatch:
         self._every = max(self._state.log_every_n_steps, 1)
         # A loss on its way to the CPU, and its place.
         self._arriving: tuple[ArrivingValue, str] | None = None
-        self._outputs: NonFiniteOutputs | None = None
+        self._outputs: Any | None = None
         if self._state.detect_nonfinite:
+            from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
+
             self._outputs = NonFiniteOutputs(context.module)
             self._outputs.start()
 

@@ -15,7 +15,6 @@ from equipoise.trainer.evaluation.evaluation_step import (
     evaluator,
     without_gradients,
 )
-from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.results_table import print_results
 from equipoise.trainer.runtime.signals import leave_evaluation
@@ -269,6 +268,8 @@ class EvaluationLoop(SentState):
         self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
     ) -> None:
         """Evaluate the batches of one loader, which the step pulls by itself."""
+        from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
+
         word = self.word
         action = f"[_EvaluationLoop].{self.stage}_next"
         progress = self.progress

@@ -14,8 +14,7 @@ from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
-from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
-from equipoise.trainer.recovery.micro_batching import is_armed
+from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -88,6 +87,8 @@ def evaluator(context: "RunContext", name: str) -> Callable[[Any, Sequence[Any]]
         name: The stage, such as "val".
     """
     if is_armed(context):
+        from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
+
         return EvaluationRecovery(context, name)
     return context.strategy.evaluate
 

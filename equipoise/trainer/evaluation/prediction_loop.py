@@ -20,7 +20,6 @@ from equipoise.trainer.evaluation.evaluation_step import (
     evaluator,
     without_gradients,
 )
-from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
 from equipoise.trainer.evaluation.recorded_batches import RecordedBatches
 from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
@@ -231,6 +230,8 @@ class PredictionLoop(SentState):
         final: bool,
     ) -> None:
         """Predict the batches of one loader, which the step pulls by itself; see `_predict`."""
+        from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
+
         action = "[_PredictionLoop].predict_next"
         progress = self.progress
         steps = IteratorSteps(

@@ -14,7 +14,7 @@ show values of steps.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -28,9 +28,11 @@ from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.trainer.data.dataloader_iter import check_batch_size
 from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
-from equipoise.trainer.logging.cross_process import LogReduction
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
 from equipoise.trainer.logging.shown_metrics import DICTIONARIES, ShownMetrics
+
+if TYPE_CHECKING:
+    from equipoise.trainer.logging.cross_process import LogReduction
 
 __all__ = ["Logs"]
 
@@ -85,7 +87,7 @@ class Logs:
 
     # The run.
 
-    def connect_run(self, size_of: Callable[[Any], int | None], reduction: LogReduction | None = None) -> None:
+    def connect_run(self, size_of: Callable[[Any], int | None], reduction: "LogReduction | None" = None) -> None:
         """Begin a run.
 
         Args:

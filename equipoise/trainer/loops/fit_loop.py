@@ -23,13 +23,12 @@ from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
 from equipoise.trainer.loops.position import before_validation, leave_epoch
 from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
-from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization
+from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
@@ -39,6 +38,7 @@ from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.optimization.manual import ManualOptimization
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
@@ -68,7 +68,7 @@ class FitLoop:
     schedulers: Schedulers
     stopping: Stopping
     weight: BatchWeight
-    optimization: AutomaticOptimization | ManualOptimization
+    optimization: "AutomaticOptimization | ManualOptimization"
 
     def __init__(self, state: "RunState", val_loop: "EvaluationLoop") -> None:
         self.state = state
@@ -312,7 +312,11 @@ class FitLoop:
         """Run the batches of the epoch, in the way that the module's training step requires."""
         assert self.loss_watch is not None
         pulls_batches = takes_iterator(self.context.module, "training_step")
-        epoch_type = IteratorEpoch if pulls_batches else TrainingEpoch
+        epoch_type = TrainingEpoch
+        if pulls_batches:
+            from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
+
+            epoch_type = IteratorEpoch
         epoch = epoch_type(
             self.context,
             self.fit,

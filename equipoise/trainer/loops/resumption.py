@@ -28,7 +28,6 @@ from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import restore_before_validation
-from equipoise.trainer.runtime.merged_positions import merged_position
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -91,6 +90,8 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
         context: The run.
         positions: Those of the processes that wrote the checkpoint.
     """
+    from equipoise.trainer.runtime.merged_positions import merged_position
+
     processes = context.strategy.processes
     written_by = len(positions)
     if written_by == processes.world_size:

@@ -8,12 +8,13 @@ from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.optimization.automatic import AutomaticOptimization, ManualOptimization, make_optimization
+from equipoise.trainer.optimization.automatic import AutomaticOptimization, make_optimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass
 
 if TYPE_CHECKING:
+    from equipoise.trainer.optimization.manual import ManualOptimization
     from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["TrainingEpoch"]
@@ -60,7 +61,7 @@ class TrainingEpoch:
 
     def _bind_optimization(
         self, window: AccumulationWindow, weight: BatchWeight
-    ) -> AutomaticOptimization | ManualOptimization:
+    ) -> "AutomaticOptimization | ManualOptimization":
         window.resize(self.state.accumulate_grad_batches)
         return make_optimization(
             self.context,

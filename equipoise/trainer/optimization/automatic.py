@@ -27,19 +27,19 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
-from equipoise.trainer.optimization.manual import ManualOptimization
 from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep, RepeatableStep
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.window_gradients import WindowGradients
-from equipoise.trainer.recovery.micro_batching import is_armed
-from equipoise.trainer.recovery.recovery import Recovery
+from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
+    from equipoise.trainer.optimization.manual import ManualOptimization
+    from equipoise.trainer.recovery.recovery import Recovery
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["AutomaticOptimization", "ManualOptimization", "make_optimization"]
+__all__ = ["AutomaticOptimization", "make_optimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
@@ -65,6 +65,8 @@ def make_optimization(
         step_class: Creates the training step of automatic optimisation. Default: None, a step that is not compiled.
     """
     if not context.module.automatic_optimization:
+        from equipoise.trainer.optimization.manual import ManualOptimization
+
         return ManualOptimization(context)
     return AutomaticOptimization(
         context,
@@ -74,6 +76,13 @@ def make_optimization(
         count_skipped=count_skipped,
         step_class=step_class,
     )
+
+
+def _make_recovery(context: "RunContext", step: Any) -> "Recovery":
+    """Return the recovery, whose parts only runs with such a callback load."""
+    from equipoise.trainer.recovery.recovery import Recovery
+
+    return Recovery(context, step)
 
 
 class AutomaticOptimization:
@@ -141,7 +150,7 @@ class AutomaticOptimization:
         self._forward_backward: ForwardBackward = strategy.forward_backward
         self._optimizers = optimizers
         if recovers:
-            recovery = Recovery(context, self.step)
+            recovery = _make_recovery(context, self.step)
             self._recovery = recovery
             self._forward_backward = recovery
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))

@@ -19,8 +19,8 @@ from equipoise.trainer.optimization.configuration.optimizers import takes_no_clo
 from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.recovery.armed import is_armed
 from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
-from equipoise.trainer.recovery.micro_batching import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.memory.devices import empty_cache, free_memory
+from equipoise.memory.devices import free_memory
 from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
 from equipoise.parallel.batches.splitting import Splitter
+from equipoise.parallel.device_work import empty_cache
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError
@@ -22,16 +23,11 @@ from equipoise.validation import is_whole
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["Measure", "MicroBatcher", "is_armed"]
+__all__ = ["Measure", "MicroBatcher"]
 
 # Number of times that the same computation is tried. A callback may wait for memory, but not forever.
 _MOST_REPEATS = 5
 Shapes = tuple[tuple[int, ...], ...]
-
-
-def is_armed(context: "RunContext") -> bool:
-    """Return True if a callback decides what happens when memory runs out."""
-    return any(overrides(callback, "on_out_of_memory", Callback) for callback in context.hooks.callbacks)
 
 
 class Measure(NamedTuple):

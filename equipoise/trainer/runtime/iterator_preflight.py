@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a, takes_iterator
-from equipoise.trainer.recovery.micro_batching import is_armed
+from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext

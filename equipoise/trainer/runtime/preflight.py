@@ -23,7 +23,6 @@ from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
-from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -111,6 +110,8 @@ def check_run(context: "RunContext") -> None:
     for step in _STEPS_OF[fn]:
         is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
         if is_used and takes_iterator(module, step):
+            from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
+
             check_iterator_step(context, step)
 
     # 3. Its data.

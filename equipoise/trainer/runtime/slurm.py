@@ -13,8 +13,6 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel.communication.rank import slurm_job
-from equipoise.parallel.shards.folder import remove_folder
-from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
@@ -87,6 +85,9 @@ def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
         is_main: Whether this is the main process.
     """
     if slurm_job() is not None and state.fitting and is_main:
+        from equipoise.parallel.shards.folder import remove_folder
+        from equipoise.parallel.shards.reading import is_sharded_checkpoint
+
         path = checkpoint_path(state)
         if isinstance(path, Path) and is_sharded_checkpoint(path):
             remove_folder(path)

@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.strategy import Strategy
 
-__all__ = ["suggests_arguments"]
+__all__ = ["suggests_arguments", "takes_objects_of_lightning"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +26,25 @@ R = TypeVar("R")
 # Arguments of newer versions of Lightning's Trainer that change nothing which a run computes or writes.
 _WITHOUT_EFFECT = ("suggest_integrations",)
 _VARIABLES = "PL_TRAINER_"
+
+
+def takes_objects_of_lightning(constructor: Callable[P, R]) -> Callable[P, R]:
+    """Decorate the Trainer's constructor so that it receives what strategies and plugins of Lightning mean here.
+
+    Args:
+        constructor: An `__init__` whose parameters are the Trainer's arguments.
+    """
+
+    @functools.wraps(constructor)
+    def translated(*arguments: P.args, **options: P.kwargs) -> R:
+        if options.get("plugins") or not isinstance(options.get("strategy", "auto"), str | Strategy):
+            # Most programs have no such objects.
+            from equipoise.trainer.settings.from_lightning.objects import translate_objects
+
+            translate_objects(options)
+        return constructor(*arguments, **options)
+
+    return translated
 
 
 def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:

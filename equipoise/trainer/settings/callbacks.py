@@ -1,6 +1,6 @@
 """Callbacks of a run: the user's, the default ones, and those of the module."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -13,10 +13,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.tables.model_summary import WholeModelSummary
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
 from equipoise.trainer.settings.refused_callbacks import refuse_finder, refuse_finder_of_module
@@ -72,11 +70,13 @@ def select_callbacks(
             f"There can be one progress bar, but callbacks hold {len(bars)}: {', '.join(bars)}. Keep one of them."
         )
     bar_reason = reason.format("enable_progress_bar")
-    default_bar = _default(selected, LightningProgressBar, ProgressBar, bar_reason, enable_progress_bar)
+    default_bar = _default(selected, LightningProgressBar, _progress_bar, bar_reason, enable_progress_bar)
     selected = default_bar + selected
 
     # 4. The summary.
     if enable_model_summary and not _holds(selected, ModelSummary):
+        from equipoise.tables.model_summary import WholeModelSummary
+
         selected.append(WholeModelSummary())
 
     _check_state_keys(selected)
@@ -130,14 +130,14 @@ def _check_callback(callback: Any) -> None:
 
 
 def _default(
-    callbacks: list[Callback], kind: type, default: type[Callback], reason: str, enabled: bool
+    callbacks: list[Callback], kind: type, default: Callable[[], Callback], reason: str, enabled: bool
 ) -> list[Callback]:
     """Return the default callback of a kind, unless there is one or the kind is off.
 
     Args:
         callbacks: The user's callbacks.
         kind: The kind.
-        default: The class of the default callback.
+        default: Makes the default callback.
         reason: The beginning of the message, if the user's callbacks contradict `enabled`.
         enabled: Whether a callback of that kind runs.
     """
@@ -152,6 +152,12 @@ def _default(
     if enabled:
         return [default()]
     return []
+
+
+def _progress_bar() -> Callback:
+    from equipoise.callbacks.progress.progress_bar import ProgressBar
+
+    return ProgressBar()
 
 
 def _check_state_keys(callbacks: list[Callback]) -> None:

@@ -23,7 +23,6 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count, check_flags
 from equipoise.trainer.settings.devices import Devices, select_devices, select_num_nodes
-from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy, refuse_object
 
 __all__ = [
     "connect_strategy",
@@ -91,11 +90,14 @@ def select_strategy(
 
 
 def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
+    if isinstance(name, str) and name.lower() == "auto":
+        return _default_strategy(devices, rank)
+    # Most programs leave the choice to the trainer.
+    from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy, refuse_object
+
     if not isinstance(name, str):
         refuse_object(name)
     name = name.lower()
-    if name == "auto":
-        return _default_strategy(devices, rank)
     # Names of Lightning's strategies mean one of these.
     names = strategy_names()
     if name not in names:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import is_a
 from equipoise.precision import Precision
-from equipoise.strategies.distributed.process_strategy import ProcessStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -141,6 +140,8 @@ class PublicState(StateFields, LightningNames):
 
         The trainer divides loaders by itself. This is for a sampler of your own.
         """
+        from equipoise.strategies.distributed.process_strategy import ProcessStrategy
+
         if not isinstance(self.connected_strategy, ProcessStrategy):
             return None
         arguments: dict[str, int] = self.strategy.distributed_sampler_kwargs

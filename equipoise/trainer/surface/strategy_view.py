@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.shards.folder import remove_folder
-from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.defaults import module_init_context
@@ -369,6 +367,9 @@ class _CheckpointFiles(CheckpointIO):
         return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
+        from equipoise.parallel.shards.folder import remove_folder
+        from equipoise.parallel.shards.reading import is_sharded_checkpoint
+
         if is_sharded_checkpoint(path) and not os.path.islink(path):
             remove_folder(Path(path))
             return

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
-from equipoise.parallel.replicas.device_threads import DeviceThreads, ThreadState, on_device
+from equipoise.parallel.device_work import on_device
+from equipoise.parallel.replicas.device_threads import DeviceThreads, ThreadState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PATIENCE = 120.0  # seconds until a test that waits for what never comes fails

@@ -23,8 +23,8 @@ from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram
 from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of, splits
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
-from equipoise.parallel.device_work import computing_on
-from equipoise.parallel.replicas.device_threads import ThreadState, on_device
+from equipoise.parallel.device_work import computing_on, on_device
+from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["Pipeline", "StepRun"]
 

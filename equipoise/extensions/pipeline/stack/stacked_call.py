@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.stack.operation_moves import OperationMoves
-from equipoise.parallel.replicas.device_threads import on_device
+from equipoise.parallel.device_work import on_device
 from equipoise.to_device import to_device
 from equipoise.tree import map_leaves, tensors_in
 

@@ -9,10 +9,9 @@ from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check_weight
-from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleStep, explain_error
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -87,7 +86,7 @@ class AutomaticStep(ModuleStep):
             try:
                 output = self.method(part, self.batch_idx)
             except EXPLAINED as error:
-                explain_device_mismatch(error, self.module, part)
+                explain_error(error, self.module, part)
                 raise
         else:
             output = self.run(part)

@@ -17,7 +17,6 @@ from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.step_protocols import Around, StepResult
-from equipoise.trainer.diagnostics.device_mismatch import EXPLAINED, explain_device_mismatch
 from equipoise.trainer.logging.collection import Logged
 from equipoise.trainer.optimization.steps.merged_logs import log_merged
 from equipoise.trainer.optimization.steps.step_extension import Context, step_extensions
@@ -25,12 +24,23 @@ from equipoise.trainer.optimization.steps.step_extension import Context, step_ex
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["ModuleStep"]
+__all__ = ["EXPLAINED", "ModuleStep", "explain_error"]
+
+# Errors whose cause may be tensors on different devices, or an unusual batch.
+EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
 
 T = TypeVar("T")
 
 # Number of replicas whose methods are kept. Strategies may make replicas anew, and the old ones should be freed.
 _MOST_REPLICAS = 32
+
+
+def explain_error(error: Exception, module: nn.Module, part: Any) -> None:
+    """Raise a better error than that of a step, or add notes to it; see `explain_device_mismatch`."""
+    # No step of most runs fails.
+    from equipoise.trainer.diagnostics.device_mismatch import explain_device_mismatch
+
+    explain_device_mismatch(error, module, part)
 
 
 class ModuleStep:
@@ -97,7 +107,7 @@ class ModuleStep:
                 return self._call(self.method, part)
             return self._around(lambda: self._call(self.method, part), part)
         except EXPLAINED as error:
-            explain_device_mismatch(error, self.module, part)
+            explain_error(error, self.module, part)
             raise
 
     def _call(self, method: Callable[..., Any], part: Any) -> Any:
@@ -131,7 +141,7 @@ class ModuleStep:
         try:
             output = self._call(method, part)
         except EXPLAINED as error:
-            explain_device_mismatch(error, replica, part)
+            explain_error(error, replica, part)
             raise
         finally:
             logged = captures.end(outer_capture)

@@ -1,9 +1,7 @@
 """Strategies and plugins of Lightning among the arguments of the Trainer, put into our words before it sees them."""
 
-import functools
 import os
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.fsdp import MACHINES
@@ -14,29 +12,23 @@ from equipoise.strategies.by_name import make_strategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.settings.from_lightning.strategy_names import refuse_object
 
-__all__ = ["takes_objects_of_lightning"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["translate_objects"]
 
 # Arguments of the Trainer for which a strategy of Lightning has a plugin.
 _PLUGINS = ("checkpoint_io", "environment")
 
 
-def takes_objects_of_lightning(constructor: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the Trainer's constructor so that it receives what strategies and plugins of Lightning mean here.
+def translate_objects(options: dict[str, Any]) -> None:
+    """Replace strategies and plugins of Lightning among the Trainer's arguments.
 
     Args:
-        constructor: An `__init__` whose parameters are the Trainer's arguments.
+        options: The arguments by name, which are changed.
+
+    Raises:
+        ConfigurationError: If an object has no counterpart, or contradicts an argument.
     """
-
-    @functools.wraps(constructor)
-    def translated(*arguments: P.args, **options: P.kwargs) -> R:
-        _translate_strategy(options)
-        _translate_plugins(options)
-        return constructor(*arguments, **options)
-
-    return translated
+    _translate_strategy(options)
+    _translate_plugins(options)
 
 
 def _translate_strategy(options: dict[str, Any]) -> None:
