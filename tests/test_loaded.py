@@ -1,4 +1,4 @@
-"""What a program loads of the package: a fit on one device loads the core alone, and of that what it uses."""
+"""Modules that a program loads: a fit on one device loads the core alone, and of that only a part."""
 
 import subprocess
 import sys
