@@ -36,7 +36,7 @@ def block_with(text: str, page: str) -> str:
 
 
 def imports_of_all_names() -> str:
-    """A module that imports every public name, and asks for its type."""
+    """Return a module that imports every public name, and asks for its type."""
     lines = []
     for package in PACKAGES:
         for name in import_module(package).__all__:
@@ -47,7 +47,7 @@ def imports_of_all_names() -> str:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What mypy says about all programs."""
+    """The output of mypy for all programs."""
     folder = tmp_path_factory.mktemp("typed")
     for program in PROGRAMS.glob("*.py"):
         shutil.copy(program, folder)
