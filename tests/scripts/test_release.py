@@ -10,6 +10,7 @@ import pytest
 from scripts.checks.archives import sdist_faults, wheel_faults
 from scripts.checks.metadata import metadata_faults, readme_notes
 from scripts.checks.sources import ROOT, changelog_faults, changelog_notes, version_faults, version_of
+from scripts.checks.trial import trial_faults
 from scripts.release import build, faults_of
 
 METADATA = """Metadata-Version: 2.4
@@ -78,6 +79,14 @@ def test_the_archives_of_this_checkout_have_no_fault(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the checks ask git for the files of the repository")
     assert faults_of(*build(tmp_path / "dist")) == []
+
+
+@pytest.mark.slow
+def test_the_command_that_fails_in_a_trial_is_named(tmp_path: Path) -> None:
+    (fault,) = trial_faults(tmp_path / "missing-1.2.3-py3-none-any.whl", "1.2.3", tmp_path)
+    assert fault.startswith("trial: ")
+    assert "-m pip install" in fault
+    assert "No such file or directory" in fault
 
 
 def test_another_version_is_found(checkout: Path) -> None:
