@@ -181,14 +181,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
         restore_weights(context, checkpoint)
     if request.fitting:
-        configured = context.hooks.call_module("configure_optimizers")
-        optimizers, configs = parse_optimizers(configured, context.module)
-        if state.fuses_optimizers:
-            fuse_optimizers(optimizers, context.module)
-        for extension in step_extensions(state):
-            extension.check_optimizer(optimizers[0])
-        state.set_optimizers(optimizers, configs)
-        context.strategy.portable.connect_optimizers(optimizers)
+        _configure_optimizers(context)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)
@@ -253,6 +246,19 @@ def _place(context: RunContext) -> None:
         context.strategy.setup(context.module, context.precision)
     if state.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
+
+
+def _configure_optimizers(context: RunContext) -> None:
+    """Let the module make its optimisers, and check them."""
+    state = context.state
+    configured = context.hooks.call_module("configure_optimizers")
+    optimizers, configs = parse_optimizers(configured, context.module)
+    if state.fuses_optimizers:
+        fuse_optimizers(optimizers, context.module)
+    for extension in step_extensions(state):
+        extension.check_optimizer(optimizers[0])
+    state.set_optimizers(optimizers, configs)
+    context.strategy.portable.connect_optimizers(optimizers)
 
 
 # The loop
