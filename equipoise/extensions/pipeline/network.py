@@ -17,6 +17,7 @@ from equipoise.extensions.pipeline.cut_choice import CutChoice
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
@@ -30,7 +31,6 @@ from equipoise.extensions.pipeline.planning.cut import (
 )
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import TooFewBlocks, largest_opaque
-from equipoise.extensions.pipeline.planning.traced_calls import compute_uncut
 from equipoise.extensions.pipeline.processes.engine import ProcessPipeline
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import splits
@@ -236,18 +236,11 @@ class StagedNetwork:
         return self.cut is None and self._choice.measures()
 
     def _uncut_output(self, name: str, structure: CallStructure) -> Any:
-        """Return the output of a call before the network is placed."""
+        """Return the output of a call before the network is placed: its layers are lent to the last device."""
         device = self.options.devices[-1]
-        try:
-            traced = self._traces.checked(name, structure)
-        except NotFollowed as error:
-            stacked = self._between_layers(name)
-            if stacked is None:
-                raise self._with_advice(name, error) from error.__cause__
-            with self._patch.removed():
-                return stacked.uncut_output(self._patch.original(name), structure, device)
-        with self._patch.removed():
-            return compute_uncut(traced, structure.tensors, device)
+        args, kwargs = structure.fill([tensor.to(device) for tensor in structure.tensors])
+        with self._patch.removed(), computed_on(device, self._modules[name], self.module):
+            return self._patch.original(name)(*args, **kwargs)
 
     # Stages.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.extensions.pipeline.forward.layer_lending import lent
 from equipoise.extensions.pipeline.graph.call_names import names_of
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
 from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
@@ -24,7 +25,6 @@ from equipoise.extensions.pipeline.planning.traced_calls import (
     layer_of,
     now,
     output_of,
-    placed,
     placeholder_of,
     run_call,
     used_tensors,
@@ -60,7 +60,7 @@ def profile_calls(
         traced: The forward.
         module: The user's module, whose buffers and metrics are restored.
         tensors: Tensors of the call, with one micro-batch.
-        device: Device of the measurement. Parameters on other devices are moved there for their call.
+        device: Device of the measurement. Parameters on other devices are lent to it for their call.
         seconds: Time after which no pass begins, once there were three. Default: 3.
         split: True if backwards are split into two halves. Default: False.
         rest: Called at the end with the identities of the used tensors and the output. Default: None.
@@ -196,7 +196,7 @@ class _Pass:
         # 1. Run the call with its layer on the device.
         peak = 0
         left = 0
-        with placed(layer, self._device):
+        with lent(layer, self._device):
             run.measure(self._storages)
             if self._measures_peaks:
                 existing = tensors_of(list(self._values.values()))

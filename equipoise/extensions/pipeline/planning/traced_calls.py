@@ -1,88 +1,23 @@
-"""Run the calls of a traced forward one after the other, on any device."""
+"""Calls of a traced forward, run one by one on any device."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.execution.placement import move
-from equipoise.extensions.pipeline.graph.stages import crossing
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device
+from equipoise.extensions.pipeline.graph.traced import Traced
 
 __all__ = [
     "attribute_of",
-    "compute_uncut",
     "layer_of",
     "now",
     "output_of",
-    "placed",
     "placeholder_of",
     "run_call",
     "used_tensors",
 ]
-
-PlaceLayer = Callable[[nn.Module | None, torch.device], AbstractContextManager[None]]
-
-
-@contextmanager
-def placed(layer: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Keep a layer on a device within the context, and move it back afterwards.
-
-    Args:
-        layer: The layer; None: nothing is moved.
-        device: The device.
-    """
-    if layer is None:
-        yield
-        return
-    with ExitStack() as stack:
-        tensors = [*layer.parameters(), *layer.buffers()]
-        for tensor in tensors:
-            if tensor.device != device:
-                stack.callback(move, tensor, tensor.device)
-                move(tensor, device)
-        yield
-
-
-def compute_uncut(
-    traced: Traced,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    *,
-    place_layer: PlaceLayer = placed,
-    on_value: Callable[[fx.Node, Any], None] | None = None,
-) -> Any:
-    """Return the output of a network whose layers are not placed yet: each layer is on the device while it is called.
-
-    Args:
-        traced: The forward.
-        tensors: Tensors of the call.
-        device: Device of the computation.
-        place_layer: Makes a context in which a layer is on the device. Default: `placed`, which moves it.
-        on_value: Receives each call and its value. Default: None.
-    """
-    calls = traced.calls
-    inputs = tuple(tensor.to(device) for tensor in tensors)
-    values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
-    ends = range(1, len(calls) + 1)
-    every_cut = crossing(traced, ends)
-    for node, needed_later in zip(calls, every_cut, strict=True):
-        # 1. Run the call with its layer on the device.
-        arguments = on_device(device, (node.args, node.kwargs))
-        args, kwargs = fx.map_arg(arguments, values.__getitem__)
-        layer = layer_of(node, traced.root)
-        with place_layer(layer, device):
-            value = run_call(node, traced.root, args, kwargs, device)
-        values[node] = value
-        if on_value is not None:
-            on_value(node, value)
-
-        # 2. Release what no later call uses.
-        values = {later: values[later] for later in needed_later}
-    return output_of(traced, values)
 
 
 def run_call(

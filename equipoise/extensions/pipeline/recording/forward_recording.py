@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.extensions.pipeline.forward.attribute_reads import attributes_read
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
@@ -19,7 +20,6 @@ from equipoise.extensions.pipeline.graph.traced import Condition, Traced
 from equipoise.extensions.pipeline.recording.recorder import Recorder
 from equipoise.extensions.pipeline.recording.targets import encoded
 from equipoise.extensions.pipeline.recording.tensor_nodes import Obstacle
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on
 from equipoise.interop import call_patches
 from equipoise.interop.lightning.classes import module_classes
 from equipoise.parallel.snapshot.preserve_state import preserve_state

@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on, lent
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import tensors_of
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on, lent
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["StackProfile", "profile_stack"]
