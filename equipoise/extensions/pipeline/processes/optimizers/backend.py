@@ -18,11 +18,12 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["ProcessBackend"]
 
 
-class ProcessBackend:
+class ProcessBackend(PortableState):
     """Optimisers and states, of which every process has those of its stage's parameters.
 
     The user's optimiser stays as it is, and steps the parameters of the main process: all others have no gradient
@@ -203,7 +204,7 @@ class ProcessBackend:
                 self._drop_states_elsewhere(candidate)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimiser."""
+        """Return the whole state of an optimiser; see `PortableState.optimizer_state`."""
         with self._gathered_state(optimizer):
             return optimizer.state_dict()
 
@@ -242,8 +243,14 @@ class ProcessBackend:
             self._commands.send_to_all("scale", index, factor)
             self._commands.messenger.flush()
 
-    def gradients_of(self, optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters of optimisers, summed over the processes, in order."""
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of a window, summed over the stages; see `PortableState.gradients`.
+
+        They are loaded before the first step of a run, when all parameters are in the main process. A gradient then
+        moves to the process of its stage with the parameter.
+        """
+        if not window_is_open:
+            return []
         parameters: list[nn.Parameter] = []
         for optimizer in optimizers:
             parameters.extend(optimizer_parameters(optimizer))
@@ -285,15 +292,15 @@ class ProcessBackend:
 
     # State.
 
-    def module_state(self) -> dict[str, Any]:
-        """Return the whole state of the module."""
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole state of the module; see `PortableState.module_state`."""
         with self._transfer.gathered_parameters():
-            return self._module.state_dict()
+            return module.state_dict()
 
-    def load_module_state(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Load the whole state of the module during a run."""
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load the whole state of the module during a run; see `PortableState.load_module_state`."""
         with self._transfer.gathered_parameters(changed=True):
-            self._module.load_state_dict(state, strict=strict)
+            module.load_state_dict(state, strict=strict)
 
     def end(self) -> None:
         """Take back all parameters and states at the end of a run."""
