@@ -1,7 +1,6 @@
 """Run a step over stages in several processes, seen from the main process, which has the last stage."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram, map_tensors
 from equipoise.extensions.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
 from equipoise.extensions.pipeline.messaging.messages import StageError
-from equipoise.extensions.pipeline.messaging.process_step import OutputGradients, ProcessStep
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.processes.main_process.worker_commands import WorkerCommands
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, splits
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.parallel.replicas.device_threads import ThreadState
@@ -141,7 +139,7 @@ class ProcessPipeline:
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None],
-        pipelines: Sequence["ProcessPipeline"] | None = None,
+        pipelines: Sequence["ProcessPipeline"],
     ) -> None:
         """Compute micro-batches; see `Pipeline.run`.
 
@@ -153,8 +151,6 @@ class ProcessPipeline:
         assert state is not None
         input_gradients = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
         seed = self._seeds.training_seed()
-        if pipelines is None:
-            pipelines = [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)
         order = StepOrder(numbers, self._schedule, state.without_devices(), seed, self.fresh, input_gradients)
         self._begin(order, inputs)
@@ -189,19 +185,45 @@ class ProcessPipeline:
     ) -> tuple[BaseException | None, list[Span]]:
         """Compute the stages of this process, and return the error, if any, and the actions as they ran."""
         split = splits(self._schedule)
-        step = _MainStep(
-            self._commands,
-            {stage: self._graphs(split=split) for stage in self._stages()},
+        graphs = {stage: self._graphs(split=split) for stage in self._stages()}
+        errors: list[BaseException] = []
+
+        def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
+            step = steps[micro_batch]
+            program = programs[micro_batch][stage // self._count]
+            is_last = stage == self._last
+            assert step.state is not None
+            with step.state.entered():
+                output = graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
+            if is_last:
+                # The user's step goes on to its loss.
+                step.resume(output)
+                return None
+            return output
+
+        def note_error(error: BaseException) -> None:
+            # The error itself is raised in this process.
+            errors.append(error)
+            self._commands.note_failure(self._device)
+
+        step_here = ProcessStep(
+            self._messenger,
+            0,
+            self._count,
+            self._device,
+            graphs,
             self._last,
-            steps,
-            backward,
-            programs,
+            forward,
+            loss_backward=backward,
+            on_error=note_error,
         )
-        step.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
-        error = step.take_error()
-        if error is None and step.failure is not None:
-            error = self._commands.as_error(step.failure)
-        return error, step.spans
+        step_here.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
+        # An error's traceback refers to these objects, so none of them keeps it.
+        if errors:
+            return errors.pop(), step_here.spans
+        if step_here.failure is not None:
+            return self._commands.as_error(step_here.failure), step_here.spans
+        return None, step_here.spans
 
     def _backward_inputs(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
         """Run the backward of what the step computed before the network.
@@ -224,67 +246,6 @@ class ProcessPipeline:
                     # These computations ran on this process's device.
                     error = failure
                     self._commands.note_failure(self._device)
-        return error
-
-
-class _MainStep(ProcessStep):
-    """A training step in the stages of the main process, of which the last ends with the user's step.
-
-    Args:
-        commands: Commands to the workers.
-        graphs: The graphs of each stage.
-        last_stage: Number of the last stage.
-        steps: For each micro-batch the user's step.
-        backward: Runs the backward of a step that has ended, given the index of its micro-batch.
-        programs: For each micro-batch the stages of this process.
-    """
-
-    def __init__(
-        self,
-        commands: WorkerCommands,
-        graphs: dict[int, StageGraphs],
-        last_stage: int,
-        steps: Sequence[SuspendedStep],
-        backward: Callable[[int], None],
-        programs: Sequence[Sequence[StageProgram]],
-    ) -> None:
-        count = len(commands.devices)
-        super().__init__(commands.messenger, 0, count, commands.devices[-1], graphs, last_stage)
-        self._commands = commands
-        self._count = count
-        self._steps = steps
-        self._backward = backward
-        self._programs = programs
-        self._error: BaseException | None = None
-
-    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        """Return the outputs of a stage; after the last stage continue the user's step."""
-        step = self._steps[micro_batch]
-        program = self._programs[micro_batch][stage // self._count]
-        is_last = stage == self._last_stage
-        assert step.state is not None
-        with step.state.entered():
-            output = self._graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
-        if is_last:
-            step.resume(output)
-            return None
-        return output
-
-    def output_gradients(self, stage: int, micro_batch: int, received: Any) -> OutputGradients:
-        """Return the gradients of a stage's outputs, or of the last stage the backward of the loss."""
-        if stage == self._last_stage:
-            return partial(self._backward, micro_batch)
-        return super().output_gradients(stage, micro_batch, received)
-
-    def on_error(self, error: BaseException) -> None:
-        """Keep the error itself, which is raised in this process."""
-        self._error = error
-        self._commands.note_failure(self._device)
-
-    def take_error(self) -> BaseException | None:
-        """Return the error of a stage of this process, and forget it, since its traceback refers to this object."""
-        error = self._error
-        self._error = None
         return error
 
 

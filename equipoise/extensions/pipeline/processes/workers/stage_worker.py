@@ -257,23 +257,30 @@ class StageWorker:
             self._begin_window()
         torch.manual_seed(order.seed)
 
-    def _new_step(self, order: StepOrder) -> "_WorkerStep":
+    def _new_step(self, order: StepOrder) -> ProcessStep:
         split = order.schedule is not None and splits(order.schedule)
+        keep = order.schedule is not None
         graphs = {}
         for index in range(order.stages_per_device):
             stage = self._stage + index * self._count
             graphs[stage] = StageGraphs(self._device, self._device_before, split=split)
         programs = [self._stages_of(number) for number in order.programs]
-        rank = rank_of(self._stage, self._count)
-        return _WorkerStep(
+
+        def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
+            program = programs[micro_batch][stage // self._count]
+            with order.state.entered():
+                return graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
+
+        return ProcessStep(
             self._messenger,
-            rank,
+            rank_of(self._stage, self._count),
             self._count,
             self._device,
             graphs,
-            order,
-            programs,
-            self._failure,
+            self._count * order.stages_per_device - 1,
+            forward,
+            failure=self._failure,
+            input_gradients=order.input_gradients,
         )
 
     def _stages_of(self, number: int) -> list[StageProgram]:
@@ -334,50 +341,3 @@ class StageWorker:
         self._tensors.clear_gradients()
         for key, value in self._earlier_buffers.items():
             self._tensors[key].data.copy_(value)
-
-
-class _WorkerStep(ProcessStep):
-    """A step in the stages of a worker.
-
-    Args:
-        messenger, rank, count, device, graphs: See `ProcessStep`.
-        order: The order.
-        programs: For each micro-batch the stages of this worker.
-        failure: An earlier failure; None if there is none.
-    """
-
-    def __init__(
-        self,
-        messenger: Messenger,
-        rank: int,
-        count: int,
-        device: torch.device,
-        graphs: dict[int, StageGraphs],
-        order: StepOrder,
-        programs: Sequence[Sequence[StageProgram]],
-        failure: StageError | None,
-    ) -> None:
-        last_stage = count * order.stages_per_device - 1
-        super().__init__(
-            messenger,
-            rank,
-            count,
-            device,
-            graphs,
-            last_stage,
-            failure=failure,
-            input_gradients=order.input_gradients,
-        )
-        self._count = count
-        self._order = order
-        self._programs = programs
-
-    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        """Return the outputs of a stage."""
-        program = self._programs[micro_batch][stage // self._count]
-        keep = self._order.schedule is not None
-        with self._order.state.entered():
-            return self._graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
-
-    def on_error(self, error: BaseException) -> None:
-        """Do nothing: the main process raises the error."""
