@@ -35,7 +35,8 @@ from equipoise.extensions.pipeline.processes.engine import ProcessPipeline
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.timeline import Timeline
-from equipoise.extensions.pipeline.stack.stack_pipeline import StackedForward, StackPipeline
+from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
+from equipoise.extensions.pipeline.stack.stacked_call import StackedCall
 from equipoise.extensions.pipeline.stack.stacked_network import StackedNetwork
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 
@@ -210,7 +211,7 @@ class StagedNetwork:
             step = current_step()
             if step is not None:
                 output = step.suspend(name, args, kwargs)
-                if isinstance(output, StackedForward):
+                if isinstance(output, StackedCall):
                     # The forward runs in this thread, and pauses between stages.
                     return output.run(args, kwargs)
                 return output

@@ -88,8 +88,8 @@ class Pipeline:
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-        pipelines: Sequence["Pipeline"] | None = None,
+        backward: Callable[[int], None],
+        pipelines: Sequence["Pipeline"],
     ) -> None:
         """Compute micro-batches, each to the end of its step, and then backward.
 
@@ -97,12 +97,10 @@ class Pipeline:
             steps: The steps, each of which waits for the network's output.
             inputs: For each step the tensors of its call of the network.
             backward: Runs the backward of a step that has ended, down to the inputs of the last stage, given the index
-                of its micro-batch. None: there is no backward.
-            pipelines: For each micro-batch the stages of its call's structure. Default: this pipeline's.
+                of its micro-batch.
+            pipelines: For each micro-batch the stages of its call's structure.
         """
         self.failed = None
-        if pipelines is None:
-            pipelines = [self] * len(steps)
         # A step that did not end waits in its thread, so every error must abandon it.
         run = self._new_run(steps, inputs, backward, pipelines)
         try:
@@ -121,7 +119,7 @@ class Pipeline:
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
+        backward: Callable[[int], None],
         pipelines: Sequence["Pipeline"],
     ) -> "StepRun":
         """Return a step in all stages; see `run`."""
@@ -150,7 +148,7 @@ class StepRun(ABC):
         pipeline: Pipeline,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
+        backward: Callable[[int], None],
     ) -> None:
         self._pipeline = pipeline
         self._steps = steps
@@ -169,10 +167,7 @@ class StepRun(ABC):
         """Return the actions of a device, given its index."""
         pipeline = self._pipeline
         count = len(self._steps)
-        actions = actions_of(pipeline.schedule, device, pipeline.num_devices, count, pipeline.stages_per_device)
-        if self._backward is None:
-            return [(stage, action) for stage, action in actions if not action.backward]
-        return actions
+        return actions_of(pipeline.schedule, device, pipeline.num_devices, count, pipeline.stages_per_device)
 
     # Threads.
 
@@ -315,7 +310,7 @@ class _TracedRun(StepRun):
         pipeline: Pipeline,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
+        backward: Callable[[int], None],
         programs: Sequence[Sequence[StageProgram]],
     ) -> None:
         super().__init__(pipeline, steps, inputs, backward)
@@ -334,11 +329,10 @@ class _TracedRun(StepRun):
         step = self._steps[index]
         program = self._programs[index][stage]
         is_last = stage == self._last
-        keep = self._backward is not None
         assert step.state is not None
         # The step's thread has the last device as its current one, this stage has its own.
         with step.state.entered(), on_device(self._pipeline.devices[stage]):
-            outputs = self._graphs[stage].forward(index, program, inputs, keep=keep, last=is_last)
+            outputs = self._graphs[stage].forward(index, program, inputs, keep=True, last=is_last)
         if is_last:
             step.resume(outputs)
         else:
@@ -346,7 +340,6 @@ class _TracedRun(StepRun):
 
     def _run_backward(self, stage: int, index: int, received: Any) -> None:
         """See `StepRun`: the values are gradients of the stage's outputs; the loss provides those of the last stage."""
-        assert self._backward is not None
         gradients = received
         if gradients is None:
             gradients = partial(self._backward, index)

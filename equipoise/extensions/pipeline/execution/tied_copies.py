@@ -148,9 +148,6 @@ class TiedCopies:
         _, tied_copy = self._copies[key]
         return tied_copy.module
 
-    def __len__(self) -> int:
-        return len(self._copies)
-
     def _all(self) -> list[TiedCopy]:
         return [tied_copy for _, tied_copy in self._copies.values()]
 

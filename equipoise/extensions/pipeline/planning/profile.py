@@ -38,6 +38,8 @@ __all__ = ["profile_calls"]
 # Limits for the number of passes.
 _LEAST_PASSES = 3
 _MOST_PASSES = 8
+# Seconds after which no pass begins, once there were so many.
+_SECONDS = 3.0
 
 # Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its
 # output.
@@ -50,7 +52,6 @@ def profile_calls(
     tensors: Sequence[Tensor],
     device: torch.device,
     *,
-    seconds: float = 3.0,
     split: bool = False,
     rest: MeasureRest | None = None,
 ) -> list[Block]:
@@ -61,7 +62,6 @@ def profile_calls(
         module: The user's module, whose buffers and metrics are restored.
         tensors: Tensors of the call, with one micro-batch.
         device: Device of the measurement. Parameters on other devices are lent to it for their call.
-        seconds: Time after which no pass begins, once there were three. Default: 3.
         split: True if backwards are split into two halves. Default: False.
         rest: Called at the end with the identities of the used tensors and the output. Default: None.
 
@@ -89,7 +89,7 @@ def profile_calls(
             # 2. The others measure time only.
             for count in range(1, _MOST_PASSES):
                 elapsed = time.perf_counter() - begin
-                if count >= _LEAST_PASSES and elapsed > seconds:
+                if count >= _LEAST_PASSES and elapsed > _SECONDS:
                     break
                 next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
                 blocks = list(map(_quicker, blocks, next_blocks))

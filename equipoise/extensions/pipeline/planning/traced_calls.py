@@ -68,8 +68,6 @@ def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
     """
     output = _only_node(traced, "output")
     tensors: Any = fx.map_arg(output.args[0], values.__getitem__)
-    if traced.output is None:
-        return tensors
     return traced.output.fill(tensors)
 
 

@@ -47,6 +47,10 @@ class OperationMoves(_Base):  # type: ignore[misc]
         """
         self._device = device
 
+    def forget(self) -> None:
+        """Release the copies of tensors."""
+        self._copies.clear()
+
     def here(self, value: Any) -> Any:
         """Return a nested value with its tensors on the present device.
 

@@ -73,7 +73,7 @@ def test_gradients_also_of_what_was_computed_before(schedule, devices, each, thr
     net.zero_grad()
     pipeline = pipeline_of(net, x, devices * each, schedule=schedule, threads=threads, stages_per_device=each)
     steps = Steps([part @ before for part in x.split(2)])
-    pipeline.run(steps.steps, steps.inputs, steps.backward)
+    pipeline.run(steps.steps, steps.inputs, steps.backward, [pipeline] * len(steps.steps))
     for gradient, tensor in zip(expected, [before, *net.parameters()], strict=True):
         torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
     for device in range(devices):
@@ -89,16 +89,6 @@ def test_one_forward_through_all_stages():
     assert torch.equal(pipeline.forward([x]), net(x))
     (gradient,) = torch.autograd.grad(pipeline.forward([x]).sum(), x)
     assert torch.equal(gradient, torch.autograd.grad(net(x).sum(), x)[0])
-
-
-def test_without_a_backward():
-    net, x = network(), torch.rand(3, 4).double()
-    pipeline = pipeline_of(net, x, 4, schedule="interleaved_1f1b", stages_per_device=2)
-    steps = Steps([x, x + 1])
-    pipeline.run(steps.steps, steps.inputs, None)
-    for step, one in zip(steps.steps, (x, x + 1), strict=True):
-        assert torch.equal(step.result, net(one).square().sum())
-    assert [span.action.backward for span in pipeline.timeline.spans] == [False] * 8
 
 
 def test_the_same_tensor_twice_gets_both_gradients():
@@ -119,7 +109,8 @@ def test_the_same_tensor_twice_gets_both_gradients():
     ]
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     steps = Steps([x * 1])
-    Pipeline(stages, [CPU] * 3, "gpipe").run(steps.steps, steps.inputs, steps.backward)
+    pipeline = Pipeline(stages, [CPU] * 3, "gpipe")
+    pipeline.run(steps.steps, steps.inputs, steps.backward, [pipeline])
     made = (7 * x.detach() * weight.detach() * x.detach()).requires_grad_()
     assert torch.equal(weight.grad, (2 * made * 7 * x**2).sum().detach())
     torch.testing.assert_close(x.grad, 2 * made.detach() * 14 * weight.detach() * x.detach())
@@ -141,7 +132,7 @@ def test_errors_end_all(schedule, each, at, threads):
     pipeline = Pipeline(programs, [CPU] * 4, schedule, stages_per_device=each, threads=threads)
     steps = Steps(torch.rand(5, 2, requires_grad=True).unbind())
     with pytest.raises(ValueError, match="mine") as raised:
-        pipeline.run(steps.steps, steps.inputs, steps.backward)
+        pipeline.run(steps.steps, steps.inputs, steps.backward, [pipeline] * len(steps.steps))
     assert raised.value.__notes__ == [f"This was stage {at} of the pipeline, on cpu."]
     assert pipeline.failed == CPU
     assert all(step.ended for step in steps.steps)
