@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram
-from equipoise.extensions.pipeline.graph.traced import map_arguments
 
 __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
 
@@ -154,7 +154,7 @@ def _with_references(value: Any) -> Any:
             return _Reference(leaf.name)
         return leaf
 
-    return map_arguments(reference, value)
+    return map_aggregate(value, reference)
 
 
 def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -165,4 +165,4 @@ def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
             return nodes[leaf.name]
         return leaf
 
-    return map_arguments(referred, value)
+    return map_aggregate(value, referred)

@@ -14,7 +14,7 @@ from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.conditions import AttributeCondition, IdentityCondition
+from equipoise.extensions.pipeline.graph.conditions import same_attributes, same_objects
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import Condition, Traced
 from equipoise.extensions.pipeline.recording.recorder import Recorder
@@ -226,8 +226,7 @@ def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph
     for submodule in followed:
         attributes = attributes_read(submodule)
         if attributes:
-            condition = AttributeCondition(submodule, attributes)
-            conditions.append(condition)
+            conditions.append(same_attributes(submodule, attributes))
 
     # 2. Tensors. Constants of the recording are attributes of the root alone, and stay the same.
     paths = []
@@ -236,7 +235,7 @@ def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph
         if node.op == "get_attr" and path.startswith("network."):
             paths.append(path)
     if paths:
-        conditions.append(IdentityCondition(root, paths))
+        conditions.append(same_objects(root, paths))
     return conditions
 
 

@@ -12,12 +12,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_padding
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
-from equipoise.extensions.pipeline.graph.conditions import (
-    ShapeCondition,
-    TrainableCondition,
-    ValueCondition,
-    program_of,
-)
+from equipoise.extensions.pipeline.graph.conditions import program_of, same_answer, same_shapes, same_trainable
 from equipoise.extensions.pipeline.graph.output_structure import items_of_output
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition, on_device
 from equipoise.extensions.pipeline.recording.arguments import Arguments
@@ -124,8 +119,7 @@ class Questions:
         if indices:
             # One condition serves for all shapes. It comes first, since it computes nothing.
             shapes = {index: self._shapes[index] for index in sorted(indices)}
-            shape_condition = ShapeCondition(shapes)
-            conditions.insert(0, shape_condition)
+            conditions.insert(0, same_shapes(shapes))
         return conditions
 
     def note(self, question: Question, frame: FrameType | None) -> None:
@@ -182,9 +176,7 @@ class Questions:
 
     def _note_trainable(self) -> None:
         """Note a question whose answer depends on the parameters that require gradients."""
-        parameters = list(self._root.parameters())
-        condition = TrainableCondition(parameters)
-        self._noted.append(condition)
+        self._noted.append(same_trainable(list(self._root.parameters())))
 
     def note_length(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note that a function has returned a number of tensors that follows from the sizes of its arguments.
@@ -246,7 +238,7 @@ class Questions:
             condition = self._value_condition(question, index)
             self._noted.append(condition)
 
-    def _value_condition(self, question: Question, index: int) -> ValueCondition:
+    def _value_condition(self, question: Question, index: int) -> Condition:
         """Return the condition that a question has the same answer, which it computes before the next call.
 
         Args:
@@ -267,7 +259,7 @@ class Questions:
 
             return program_of(root, values, device, add_question)
 
-        return ValueCondition(program_on, question.result, index)
+        return same_answer(program_on, question.result, index)
 
 
 def _is_asserted(frame: FrameType | None) -> bool:

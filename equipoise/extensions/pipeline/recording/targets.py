@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,40 +101,6 @@ def present_modes() -> Modes:
     return Modes(grad, tuple(autocast))
 
 
-class _UnderModes:
-    """A call in other modes than those around it.
-
-    Args:
-        target: The call.
-        modes: Its modes.
-    """
-
-    def __init__(self, target: Target, modes: Modes) -> None:
-        self._target = target
-        self._modes = modes
-        # The graph names the call after it.
-        name = str(getattr(target.target, "__name__", target.target))
-        self.__name__ = name.strip("_")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # 1. Find the function. A method is that of the first argument.
-        function = self._target.target
-        if self._target.op == "call_method":
-            function = getattr(args[0], function)
-            args = args[1:]
-
-        # 2. Call it in its modes.
-        with ExitStack() as stack:
-            grad_mode = torch.set_grad_enabled(self._modes.grad)
-            stack.enter_context(grad_mode)
-            for kind, is_enabled, dtype in self._modes.autocast:
-                is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
-                if is_other_mode:
-                    autocast = torch.autocast(kind, dtype, is_enabled)
-                    stack.enter_context(autocast)
-            return function(*args, **kwargs)
-
-
 def under_modes(target: Target, modes: Modes) -> Target:
     """Return a call that computes in its own modes, whatever the modes around it.
 
@@ -141,25 +108,26 @@ def under_modes(target: Target, modes: Modes) -> Target:
         target: The call.
         modes: Its modes.
     """
-    function = _UnderModes(target, modes)
-    return Target("call_function", function, target.extra)
+    name = str(getattr(target.target, "__name__", target.target))
+    return _named(name.strip("_"), partial(_call_under, target, modes))._replace(extra=target.extra)
 
 
-class _Rebuilt:
-    """Builds an argument from its tensors.
+def _call_under(target: Target, modes: Modes, *args: Any, **kwargs: Any) -> Any:
+    # 1. Find the function. A method is that of the first argument.
+    function = target.target
+    if target.op == "call_method":
+        function = getattr(args[0], function)
+        args = args[1:]
 
-    Args:
-        structure: The structure of the argument.
-    """
-
-    # The graph names the call after it.
-    __name__ = "rebuilt"
-
-    def __init__(self, structure: OutputStructure) -> None:
-        self._structure = structure
-
-    def __call__(self, *tensors: Any) -> Any:
-        return self._structure.fill(tensors)
+    # 2. Call it in its modes.
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for kind, is_enabled, dtype in modes.autocast:
+            is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
+            if is_other_mode:
+                autocast = torch.autocast(kind, dtype, is_enabled)
+                stack.enter_context(autocast)
+        return function(*args, **kwargs)
 
 
 def rebuilt(structure: OutputStructure) -> Target:
@@ -168,7 +136,25 @@ def rebuilt(structure: OutputStructure) -> Target:
     Args:
         structure: The structure of the argument.
     """
-    function = _Rebuilt(structure)
+    return _named("rebuilt", partial(_filled, structure))
+
+
+def _filled(structure: OutputStructure, *tensors: Any) -> Any:
+    return structure.fill(tensors)
+
+
+def applied(kind: Any) -> Target:
+    """Return the call of an autograd function."""
+    return _named(str(kind.__name__), partial(_apply, kind))
+
+
+def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    return kind.apply(*args, **kwargs)
+
+
+def _named(name: str, function: Any) -> Target:
+    """Return the call of a function that has no name; the graph names the call after it."""
+    function.__name__ = name
     return Target("call_function", function)
 
 
@@ -195,27 +181,6 @@ def assigned(tensor: Tensor, key: Any, value: Any) -> Tensor:
     """
     tensor[key] = value
     return tensor
-
-
-class _Applied:
-    """Applies an autograd function.
-
-    Args:
-        kind: Its class.
-    """
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-        # The graph names the call after it.
-        self.__name__ = str(kind.__name__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kind.apply(*args, **kwargs)
-
-
-def applied(kind: Any) -> Target:
-    """Return the call of an autograd function."""
-    return Target("call_function", _Applied(kind))
 
 
 def encoded(
