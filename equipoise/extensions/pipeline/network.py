@@ -194,11 +194,7 @@ class StagedNetwork:
             yield
 
     def _interceptor(self, name: str) -> Callable[..., Any]:
-        """Return the forward that replaces the network's own.
-
-        Args:
-            name: The network's name in the user's module.
-        """
+        """Return the forward that replaces the network's own."""
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # 1. A stage that contains the whole network computes it.
@@ -461,12 +457,7 @@ class StagedNetwork:
         return replace(cut, note=note), sizes
 
     def _with_advice(self, name: str, error: ConfigurationError) -> ConfigurationError:
-        """Return an error that also names the engine which may cut the network, if there is one.
-
-        Args:
-            name: The network's name in the user's module.
-            error: The error.
-        """
+        """Return an error that also names the engine which may cut the network, if there is one."""
         stacked = StackedNetwork.of(self._modules[name], name, self.module, self.options)
         if self.processes is None or stacked is None:
             return error

@@ -158,13 +158,7 @@ class Placement:
         stage: int,
         placed: set[int],
     ) -> int:
-        """Move tensors to the device of a stage, and return their bytes.
-
-        Args:
-            tensors: The tensors.
-            stage: The stage.
-            placed: Identities of tensors that are placed already. These are added.
-        """
+        """Move tensors that are not placed yet to the device of a stage, and return their bytes."""
         # Under `in_processes`, this process has the last stage of every round.
         last_index = self._num_devices - 1
         is_here = not self.in_processes or self._device_index(stage) == last_index

@@ -298,12 +298,7 @@ class StepRun(ABC):
 
 
 class _TracedRun(StepRun):
-    """One step in stages that consist of recorded calls.
-
-    Args:
-        pipeline, steps, inputs, backward: See `StepRun`.
-        programs: For each micro-batch its stages.
-    """
+    """One step in stages that consist of recorded calls."""
 
     def __init__(
         self,

@@ -100,11 +100,7 @@ class TiedCopy:
 
 
 def _check_layer(layer: nn.Module, name: str) -> None:
-    """Check that a copy of a layer would compute the same.
-
-    Raises:
-        ConfigurationError: If it would not.
-    """
+    """Check that a copy of a layer would compute the same."""
     for submodule in layer.modules():
         if getattr(submodule, "track_running_stats", False):
             raise ConfigurationError(

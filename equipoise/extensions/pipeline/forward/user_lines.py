@@ -37,12 +37,7 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
 
 
 def _describe_line(code: CodeType, number: int) -> str:
-    """Return function, number and text of a line.
-
-    Args:
-        code: Code of the function.
-        number: Number of the line in its file.
-    """
+    """Return function, number and text of a line."""
     line = linecache.getline(code.co_filename, number)
     text = line.strip()
     return f"{code.co_qualname}, line {number}: `{text}`"

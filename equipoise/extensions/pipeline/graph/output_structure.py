@@ -73,11 +73,7 @@ class OutputStructure:
 
 
 class _Place:
-    """Place of a tensor.
-
-    Args:
-        index: Index of the tensor.
-    """
+    """Place of a tensor."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -96,23 +92,14 @@ class _Copy:
         self._places = places
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """Return a copy of the object with other tensors.
-
-        Args:
-            tensors: The tensors of the output.
-        """
+        """Return a copy of the object with other tensors."""
         # A deep copy has the tensor of the memo in place of each place.
         memo = {id(place): tensors[place.index] for place in self._places}
         return copy.deepcopy(self._template, memo)
 
 
 def _extract(tensors: list[Tensor], leaf: Any) -> Any:
-    """Return what stands for a leaf of an output in its structure.
-
-    Args:
-        tensors: Receives the tensors of the leaf.
-        leaf: The leaf.
-    """
+    """Return what stands for a leaf of an output in its structure, and add its tensors to a list."""
     # 1. Tensors, and objects without tensors.
     if isinstance(leaf, Tensor):
         return _place_of(leaf, tensors)
@@ -132,12 +119,7 @@ def _extract(tensors: list[Tensor], leaf: Any) -> Any:
 
 
 def _place_of(tensor: Tensor, tensors: list[Tensor]) -> _Place:
-    """Return the place of a tensor that becomes the last one.
-
-    Args:
-        tensor: The tensor.
-        tensors: Receives it.
-    """
+    """Add a tensor to a list, and return its place there."""
     tensors.append(tensor)
     index = len(tensors) - 1
     return _Place(index)

@@ -15,11 +15,7 @@ __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebu
 
 @dataclass(frozen=True)
 class _Reference:
-    """Reference to the result of another call.
-
-    Attributes:
-        name: Name of the call.
-    """
+    """Reference to the result of another call."""
 
     name: str
 

@@ -227,17 +227,7 @@ def _make_stage(
     outputs: Sequence[fx.Node] | None,
     replacement_of: Replacement | None,
 ) -> StageProgram:
-    """Return one stage.
-
-    Args:
-        traced: The forward.
-        stage: Index of the stage.
-        device: Its device.
-        inputs: Values that it receives.
-        calls: Its calls.
-        outputs: Values that it passes on; None for the last stage, which returns the network's output.
-        replacement_of: See `make_stages`.
-    """
+    """Return one stage. If `outputs` is None, it is the last one, which returns the network's output."""
     # 1. Copy the calls into a graph of their own.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

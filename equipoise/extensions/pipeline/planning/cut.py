@@ -252,13 +252,7 @@ def cut_by_names(
 
 
 def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
-    """Return the reason why no stage may end at an index.
-
-    Args:
-        traced: The forward.
-        end: Index of the call after the stage's last.
-        is_behind_last: True if the index comes after that of the cut before.
-    """
+    """Return the reason why no stage may end at an index."""
     if end <= taking_inputs(traced):
         return "that is where it begins"
     if is_behind_last:

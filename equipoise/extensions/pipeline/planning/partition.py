@@ -184,12 +184,7 @@ class _Cost(NamedTuple):
 
 
 class _LastStage(NamedTuple):
-    """Best last stage of a partition.
-
-    Attributes:
-        cost: Cost of all stages up to its end.
-        first: Index of its first block.
-    """
+    """Best last stage of a partition."""
 
     cost: _Cost
     first: int

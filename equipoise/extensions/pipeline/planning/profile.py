@@ -92,7 +92,7 @@ def profile_calls(
                 if count >= _LEAST_PASSES and elapsed > _SECONDS:
                     break
                 next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
-                blocks = list(map(_quicker, blocks, next_blocks))
+                blocks = list(map(Block.quicker, blocks, next_blocks))
 
             if rest is not None:
                 rest(used_tensors(traced), first_pass.output)
@@ -101,24 +101,8 @@ def profile_calls(
         snapshot.restore()
 
 
-def _quicker(block: Block, other: Block) -> Block:
-    """Return the first block with the shorter times of both."""
-    return replace(
-        block,
-        forward=min(block.forward, other.forward),
-        backward=min(block.backward, other.backward),
-    )
-
-
 class _Pass:
     """Run all calls of a forward once, and measure each of them.
-
-    Args:
-        traced: The forward.
-        inputs: Tensors of the call.
-        device: Device of the measurement.
-        measures_peaks: True to measure the peak of each call, which takes time.
-        split: True to measure what the first half of a split backward leaves.
 
     Attributes:
         output: Output of the forward; None before `run`.
@@ -248,13 +232,6 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 class _Run:
     """Run one call and its backward.
 
-    Args:
-        node: The call.
-        traced: The forward.
-        values: Values of the calls before.
-        trainable: Parameters of the call that require gradients.
-        device: Device of the measurement.
-
     Attributes:
         forward, backward: Seconds.
         saved: Addresses of the storages that the last forward saved, and their bytes.
@@ -282,11 +259,7 @@ class _Run:
         self._device = device
 
     def measure(self, storages: SavedTensors) -> None:
-        """Measure time and saved storages.
-
-        Args:
-            storages: Watches what is saved.
-        """
+        """Measure time and saved storages."""
         self.output = None
         self.saved = {}
         args, kwargs, inputs = self._arguments()
@@ -372,13 +345,7 @@ def _may_write(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:
-    """Return a value with its tensors as leaves of autograd.
-
-    Args:
-        values: Values of the calls before.
-        inputs: Receives the leaves.
-        node: The call whose value to return.
-    """
+    """Return the value of a call with its tensors as leaves of autograd, which are added to `inputs`."""
 
     def as_input(tensor: Tensor) -> Tensor:
         leaf = _as_leaf(tensor)

@@ -58,6 +58,12 @@ class Block:
         """Seconds forward and backward."""
         return self.forward + self.backward
 
+    def quicker(self, other: "Block") -> "Block":
+        """Return this block with the shorter times of this and another measurement."""
+        forward = min(self.forward, other.forward)
+        backward = min(self.backward, other.backward)
+        return replace(self, forward=forward, backward=backward)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageDevice:
@@ -112,11 +118,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class _Sums(list[_Number]):
-    """Sums of the first 0, 1, 2, ... values.
-
-    Args:
-        values: The values.
-    """
+    """Sums of the first 0, 1, 2, ... values."""
 
     def __init__(self, values: Sequence[_Number]) -> None:
         super().__init__([0, *accumulate(values)])

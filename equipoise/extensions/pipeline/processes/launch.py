@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,29 +39,6 @@ class FirstProcessFailed(dist.DistError):
     """Raised in a worker when the main process has failed; the main process reports the cause."""
 
 
-@dataclass
-class _Connection:
-    """Connection of a run, which stays in its process.
-
-    Attributes:
-        client: The workers, in the main process during a run; None otherwise.
-    """
-
-    client: StageClient | None = None
-
-    def open(self, client: StageClient) -> None:
-        """Note the workers of a run."""
-        self.client = client
-
-    def close(self) -> None:
-        """Refer to the workers no more."""
-        self.client = None
-
-    def __reduce__(self) -> tuple[type["_Connection"], tuple[()]]:
-        """Let a pickled or copied connection be without workers."""
-        return (_Connection, ())
-
-
 class StageLaunch(ConnectedProcesses):
     """A process for each device and its stages; the main process of each replica has the last device.
 
@@ -79,6 +55,7 @@ class StageLaunch(ConnectedProcesses):
     Attributes:
         count: Number of processes of a replica, on all machines.
         device: Device of this process; before the processes start, that of the main process.
+        processes: The workers, in the main process during a run; None otherwise.
 
     Raises:
         ConfigurationError: If the number of processes does not fit the devices or the replicas, or this system cannot
@@ -114,12 +91,11 @@ class StageLaunch(ConnectedProcesses):
                 require_workers("engine='processes'", "Take engine='threads', which computes all stages in one process")
         else:
             self._take_rank(self._launched_rank)
-        self._connection = _Connection()
+        self.processes: StageClient | None = None
 
-    @property
-    def processes(self) -> StageClient | None:
-        """The workers, in the main process during a run; None otherwise."""
-        return self._connection.client
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a pickled or copied object: the workers stay in the process of their run."""
+        return {**vars(self), "processes": None}
 
     def _take_rank(self, rank: Rank) -> None:
         """Set the device and the ranks of this process. Main processes have the first ranks."""
@@ -200,7 +176,7 @@ class StageLaunch(ConnectedProcesses):
 
             # 3. Lead as the main process, whose stages come last.
             client = StageClient(messenger, links.devices[::-1], self.rank)
-            self._connection.open(client)
+            self.processes = client
             self._on_joined()
             with sending(links.beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(client, function, shared_objects)
@@ -238,7 +214,7 @@ class StageLaunch(ConnectedProcesses):
                 " lies in another process. Take engine='threads'."
             ) from error
         finally:
-            self._connection.close()
+            self.processes = None
             if not client.commands.messenger.broken:
                 client.commands.send_to_all("end", content)
                 client.commands.messenger.flush()

@@ -46,11 +46,7 @@ class NotTraceable(Exception):
 
 
 class _Root(nn.Module):
-    """Root of a graph.
-
-    Args:
-        network: The network.
-    """
+    """Root of a graph."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -154,12 +150,6 @@ class ForwardRecording:
     def _finished(self, recorder: Recorder, root: nn.Module, graph: fx.Graph, output: Any) -> Traced:
         """Return the calls, if they are the forward.
 
-        Args:
-            recorder: The recorder.
-            root: Root of the graph.
-            graph: The calls.
-            output: The network's output.
-
         Raises:
             NotTraceable: If the calls are not the forward.
         """
@@ -214,13 +204,7 @@ class ForwardRecording:
 
 
 def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph: fx.Graph) -> list[Condition]:
-    """Return the conditions about attributes of modules.
-
-    Args:
-        followed: The modules whose calls were recorded.
-        root: Root of the graph.
-        graph: The calls.
-    """
+    """Return the conditions about attributes of modules."""
     # 1. Numbers, texts and truth values, by which a forward may decide.
     conditions: list[Condition] = []
     for submodule in followed:

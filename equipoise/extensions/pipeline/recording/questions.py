@@ -219,10 +219,6 @@ class Questions:
     def _note_value(self, question: Question, facts: Sequence[Facts]) -> None:
         """Note a question about values, which the tensors of the network's call must answer alone.
 
-        Args:
-            question: The question.
-            facts: Facts about those of its tensors that calls compute.
-
         Raises:
             Obstacle: If the answer follows from the network, or is another one in nearly every call.
         """
@@ -239,12 +235,7 @@ class Questions:
             self._noted.append(condition)
 
     def _value_condition(self, question: Question, index: int) -> Condition:
-        """Return the condition that a question has the same answer, which it computes before the next call.
-
-        Args:
-            question: The question.
-            index: Index of a tensor of the network's call that the answer depends on.
-        """
+        """Return the condition that a question has the same answer, which it computes before the next call."""
         # The functions below hold calls alone. The question itself would keep its tensors alive.
         root = self._root
         graph_arguments = self._arguments.of_call(question.args, question.kwargs)

@@ -119,12 +119,7 @@ class RecordedCalls:
         self._assign(node, computed.result, changed_ids)
 
     def _changed_values(self, node: fx.Node, changed: Sequence[Tensor]) -> set[fx.Node]:
-        """Return the values that a call has changed in place.
-
-        Args:
-            node: The call.
-            changed: Those of its tensors that have changed.
-        """
+        """Return the values that a call has changed in place."""
         arguments = node.all_input_nodes
         values: set[fx.Node] = set()
         for tensor in changed:
@@ -140,12 +135,7 @@ class RecordedCalls:
         return values
 
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
-        """Return the facts about the value of a call, which follow from those about its arguments.
-
-        Args:
-            node: The call.
-            computed: What it has computed.
-        """
+        """Return the facts about the value of a call, which follow from those about its arguments."""
         facts_of_arguments = [self._tensors.facts(argument) for argument in node.all_input_nodes]
         has_pure_arguments = all(facts.is_pure for facts in facts_of_arguments)
         is_random = Traits.RANDOM in computed.traits
@@ -164,13 +154,7 @@ class RecordedCalls:
         )
 
     def _describe(self, node: fx.Node, facts: Facts, place: Place) -> None:
-        """Note facts about a call, the line that makes it, and the modules in whose forwards it is.
-
-        Args:
-            node: The call.
-            facts: The facts about its value.
-            place: The modules.
-        """
+        """Note facts about a call, the line that makes it, and the modules in whose forwards it is."""
         self._tensors.set_facts(node, facts)
         # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
         node.meta["line"] = line_of_user(inspect.currentframe())
@@ -179,13 +163,7 @@ class RecordedCalls:
         node.meta["nn_module_stack"] = module_stack
 
     def _assign(self, node: fx.Node, value: Any, changed_ids: set[int]) -> None:
-        """Note which tensors a call computes, with a call for each item of a container.
-
-        Args:
-            node: The call.
-            value: Its value, or an item of it.
-            changed_ids: Ids of the tensors that the recorded call has changed in place.
-        """
+        """Note which tensors a call computes, with a call for each item of a container."""
         # 1. A tensor is the value of the first call that computes it, or of the last one that changes it.
         if isinstance(value, Tensor):
             is_new = self._tensors.find_node(value) is None

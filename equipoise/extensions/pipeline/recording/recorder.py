@@ -75,14 +75,7 @@ _Base: Any = TorchFunctionMode
 
 
 class _ModuleCall(NamedTuple):
-    """A call of a submodule.
-
-    Attributes:
-        original: The call that its class defines.
-        module: The submodule.
-        path: Its path in the root.
-        args, kwargs: The arguments.
-    """
+    """A call of a submodule."""
 
     original: Callable[..., Any]
     module: nn.Module
@@ -251,13 +244,7 @@ class Recorder(_Base):  # type: ignore[misc]
         return computed.result
 
     def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Computed:
-        """Compute one call.
-
-        Args:
-            function: What is called.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Compute one call."""
         argument_versions = ArgumentVersions((args, kwargs))
         self._traits = Traits(0)
         result = function(*args, **kwargs)
@@ -265,14 +252,7 @@ class Recorder(_Base):  # type: ignore[misc]
         return Computed(result, changed, self._traits)
 
     def _record_function(self, function: Any, args: Any, kwargs: Any, computed: Computed) -> None:
-        """Record the call of a function of torch, or its question.
-
-        Args:
-            function: The function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            computed: What it has computed.
-        """
+        """Record the call of a function of torch, or its question."""
         # 1. A function without tensors in its result asks a question.
         name = name_of(function)
         if name in _BACKWARDS:
@@ -347,11 +327,7 @@ class Recorder(_Base):  # type: ignore[misc]
         return computed.result
 
     def _check_modes(self) -> None:
-        """Check that torch is in the same modes as around the forward. The recorded call would not have others.
-
-        Raises:
-            Obstacle: If it is not.
-        """
+        """Check that torch is in the same modes as around the forward. The recorded call would not have others."""
         if present_modes() != self._modes:
             raise Obstacle(_OTHER_MODES)
 
@@ -471,12 +447,6 @@ class Recorder(_Base):  # type: ignore[misc]
     def _add_whole(self, call: _ModuleCall, graph_args: Any, graph_kwargs: Any, computed: Computed) -> None:
         """Add the call of a submodule to the graph, and a check of what it returns in later calls.
 
-        Args:
-            call: The call.
-            graph_args: Its arguments in the graph.
-            graph_kwargs: Its keyword arguments in the graph.
-            computed: What it has computed.
-
         Raises:
             Obstacle: If it returns something that may change from call to call.
         """
@@ -502,12 +472,7 @@ class Recorder(_Base):  # type: ignore[misc]
         return recorded
 
     def _remove_calls_of(self, running: RunningModule, path: str) -> None:
-        """Remove the calls and questions of a module that stays whole, and its submodules from the records.
-
-        Args:
-            running: The module.
-            path: Its path in the root.
-        """
+        """Remove the calls and questions of a module that stays whole, and its submodules from the records."""
         self.effects.accept(running.module)
         self.questions.forget_since(running.question_count)
         self.calls.remove_since(running.call_count)
@@ -521,12 +486,7 @@ class Recorder(_Base):  # type: ignore[misc]
                 del self.opaque[name_of_opaque]
 
     def _note_opaque(self, path: str, reason: str) -> None:
-        """Note that a submodule stays whole.
-
-        Args:
-            path: Its path in the root.
-            reason: The reason.
-        """
+        """Note that a submodule stays whole."""
         name_in_network = path.removeprefix("network.")
         self.opaque[name_in_network] = reason
 
@@ -555,11 +515,7 @@ def _requires_gradients(value: Any) -> bool:
 
 
 def _check_function_arguments(args: Any) -> None:
-    """Check that an autograd function receives no function, whose layers would not be known.
-
-    Raises:
-        Obstacle: If it does.
-    """
+    """Check that an autograd function receives no function, whose layers would not be known."""
     for value in args:
         is_function = isinstance(value, nn.Module) or inspect.isroutine(value)
         # Partial functions have this attribute.
@@ -569,10 +525,6 @@ def _check_function_arguments(args: Any) -> None:
 
 def _check_result(name: str, result: Any) -> None:
     """Check that what stays whole returns nothing but tensors, in containers.
-
-    Args:
-        name: Name of the class of the module or autograd function.
-        result: What it returns.
 
     Raises:
         Obstacle: If it returns something that it may compute anew in each call.

@@ -248,10 +248,6 @@ def _zero_bubble_plans(devices: int, micro_batches: int, stages_per_device: int)
 class _GapFiller:
     """Fill the gaps of one device with gradients of weights.
 
-    Args:
-        plan: Forwards and backwards of the device.
-        stages: Number of stages of all devices.
-
     Attributes:
         tasks: Tasks so far, in their order.
     """
@@ -270,11 +266,7 @@ class _GapFiller:
         return bool(self._plan or self._weight_gradients)
 
     def next(self, done: set[Task]) -> Task | None:
-        """Return the next task of the device; None if it waits.
-
-        Args:
-            done: Tasks that all devices have finished.
-        """
+        """Return the next task of the device; None if it waits."""
         if self._plan and self._can_run(self._plan[0], done):
             task = self._plan.popleft()
             stage, action = task

@@ -74,13 +74,7 @@ def cut_stack_by_names(stack: LayerStack, names: Sequence[str], prefix: str) -> 
 
 
 def _cut_at(stack: LayerStack, ends: Sequence[int], prefix: str) -> Cut:
-    """Return a cut without predictions.
-
-    Args:
-        stack: The stack.
-        ends: For each stage the index of the layer after its last.
-        prefix: The network's name in the user's module; empty if it is that module.
-    """
+    """Return a cut without predictions."""
     first_layers = ["", *(public_name(stack.names[end], True, prefix) for end in ends[:-1])]
     return Cut(ends=list(ends), first_blocks=first_layers, first_calls=first_layers, stages=[], idle=None)
 

@@ -89,11 +89,7 @@ class StackPipeline(Pipeline):
 
 
 class _StackRun(StepRun):
-    """One step in stages at the layers of a stack.
-
-    Args:
-        pipeline, steps, inputs, backward: See `StepRun`.
-    """
+    """One step in stages at the layers of a stack."""
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
@@ -20,6 +19,7 @@ from equipoise.extensions.pipeline.forward.layer_lending import computed_on, len
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import tensors_of
+from equipoise.extensions.pipeline.planning.activation_memory import addresses_of, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
@@ -118,11 +118,6 @@ def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:
 class _Pass:
     """One forward and backward.
 
-    Args:
-        stack: The stack.
-        network: The network.
-        device: Device of the computation.
-
     Attributes:
         forward, backward: Seconds of each layer.
         saved: Bytes that each layer is the first to keep for its backward.
@@ -149,7 +144,9 @@ class _Pass:
         self._has_entered = False
         self._in_backward = False
         self._since = 0.0
-        self._addresses = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+        # Storages that do not count for a layer: parameters, and what earlier layers have saved. Then those that do.
+        self._addresses = addresses_of(network.parameters())
+        self._newly_saved: dict[int, int] = {}
         # Modules whose first call came before the first layer; the network itself is called by its forward.
         self._before = {id(network)}
         # By layer, the time when the gradient of its first argument was there.
@@ -163,7 +160,7 @@ class _Pass:
                 args, kwargs = structure.fill(structure.copies_on(self._device))
                 random_state = _random_state(self._device)
                 self._since = now(self._device)
-                with saved_tensors_hooks(self._on_save, _same):
+                with saved_storages(self._newly_saved, self._addresses):
                     self.output = forward(*args, **kwargs)
                 self._end_layer()
                 self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
@@ -208,21 +205,13 @@ class _Pass:
                 break
 
     def _end_layer(self) -> None:
-        """Count the time since the last layer was entered as its own."""
+        """Count the time since the last layer was entered as its own, and what was saved since then."""
         present = now(self._device)
         self.forward[self._layer] += present - self._since
         self._since = present
-
-    def _on_save(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor
-        # A storage that several layers keep counts for the first of them.
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._addresses:
-            self._addresses.add(address)
-            self.saved[self._layer] += storage.nbytes()
-        return tensor
+        self.saved[self._layer] += sum(self._newly_saved.values())
+        self._addresses.update(self._newly_saved)
+        self._newly_saved.clear()
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
         """Note when the gradient of a layer's argument is there; that of the first call counts."""
@@ -267,10 +256,6 @@ def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
     """Return the modules of a network that are neither layers of a stack nor parts of them."""
     inside = {id(part) for layer in stack.layers for part in layer.modules()}
     return [module for module in network.modules() if id(module) not in inside]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _random_state(device: torch.device) -> Tensor:

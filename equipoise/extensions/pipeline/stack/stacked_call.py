@@ -19,11 +19,7 @@ __all__ = ["StackedCall", "stages_noticed"]
 
 
 class _LocalState(threading.local):
-    """State of each thread.
-
-    Attributes:
-        call: The call that runs in the thread; None if there is none.
-    """
+    """State of each thread."""
 
     call: "StackedCall | None" = None
 

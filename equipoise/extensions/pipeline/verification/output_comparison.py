@@ -46,12 +46,7 @@ class Output:
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a description of a value's structure.
-
-    Args:
-        value: The value.
-        tensors: Receives its tensors.
-    """
+    """Return a description of a value's structure, and add its tensors to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return "tensor", tuple(value.shape), value.dtype, value.requires_grad

@@ -212,13 +212,7 @@ class Comparison:
     def _first_difference(
         self, operations: "Sequence[_Operation]", calls: Sequence[tuple[fx.Node, list[Any]]], traced: Traced
     ) -> tuple[fx.Node | None, int]:
-        """Return the first call whose value the forward does not compute, and the index of its next operation.
-
-        Args:
-            operations: Operations of the forward.
-            calls: Calls of the trace, each with the fingerprints of its values.
-            traced: The trace.
-        """
+        """Return the first call whose value the forward does not compute, and the index of its next operation."""
         # 1. Look for each new value of the trace among the operations after the last match.
         visited = set(fingerprints_of(self._structure.tensors))
         index = 0
@@ -286,12 +280,7 @@ def _index_of(fingerprint: Any, operations: Sequence[_Operation], begin: int) ->
 
 
 def _owners_of_frame(frame: FrameType | None, module_ids: set[int]) -> list[nn.Module]:
-    """Return the modules in whose methods a frame is, the innermost first.
-
-    Args:
-        frame: The frame of an operation.
-        module_ids: Ids of the network's modules.
-    """
+    """Return the modules in whose methods a frame is, the innermost first."""
     owners = []
     while frame is not None and frame.f_code is not Comparison._call_forward.__code__:
         owner = frame.f_locals.get("self")

@@ -85,13 +85,7 @@ class StageSender:
         programs: Sequence[StageProgram],
         layers: Mapping[str, Any],
     ) -> None:
-        """Send a worker its calls, and the layers that it does not have yet.
-
-        Args:
-            stage: First stage of the worker.
-            programs: Its stages.
-            layers: The layers that these use, by their names in the calls.
-        """
+        """Send a worker its calls, and the layers that it does not have yet."""
         # 1. Name the layers as all programs do, and find those that are new.
         sent_layers = self._sent_layers[stage]
         names = {}

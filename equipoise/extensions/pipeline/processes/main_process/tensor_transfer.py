@@ -166,11 +166,7 @@ class TensorTransfer:
         self.release_parameters()
 
     def _send_gradients(self, keys: Iterable[int]) -> None:
-        """Send gradients of an open accumulation window with the parameters that leave this process.
-
-        Args:
-            keys: Keys of tensors that workers have received.
-        """
+        """Send gradients of an open accumulation window with the parameters that leave this process."""
         for key in keys:
             tensor = self._placement.tensors[key]
             gradient = tensor.grad
@@ -195,11 +191,7 @@ class TensorTransfer:
             tensor.data = tensor.data.to(device)
 
     def _check_hooks(self, keys: set[int]) -> None:
-        """Check that no hook of the user watches a gradient that is about to be computed in another process.
-
-        Raises:
-            ConfigurationError: If one does.
-        """
+        """Check that no hook of the user watches a gradient that is about to be computed in another process."""
         if any(has_gradient_hooks(self._placement.tensors[key]) for key in keys):
             raise ConfigurationError(
                 "A parameter of the network has a hook on its gradient, but under engine='processes' it lies in another"

@@ -134,13 +134,7 @@ class ProcessBackend(PortableState):
         self._sent.clear()
 
     def _take_states(self, optimizer: Optimizer, stage: int, states: Mapping[int, Any]) -> None:
-        """Set the states of an optimiser that a worker owns.
-
-        Args:
-            optimizer: The optimiser.
-            stage: The worker.
-            states: States of all parameters that the worker has, by key.
-        """
+        """Set the states of an optimiser that a worker owns."""
         placement = self._placement
         for key, state in states.items():
             # The state of tied parameters is the same in all of their stages.
@@ -319,11 +313,7 @@ def _identities_of(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimiser can step its parameters in several processes.
-
-    Raises:
-        ConfigurationError: If it cannot.
-    """
+    """Check that an optimiser can step its parameters in several processes."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(_several_evaluations(optimizer))
     if type(optimizer).__getstate__ is not Optimizer.__getstate__:

@@ -65,11 +65,7 @@ class ReplicaExchange:
         return False
 
     def _total_weight(self, weight: Weight) -> float:
-        """Return Σw of a window over all replicas, and let all of them have their tensors in the same processes.
-
-        Args:
-            weight: Σw of this replica.
-        """
+        """Return Σw of a window over all replicas, and let all of them have their tensors in the same processes."""
         has_moved = self._processes.placement.places() != self._agreed_places
         values = torch.tensor([float(weight), float(has_moved)], dtype=torch.float64)
         dist.all_reduce(values, group=host_group())
@@ -95,11 +91,7 @@ class ReplicaExchange:
         self._agreed_places = placement.places()
 
     def _sum_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the gradients of an optimiser over all replicas, stage by stage.
-
-        Args:
-            optimizer: The optimiser.
-        """
+        """Sum the gradients of an optimiser over all replicas, stage by stage."""
         # A replica without a batch has not sent its workers which parameters are frozen.
         self._processes.transfer.send_trainable()
         index = self._backend.number_of(optimizer)

@@ -45,12 +45,7 @@ __all__ = ["StageWorker"]
 
 
 class _Programs(NamedTuple):
-    """The stages of a worker for one kind of call.
-
-    Attributes:
-        stages: The stages.
-        modes: For each layer the training mode of each of its submodules.
-    """
+    """The stages of a worker for one kind of call."""
 
     stages: list[StageProgram]
     modes: dict[str, list[bool]]
@@ -223,11 +218,7 @@ class StageWorker:
         return self._spans
 
     def _step(self, *fields: Any) -> None:
-        """Compute the stages of this process for all micro-batches of a step.
-
-        Args:
-            *fields: Fields of a `StepOrder`.
-        """
+        """Compute the stages of this process for all micro-batches of a step, given the fields of a `StepOrder`."""
         order = StepOrder(*fields)
 
         # 1. Prepare. If that fails, the failure passes in place of all values.
@@ -315,11 +306,7 @@ class StageWorker:
         copy_from_first(buffers.values())
 
     def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
-        """Step an optimiser; see `WorkerOptimizers.step`.
-
-        Raises:
-            WorkerError: If an earlier command failed.
-        """
+        """Step an optimiser; see `WorkerOptimizers.step`."""
         if self._failure is not None:
             raise WorkerError("An earlier command failed.")
         self._optimizers.step(index, options, kwargs)

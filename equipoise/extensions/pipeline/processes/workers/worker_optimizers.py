@@ -206,15 +206,7 @@ def unscale(
 
 
 class _StepRecorder:
-    """The part of an optimiser that a scaler needs. It records whether the scaler steps it.
-
-    Args:
-        parameters: Parameters whose gradients the scaler checks.
-
-    Attributes:
-        param_groups: One group with the parameters.
-        was_stepped: True after a step.
-    """
+    """The part of an optimiser that a scaler needs. It records whether the scaler steps it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
