@@ -12,8 +12,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.checked_traces import CheckedTraces, NotFollowed, key_of_call
-from equipoise.extensions.pipeline.common_cut import CommonCut
-from equipoise.extensions.pipeline.cut_choice import CutChoice
+from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
@@ -325,7 +324,7 @@ class StagedNetwork:
         pipeline = pipelines[0]
         self.running = pipeline
         if isinstance(pipeline, ProcessPipeline):
-            pipeline.begin_step(begins_window=begins_window)
+            pipeline.fresh = begins_window
 
         # 2. Forwards and backwards in the order of the schedule.
         tied_copies = self.placement.tied_copies

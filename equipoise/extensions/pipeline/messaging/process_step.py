@@ -14,13 +14,23 @@ import torch
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
-from equipoise.extensions.pipeline.schedule.schedule import Action, Task
+from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of
 from equipoise.extensions.pipeline.schedule.timeline import Span
 
-__all__ = ["ProcessStep"]
+__all__ = ["Forward", "ProcessStep", "tasks_of"]
 
 # Returns the outputs of a stage for a micro-batch, from its inputs.
 Forward = Callable[[int, int, Any], Any]
+
+
+def tasks_of(
+    schedule: Schedule | None, device: int, devices: int, micro_batches: int, stages_per_device: int
+) -> list[Task]:
+    """Return the actions of a process, see `actions_of`; without a schedule the forwards alone."""
+    actions = actions_of(schedule or "gpipe", device, devices, micro_batches, stages_per_device)
+    if schedule is None:
+        return [(stage, action) for stage, action in actions if not action.backward]
+    return actions
 
 
 class ProcessStep:

@@ -16,20 +16,21 @@ from torch import Tensor, fx, nn
 from equipoise.extensions.pipeline.forward.layer_lending import lent
 from equipoise.extensions.pipeline.graph.call_names import names_of
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
+from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
 from equipoise.extensions.pipeline.graph.traced import Traced, on_device, writes_in_place
-from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, peak_bytes
+from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, addresses_of, peak_bytes
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import (
-    attribute_of,
     layer_of,
     now,
     output_of,
+    part_of,
     placeholder_of,
     run_call,
     used_tensors,
 )
-from equipoise.interop.torch.modules import buffers_of, versions
+from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.snapshot.attributes import Attributes
 from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapshot
 
@@ -139,6 +140,8 @@ class _Pass:
                 last_use[node] = index
         names = names_of(traced)
 
+        may_end = may_cut(traced)
+
         blocks = []
         for index, node in enumerate(calls):
             # 1. Measure the call.
@@ -154,6 +157,7 @@ class _Pass:
                 named=is_named,
                 boundary=sum(sent.values()),
                 passing=sent,
+                may_end=may_end[index],
             )
             blocks.append(block)
 
@@ -164,16 +168,13 @@ class _Pass:
             alive = tensors_of(list(values.values()))
             self._storages.keep_only(alive)
         self.output = output_of(traced, values)
-
-        # 4. Only now is it known which calls change their arguments in place.
-        for index, may_end in enumerate(may_cut(traced)):
-            blocks[index] = replace(blocks[index], may_end=may_end)
         return blocks
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
         """Return the costs of a call, without what passes to later ones, and its value."""
         layer = layer_of(node, self._traced.root)
-        parameters = _parameters_of(node, self._traced.root)
+        part = part_of(node, self._traced.root)
+        parameters = [tensor for tensor in parameters_and_buffers(part) if isinstance(tensor, nn.Parameter)]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         run = _Run(node, self._traced, self._values, trainable, self._device)
 
@@ -210,19 +211,6 @@ class _Pass:
             transient=max(0, peak - sum(kept_bytes.values())),
         )
         return block, map_tensors(_as_leaf, run.output)
-
-
-def _parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the layer that a call runs, or the parameter that it looks up."""
-    layer = layer_of(node, root)
-    if layer is not None:
-        return list(layer.parameters())
-    if node.op != "get_attr":
-        return []
-    attribute = attribute_of(node, root)
-    if isinstance(attribute, nn.Parameter):
-        return [attribute]
-    return []
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -263,18 +251,12 @@ class _Run:
         self.output = None
         self.saved = {}
         args, kwargs, inputs = self._arguments()
-        arguments = tensors_of((args, kwargs))
-        versions_before = versions(arguments)
-        self.argument_addresses = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+        self.argument_addresses = addresses_of(tensors_of((args, kwargs)))
 
         begin = now(self._device)
         with storages.watch(self.saved):
             self.output = self._call(args, kwargs)
         self.forward = now(self._device) - begin
-
-        # The graph does not show which layers change their arguments in place.
-        if versions(arguments) != versions_before:
-            self._traced.changes.setdefault(self._node, set(self._node.all_input_nodes))
         self.backward = self._run_backward(inputs)
 
     def repeat(self) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
 from equipoise.extensions.pipeline.graph.traced import Traced
 
 __all__ = [
-    "attribute_of",
     "layer_of",
     "now",
     "output_of",
+    "part_of",
     "placeholder_of",
     "run_call",
     "used_tensors",
@@ -45,7 +46,7 @@ def run_call(
         method = getattr(args[0], str(target))
         return method(*args[1:], **kwargs)
     if node.op == "get_attr":
-        value = attribute_of(node, root)
+        value = find_part(root, str(target))
         if not isinstance(value, Tensor):
             return value
         # A copy, so that the parameter itself does not move.
@@ -78,34 +79,26 @@ def _only_node(traced: Traced, op: str) -> fx.Node:
     return node
 
 
+def part_of(node: fx.Node, root: nn.Module) -> Any:
+    """Return the layer that a call runs, or what it looks up: a parameter, for instance; None for other calls."""
+    if node.op in ("call_module", "get_attr"):
+        return find_part(root, str(node.target))
+    return None
+
+
 def layer_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the layer that a call runs; None if it runs none."""
     if node.op != "call_module":
         return None
-    name = str(node.target)
-    return root.get_submodule(name)
-
-
-def attribute_of(node: fx.Node, root: nn.Module) -> Any:
-    """Return the parameter, buffer or other attribute that a call looks up."""
-    target = str(node.target)
-    owner_name, _, name = target.rpartition(".")
-    owner = root.get_submodule(owner_name)
-    return getattr(owner, name)
+    return root.get_submodule(str(node.target))
 
 
 def used_tensors(traced: Traced) -> set[int]:
     """Return the parameters and buffers that a forward uses, by their ids."""
     used: set[int] = set()
     for node in traced.calls:
-        layer = layer_of(node, traced.root)
-        if layer is not None:
-            tensors = [*layer.parameters(), *layer.buffers()]
-            used.update(id(tensor) for tensor in tensors)
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            attribute = attribute_of(node, traced.root)
-            used.add(id(attribute))
+        tensors = parameters_and_buffers(part_of(node, traced.root))
+        used.update(map(id, tensors))
     return used
 
 

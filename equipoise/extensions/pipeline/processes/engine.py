@@ -12,16 +12,13 @@ from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram, map_tensors
 from equipoise.extensions.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
 from equipoise.extensions.pipeline.messaging.messages import StageError
-from equipoise.extensions.pipeline.messaging.process_step import ProcessStep
+from equipoise.extensions.pipeline.messaging.process_step import Forward, ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, splits
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, splits
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["ProcessPipeline"]
-
-# The worker with the stage before the main process's.
-_WORKER_BEFORE = 1
 
 
 class ProcessPipeline:
@@ -63,10 +60,6 @@ class ProcessPipeline:
         self.timeline = Timeline((), self._last + 1, self._stages_per_device)
         self.fresh = True
 
-    def begin_step(self, *, begins_window: bool) -> None:
-        """Note whether the next step begins an accumulation window."""
-        self.fresh = begins_window
-
     @property
     def failed(self) -> torch.device | None:
         """Device of the stage in which the last call failed; None if it has not."""
@@ -85,42 +78,37 @@ class ProcessPipeline:
         self._begin(StepOrder((self._program,), None, state_of_workers, seed), [tensors])
 
         # 2. Compute this process's stages.
-        output: Any = None
-        for stage, program in zip(self._stages(), self._programs, strict=True):
-            output = self._forward_stage(stage, program)
-            if stage < self._last:
-                tag = message_tag(stage + 1, FORWARD)
-                self._messenger.send_result(self._first_worker, tag, output, stage=stage, device=self._device)
+        graphs = self._graphs(split=False)
+        outputs: list[Any] = []
+
+        def compute(stage: int, micro_batch: int, inputs: Any) -> Any:
+            program = self._programs[stage // self._count]
+            is_last = stage == self._last
+            with torch.no_grad():
+                output = graphs[stage].forward(micro_batch, program, inputs, keep=False, last=is_last)
+            if is_last:
+                outputs.append(output)
+            return output
+
+        error, _ = self._compute(graphs, compute, None, 1)
         self._messenger.flush()
 
         # 3. Return the output, or raise the error that came in its place.
-        if isinstance(output, StageError):
-            raise self._commands.as_error(output)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame.
+                del error
+        (output,) = outputs
         if state.grad:
             return map_tensors(_NoBackward.wrap, output)
         return output
 
-    def _forward_stage(self, stage: int, program: StageProgram) -> Any:
-        """Return the output of a stage of this process, or the error to pass on."""
-        is_last = stage == self._last
-        received = self._messenger.receive(_WORKER_BEFORE, message_tag(stage, FORWARD))
-        if isinstance(received, StageError):
-            return received
-        try:
-            with torch.no_grad():
-                return self._graphs().forward(0, program, received, keep=False, last=is_last)
-        except BaseException as error:
-            if is_last:
-                self._commands.note_failure(self._device)
-                raise
-            return StageError.of(error, stage, self._device)
-
-    def _stages(self) -> range:
-        """Return the numbers of this process's stages."""
-        return range(self._count - 1, self._last + 1, self._count)
-
-    def _graphs(self, *, split: bool = False) -> StageGraphs:
-        return StageGraphs(self._device, self._device_before, split=split)
+    def _graphs(self, *, split: bool) -> dict[int, StageGraphs]:
+        """Return new graphs for each stage of this process."""
+        stages = range(self._count - 1, self._last + 1, self._count)
+        return {stage: StageGraphs(self._device, self._device_before, split=split) for stage in stages}
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Send the workers an order, and the first of them the inputs of all micro-batches."""
@@ -156,7 +144,22 @@ class ProcessPipeline:
         self._begin(order, inputs)
 
         # 2. Compute this process's stages.
-        error, spans = self._compute(steps, backward, [pipeline._programs for pipeline in pipelines])
+        graphs = self._graphs(split=splits(self._schedule))
+
+        def compute(stage: int, micro_batch: int, inputs: Any) -> Any:
+            step = steps[micro_batch]
+            program = pipelines[micro_batch]._programs[stage // self._count]
+            is_last = stage == self._last
+            assert step.state is not None
+            with step.state.entered():
+                output = graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
+            if is_last:
+                # The user's step goes on to its loss.
+                step.resume(output)
+                return None
+            return output
+
+        error, spans = self._compute(graphs, compute, self._schedule, len(steps), backward)
         if input_gradients:
             error = self._backward_inputs(inputs, error)
         self._messenger.flush()
@@ -179,27 +182,14 @@ class ProcessPipeline:
 
     def _compute(
         self,
-        steps: Sequence[SuspendedStep],
-        backward: Callable[[int], None],
-        programs: Sequence[Sequence[StageProgram]],
+        graphs: dict[int, StageGraphs],
+        forward: Forward,
+        schedule: Schedule | None,
+        micro_batches: int,
+        backward: Callable[[int], None] | None = None,
     ) -> tuple[BaseException | None, list[Span]]:
         """Compute the stages of this process, and return the error, if any, and the actions as they ran."""
-        split = splits(self._schedule)
-        graphs = {stage: self._graphs(split=split) for stage in self._stages()}
         errors: list[BaseException] = []
-
-        def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
-            step = steps[micro_batch]
-            program = programs[micro_batch][stage // self._count]
-            is_last = stage == self._last
-            assert step.state is not None
-            with step.state.entered():
-                output = graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
-            if is_last:
-                # The user's step goes on to its loss.
-                step.resume(output)
-                return None
-            return output
 
         def note_error(error: BaseException) -> None:
             # The error itself is raised in this process.
@@ -217,7 +207,7 @@ class ProcessPipeline:
             loss_backward=backward,
             on_error=note_error,
         )
-        step_here.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
+        step_here.run(tasks_of(schedule, self._count - 1, self._count, micro_batches, self._stages_per_device))
         # An error's traceback refers to these objects, so none of them keeps it.
         if errors:
             return errors.pop(), step_here.spans

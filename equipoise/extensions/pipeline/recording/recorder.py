@@ -21,7 +21,7 @@ from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.extensions.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.extensions.pipeline.forward.packed_sequences import padded_call
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
-from equipoise.extensions.pipeline.graph.output_structure import items_of_output
+from equipoise.extensions.pipeline.graph.output_structure import items_of_output, structure_of
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.questions import Question, Questions
@@ -35,7 +35,6 @@ from equipoise.extensions.pipeline.recording.targets import (
     encoded,
     name_of,
     present_modes,
-    structure_of,
     target_of,
     under_modes,
 )

@@ -1,6 +1,6 @@
 """Functions of torch as calls of a graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, items_of_output
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, structure_of
 
 __all__ = [
     "Modes",
@@ -23,7 +23,6 @@ __all__ = [
     "name_of",
     "present_modes",
     "rebuilt",
-    "structure_of",
     "target_of",
     "under_modes",
 ]
@@ -227,22 +226,6 @@ def check_size(tensor: Tensor, size: tuple[int, ...]) -> None:
             " and the code around it asks for them. Let a submodule ask that stays whole, too; or choose another"
             " strategy."
         )
-
-
-def structure_of(value: Any) -> Any:
-    """Return a description of what a submodule returns: types, lengths, keys, dtypes, and what is no tensor."""
-    if isinstance(value, Tensor):
-        return ("tensor", str(value.dtype))
-    kind = type(value).__name__
-    items = items_of_output(value)
-    if items is None:
-        return (kind, repr(value))
-    keys: tuple[str, ...] = ()
-    if isinstance(value, Mapping):
-        keys = tuple(map(str, value))
-    # Tuples alone: a graph turns lists into lists of its own.
-    structures = tuple(structure_of(item) for item in items)
-    return (kind, keys, structures)
 
 
 def check_structure(value: Any, structure: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,21 +32,18 @@ class Sizes(IntEnum):
     DYNAMIC = 2
 
 
-class Facts:
+class Facts(NamedTuple):
     """Facts about the value of a call.
 
-    Args:
+    Attributes:
         inputs: Indices of the network's tensors from which it follows.
         is_pure: True if it follows from these alone, by functions without random numbers and changes in place.
         sizes: Origin of its sizes. Default: they follow from those of the network's tensors.
     """
 
-    __slots__ = ("inputs", "is_pure", "sizes")
-
-    def __init__(self, inputs: frozenset[int], *, is_pure: bool, sizes: Sizes = Sizes.FIXED) -> None:
-        self.inputs = inputs
-        self.is_pure = is_pure
-        self.sizes = sizes
+    inputs: frozenset[int]
+    is_pure: bool
+    sizes: Sizes = Sizes.FIXED
 
 
 def sizes_of(facts: Iterable[Facts]) -> Sizes:
@@ -172,12 +169,7 @@ class TensorNodes:
             if facts is None:
                 continue
             if _address_of(recorded_tensor) == address:
-                changed_facts = Facts(
-                    facts.inputs,
-                    is_pure=False,
-                    sizes=facts.sizes,
-                )
-                self._facts[node] = changed_facts
+                self._facts[node] = facts._replace(is_pure=False)
 
     def note_operation(self, result: Any, args: Any) -> None:
         """Note the storages that an operation allocates.

@@ -23,9 +23,6 @@ class _LocalState(threading.local):
 
     call: "StackedCall | None" = None
 
-    def set_call(self, call: "StackedCall | None") -> None:
-        self.call = call
-
 
 _local = _LocalState()
 
@@ -63,7 +60,7 @@ class StackedCall:
         """
         # A call may run within another one.
         outer = _local.call
-        _local.set_call(self)
+        _local.call = self
         try:
             with inside_stage(), self._moves, on_device(self._devices[0]):
                 args = self._moves.here(args)
@@ -73,7 +70,7 @@ class StackedCall:
                 self._moves.go_to(self._devices[-1])
                 return self._moves.here(output)
         finally:
-            _local.set_call(outer)
+            _local.call = outer
             self._moves.forget()
 
     def enter_layer(self, stage: int, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -383,7 +383,7 @@ class PipelineStrategy(Strategy):
                 count *= parts.factor
             sizes = [samples for samples in even_sizes(size, min(size, count)) if samples]
         if isinstance(parts, FinerBatch):
-            parts.note_micro_batches(len(sizes))
+            parts.indices = range(len(sizes))
         return sizes
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

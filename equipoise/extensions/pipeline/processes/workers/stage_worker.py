@@ -32,10 +32,10 @@ from equipoise.extensions.pipeline.graph.training_modes import set_modes
 from equipoise.extensions.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
 from equipoise.extensions.pipeline.messaging.link_times import answer_link, time_link
 from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError, as_late
-from equipoise.extensions.pipeline.messaging.process_step import ProcessStep
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
 from equipoise.extensions.pipeline.processes.workers.worker_optimizers import WorkerOptimizers
-from equipoise.extensions.pipeline.schedule.schedule import Task, actions_of, splits
+from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.timeline import Span
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.communication.tensor_copies import copy_from_first
@@ -229,7 +229,7 @@ class StageWorker:
 
         # 2. Compute.
         step = self._new_step(order)
-        step.run(self._actions_of(order))
+        step.run(tasks_of(order.schedule, self._stage, self._count, len(order.programs), order.stages_per_device))
         self._failure = step.failure
         self._spans = step.spans
 
@@ -280,14 +280,6 @@ class StageWorker:
         if programs is None:
             return []
         return programs.stages
-
-    def _actions_of(self, order: StepOrder) -> list[Task]:
-        count = len(order.programs)
-        schedule = order.schedule or "gpipe"
-        actions = actions_of(schedule, self._stage, self._count, count, order.stages_per_device)
-        if order.schedule is None:
-            return [(stage, action) for stage, action in actions if not action.backward]
-        return actions
 
     def _restore_buffers(self) -> None:
         """Put buffers back that a forward has replaced by other tensors, with the values of those."""
