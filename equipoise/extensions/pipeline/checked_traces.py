@@ -89,7 +89,6 @@ class CheckedTraces:
         self._compared.clear()
 
     def _trace(self, name: str, structure: CallStructure) -> Traced:
-        """Trace a call."""
         network = self._modules[name]
         forward = self._patch.original(name)
         try:

@@ -193,8 +193,6 @@ class StagedNetwork:
             yield
 
     def _interceptor(self, name: str) -> Callable[..., Any]:
-        """Return the forward that replaces the network's own."""
-
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # 1. A stage that contains the whole network computes it.
             if is_inside_stage():
@@ -381,7 +379,6 @@ class StagedNetwork:
             yield
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
-        """Cut the network, and place every layer on the device of its stage."""
         cut, sizes = self._placed_cut(name, structure, is_full_batch=is_full_batch)
         self.cut = cut
         table = table_of(cut, self.options, sizes)
@@ -410,7 +407,6 @@ class StagedNetwork:
         return cut, self.placement.place(self._modules[name], traced, cut.ends)
 
     def _recorded_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> tuple[Traced, Cut]:
-        """Return the recorded calls of the network, and their cut."""
         traced = self._traces.checked(name, structure)
         cut = self._choice.unmeasured(traced, name)
         if cut is None:
@@ -492,5 +488,4 @@ def _imbalance(cut: Cut, traced: Traced) -> str:
 
 
 def _slowest(cut: Cut) -> float:
-    """Return the predicted seconds of the slowest stage for a micro-batch."""
     return max(stage.seconds for stage in cut.stages)

@@ -83,8 +83,9 @@ class Placement:
             move(tensor, last_device)
 
         # 3. Move layers outside the network when they are called.
-        inside = _identities_of_submodules(network)
-        inside.add(id(self.module))
+        inside = {id(self.module)}
+        if network is not None:
+            inside.update(map(id, network.modules()))
         for submodule in self.module.modules():
             if id(submodule) not in inside:
                 move_layer = partial(_move_layer, device=last_device)
@@ -176,7 +177,6 @@ class Placement:
         return size
 
     def _device_index(self, stage: int) -> int:
-        """Return the index of a stage's device."""
         return stage % self._num_devices
 
     # After placement.
@@ -232,7 +232,6 @@ class Placement:
         return False
 
     def _are_apart(self, stage: int, other: int) -> bool:
-        """Return True if two stages compute on different devices."""
         return self.devices[stage] != self.devices[other]
 
     def settle_optimizer(self, optimizer: Optimizer) -> None:
@@ -289,10 +288,3 @@ def _direct_tensors(module: nn.Module) -> list[Tensor]:
     parameters = module.parameters(recurse=False)
     buffers = module.buffers(recurse=False)
     return [*parameters, *buffers]
-
-
-def _identities_of_submodules(module: nn.Module | None) -> set[int]:
-    """Return the identities of a module and its submodules; none without a module."""
-    if module is None:
-        return set()
-    return {id(submodule) for submodule in module.modules()}

@@ -163,7 +163,6 @@ class SuspendedStep:
         return output
 
     def _run(self, state: ThreadState) -> None:
-        """Run the function in its thread."""
         _local.set_step(self)
         try:
             with state.entered(), in_helper_thread():

@@ -122,7 +122,6 @@ class Pipeline:
         backward: Callable[[int], None],
         pipelines: Sequence["Pipeline"],
     ) -> "StepRun":
-        """Return a step in all stages; see `run`."""
         programs = [pipeline.stages for pipeline in pipelines]
         return _TracedRun(self, steps, inputs, backward, programs)
 
@@ -219,7 +218,6 @@ class StepRun(ABC):
                 self._errors.clear()
 
     def _work(self, device: int, state: ThreadState) -> None:
-        """Compute the actions of a device in its thread."""
         try:
             with state.entered():
                 for stage, action in self._actions_of(device):

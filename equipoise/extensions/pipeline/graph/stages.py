@@ -144,17 +144,11 @@ def may_cut(traced: Traced) -> list[bool]:
 
 def taking_inputs(traced: Traced) -> int:
     """Return the number of calls at the beginning that only unpack the network's arguments."""
-    placeholders = _placeholders(traced)
+    placeholder = traced.only_node("placeholder")
     for index, node in enumerate(traced.calls):
-        if node.all_input_nodes[:1] != placeholders:
+        if node.all_input_nodes[:1] != [placeholder]:
             return index
     return len(traced.calls)
-
-
-def _placeholders(traced: Traced) -> list[fx.Node]:
-    """Return the node that stands for the network's tensors, in a list."""
-    nodes = traced.graph.nodes
-    return [node for node in nodes if node.op == "placeholder"]
 
 
 def _viewed_values(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
@@ -196,7 +190,7 @@ def make_stages(
         devices: The device of each stage. Default: the CPU for all.
     """
     passing = crossing(traced, ends[:-1])
-    inputs = [_placeholders(traced), *passing]
+    inputs = [[traced.only_node("placeholder")], *passing]
     begins = [0, *ends[:-1]]
     # The last stage returns the network's output.
     outputs = [*passing, None]
@@ -247,8 +241,7 @@ def _make_stage(
     is_last = outputs is None
     if outputs is None:
         outputs = []
-        (output,) = (node for node in traced.graph.nodes if node.op == "output")
-        tensors = output.args[0]
+        tensors = traced.only_node("output").args[0]
         graph.output(fx.map_arg(tensors, copies.__getitem__))
     else:
         values = [copies[node] for node in outputs]
@@ -265,7 +258,6 @@ def _make_stage(
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
-    """Return the network's output."""
     return output.fill(run(*inputs))
 
 

@@ -83,6 +83,12 @@ class Traced:
         # Inputs and output compute nothing.
         return [node for node in nodes if node.op not in ("placeholder", "output")]
 
+    def only_node(self, op: str) -> fx.Node:
+        """Return the node of this kind, of which the graph has one: "placeholder" or "output"."""
+        nodes: list[fx.Node] = [node for node in self.graph.nodes if node.op == op]
+        (node,) = nodes
+        return node
+
     @property
     def signature(self) -> tuple[str, ...]:
         """Description of all calls, equal for forwards that make the same calls in the same order."""

@@ -178,7 +178,6 @@ class Messenger:
         body: list[Tensor],
         size: int,
     ) -> list[Tensor]:
-        """Return the messages of a value, and remember its header."""
         last = self._sent.get(way, _NO_HEADER)
         if last.content == header:
             if last.body_size:
@@ -296,7 +295,6 @@ class Messenger:
         return tensor_of(memory, kind)
 
     def _await(self, buffer: Tensor, way: Way) -> Tensor:
-        """Receive one message into a buffer, and return it."""
         work = self._begin_receiving(buffer, way)
         work.wait(self._timeout)
         self._arrived = work

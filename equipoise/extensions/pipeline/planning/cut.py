@@ -252,7 +252,6 @@ def cut_by_names(
 
 
 def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
-    """Return the reason why no stage may end at an index."""
     if end <= taking_inputs(traced):
         return "that is where it begins"
     if is_behind_last:

@@ -26,7 +26,6 @@ from equipoise.extensions.pipeline.planning.traced_calls import (
     now,
     output_of,
     part_of,
-    placeholder_of,
     run_call,
     used_tensors,
 )
@@ -123,7 +122,7 @@ class _Pass:
         self._device = device
         self._measures_peaks = measures_peaks
         self._split = split
-        self._values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
+        self._values: dict[fx.Node, Any] = {traced.only_node("placeholder"): inputs}
         self._storages = SavedTensors(traced.root)
         self._storages.keep_only(inputs)
 
@@ -294,7 +293,6 @@ class _Run:
         return args, kwargs, inputs
 
     def _run_backward(self, inputs: Sequence[Tensor]) -> float:
-        """Return the seconds of the backward."""
         outputs = _requiring_grad(tensors_of(self.output))
         leaves = _requiring_grad(inputs)
         sources = [*leaves, *self._trainable]

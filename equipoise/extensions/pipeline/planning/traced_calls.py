@@ -15,7 +15,6 @@ __all__ = [
     "now",
     "output_of",
     "part_of",
-    "placeholder_of",
     "run_call",
     "used_tensors",
 ]
@@ -55,11 +54,6 @@ def run_call(
     return target(*args, **kwargs)
 
 
-def placeholder_of(traced: Traced) -> fx.Node:
-    """Return the node that stands for the tensors of the call."""
-    return _only_node(traced, "placeholder")
-
-
 def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
     """Return the output of a forward.
 
@@ -67,16 +61,9 @@ def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
         traced: The forward.
         values: Values of its calls.
     """
-    output = _only_node(traced, "output")
+    output = traced.only_node("output")
     tensors: Any = fx.map_arg(output.args[0], values.__getitem__)
     return traced.output.fill(tensors)
-
-
-def _only_node(traced: Traced, op: str) -> fx.Node:
-    """Return the node of this kind, of which a graph has one."""
-    nodes: list[fx.Node] = [node for node in traced.graph.nodes if node.op == op]
-    (node,) = nodes
-    return node
 
 
 def part_of(node: fx.Node, root: nn.Module) -> Any:

@@ -128,17 +128,14 @@ class StageLaunch(ConnectedProcesses):
         if self._launched_rank is not None:
             return self.run(self._launched_rank, None, function, known)
         with StoreServer() as store:
-            start = partial(_run_in_process, self, function, store.port)
+            start = partial(self._run_in_worker, function, store.port)
             result: T = launch(start, self._total, known=known, is_consequence=follows_from_another)
         return result
 
-    def place_in_worker(self, rank: int) -> Rank:
-        """Return the full rank of a process that the trainer has started.
-
-        Args:
-            rank: Its global rank.
-        """
-        return place_of_worker(rank, self._total, self._devices[0])
+    def _run_in_worker(self, function: Callable[[], T], port: int, rank: int) -> T:
+        """Run in a process that the trainer has started, with this global rank."""
+        place = place_of_worker(rank, self._total, self._devices[0])
+        return self.run(place, port, function, None)
 
     def run(
         self,
@@ -154,6 +151,9 @@ class StageLaunch(ConnectedProcesses):
             port: Port of a store on this machine; None: environment variables name the store.
             function: Function of the main process.
             shared_objects: Objects of this process to which the result may refer; None: workers return None.
+
+        Raises:
+            FirstProcessFailed: In a worker, if the main process has failed.
         """
         # 1. Join the other processes.
         self._take_rank(rank)
@@ -172,7 +172,11 @@ class StageLaunch(ConnectedProcesses):
                 if content is None and port is None:
                     # Launchers such as torchrun report the process that ends first: the one that names the cause.
                     await_end(links.beats, _FAREWELL)
-                return _result_of(content, shared_objects)  # type: ignore[no-any-return]
+                if content is None:
+                    raise FirstProcessFailed("connection closed by peer: the first process has failed.")
+                if shared_objects is None:
+                    return None  # type: ignore[return-value]
+                return loads(content, shared_objects)  # type: ignore[no-any-return]
 
             # 3. Lead as the main process, whose stages come last.
             client = StageClient(messenger, links.devices[::-1], self.rank)
@@ -196,7 +200,6 @@ class StageLaunch(ConnectedProcesses):
         function: Callable[[], T],
         shared_objects: Sequence[Any] | None,
     ) -> T:
-        """Run a function in the main process, and end the workers with its result."""
         content: Any = None
         try:
             result = function()
@@ -218,36 +221,6 @@ class StageLaunch(ConnectedProcesses):
             if not client.commands.messenger.broken:
                 client.commands.send_to_all("end", content)
                 client.commands.messenger.flush()
-
-
-def _result_of(
-    content: bytes | None,
-    shared_objects: Sequence[Any] | None,
-) -> Any:
-    """Return the result of the main process in a worker.
-
-    Args:
-        content: The result, pickled; None if the main process has failed.
-        shared_objects: Objects to which the result may refer; None: workers return None.
-
-    Raises:
-        FirstProcessFailed: If the main process has failed.
-    """
-    if content is None:
-        raise FirstProcessFailed("connection closed by peer: the first process has failed.")
-    if shared_objects is None:
-        return None
-    return loads(content, shared_objects)
-
-
-def _run_in_process(
-    stages: StageLaunch,
-    function: Callable[[], T],
-    port: int,
-    rank: int,
-) -> T:
-    """Run in a process that the trainer has started."""
-    return stages.run(stages.place_in_worker(rank), port, function, None)
 
 
 @contextmanager

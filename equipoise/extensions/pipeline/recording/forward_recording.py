@@ -117,7 +117,6 @@ class ForwardRecording:
             set_value(attribute, value)
 
     def _record(self) -> Traced:
-        """Run the forward, and return its calls."""
         # 1. One call for each tensor of the arguments.
         root = _Root(self._network)
         graph = fx.Graph()

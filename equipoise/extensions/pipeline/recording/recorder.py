@@ -243,7 +243,6 @@ class Recorder(_Base):  # type: ignore[misc]
         return computed.result
 
     def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Computed:
-        """Compute one call."""
         argument_versions = ArgumentVersions((args, kwargs))
         self._traits = Traits(0)
         result = function(*args, **kwargs)
@@ -251,7 +250,6 @@ class Recorder(_Base):  # type: ignore[misc]
         return Computed(result, changed, self._traits)
 
     def _record_function(self, function: Any, args: Any, kwargs: Any, computed: Computed) -> None:
-        """Record the call of a function of torch, or its question."""
         # 1. A function without tensors in its result asks a question.
         name = name_of(function)
         if name in _BACKWARDS:
@@ -377,7 +375,6 @@ class Recorder(_Base):  # type: ignore[misc]
         return type(module).__module__.startswith("torch.")
 
     def _call_whole(self, call: _ModuleCall) -> Any:
-        """Call a submodule, and record the call."""
         # 1. The arguments, before the module may change them.
         with self._obstacles_noted():
             self._check_modes()
@@ -485,7 +482,6 @@ class Recorder(_Base):  # type: ignore[misc]
                 del self.opaque[name_of_opaque]
 
     def _note_opaque(self, path: str, reason: str) -> None:
-        """Note that a submodule stays whole."""
         name_in_network = path.removeprefix("network.")
         self.opaque[name_in_network] = reason
 
@@ -503,13 +499,11 @@ def _hooked_ids(network: nn.Module) -> set[int]:
 
 
 def _are_among(tensors: Sequence[Tensor], arguments: Any) -> bool:
-    """Return True if all of some tensors are among the tensors of nested arguments."""
     argument_ids = {id(tensor) for tensor in tensors_in(arguments, items_of_output)}
     return all(id(tensor) in argument_ids for tensor in tensors)
 
 
 def _requires_gradients(value: Any) -> bool:
-    """Return True if a tensor of a nested value requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors_in(value, items_of_output))
 
 

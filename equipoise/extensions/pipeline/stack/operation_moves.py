@@ -81,7 +81,6 @@ class OperationMoves(_Base):  # type: ignore[misc]
         return map_leaves(lambda leaf: self._copy(leaf, device), value)
 
     def _copy(self, leaf: Any, device: torch.device) -> Any:
-        """Return a tensor on a device, and anything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.device == device or _goes_anywhere(leaf):

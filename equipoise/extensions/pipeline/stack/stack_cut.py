@@ -20,11 +20,11 @@ def cut_stack(
     prefix: str,
     samples: int | None,
     rest: Block | None = None,
-) -> Cut | None:
-    """Return the best cut between the layers of a stack; None if there are fewer layers than stages.
+) -> Cut:
+    """Return the best cut between the layers of a stack.
 
     Args:
-        stack: The stack.
+        stack: The stack, with as many layers as stages or more.
         profile: Its costs.
         options: The user's options.
         prefix: The network's name in the user's module; empty if it is that module.
@@ -34,8 +34,6 @@ def cut_stack(
     Raises:
         ConfigurationError: If no cut fits into memory.
     """
-    if len(stack.layers) < len(options.devices):
-        return None
     # The last stage also computes the loss.
     blocks = profile.blocks
     beside = None

@@ -4,8 +4,8 @@ The forward and its backward run several times on one device, and the quickest p
 before the first layer counts as a part of it, and what follows a layer as a part of that layer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -100,19 +100,12 @@ def profile_stack(
             backward=min(measurement.backward[index] for measurement in passes),
             saved=first_pass.saved[index],
             boundary=first_pass.boundaries[index],
+            parameters=sum(tensor.nbytes for tensor in tensors),
+            trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
         )
-        blocks.append(_with_tensors(block, tensors))
+        blocks.append(block)
     repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
     return StackProfile(blocks, before, after, first_pass.output, side_effect, repeats_random_layers)
-
-
-def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:
-    """Return a block with the bytes of its tensors."""
-    return replace(
-        block,
-        parameters=sum(tensor.nbytes for tensor in tensors),
-        trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
-    )
 
 
 class _Pass:
@@ -184,7 +177,6 @@ class _Pass:
             self._before.add(id(module))
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that the forward reaches a layer."""
         # Activation checkpointing computes layers again in the backward, and their times belong to it.
         if self._in_backward:
             self.repeats_layers = True
@@ -259,7 +251,6 @@ def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator of random numbers."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()

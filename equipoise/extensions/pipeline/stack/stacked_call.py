@@ -131,7 +131,6 @@ def stages_noticed(
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    """Return a tensor on a device, and anything else as it is."""
     if isinstance(leaf, Tensor):
         return to_device(leaf, device)
     return leaf

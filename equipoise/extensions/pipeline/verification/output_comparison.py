@@ -91,7 +91,6 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as a dense and real one."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -101,7 +100,6 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the widest dtype of its device."""
     return tensor.to(wide_dtype(tensor.device))
 
 

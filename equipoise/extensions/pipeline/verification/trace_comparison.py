@@ -22,7 +22,7 @@ from equipoise.extensions.pipeline.forward.user_lines import line_of_user
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import crossing
 from equipoise.extensions.pipeline.graph.traced import Traced, on_device
-from equipoise.extensions.pipeline.planning.traced_calls import layer_of, output_of, placeholder_of, run_call
+from equipoise.extensions.pipeline.planning.traced_calls import layer_of, output_of, run_call
 from equipoise.extensions.pipeline.verification.output_comparison import Output, fingerprints_of
 from equipoise.interop.call_patches import patched_logging
 from equipoise.interop.lightning.classes import module_classes
@@ -137,7 +137,6 @@ class Comparison:
     # Computation.
 
     def _outcome(self, compute: Callable[[], Any]) -> tuple[Output | None, Exception | None]:
-        """Return the output of a computation, or the error that it raised."""
         try:
             return without_saved_tensors(partial(self._compute, compute)), None
         except Exception as error:
@@ -255,7 +254,7 @@ def _compute_traced(
 ) -> Any:
     """Return the output of the calls of a trace; each layer is lent to the device while it is called."""
     calls = traced.calls
-    values: dict[fx.Node, Any] = {placeholder_of(traced): tuple(tensors)}
+    values: dict[fx.Node, Any] = {traced.only_node("placeholder"): tuple(tensors)}
     ends = range(1, len(calls) + 1)
     for node, needed_later in zip(calls, crossing(traced, ends), strict=True):
         # 1. Run the call with its layer on the device.

@@ -105,20 +105,17 @@ class ProcessBackend(PortableState):
         self._drop_states_elsewhere(optimizer)
 
     def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:
-        """Remove the state of parameters that only workers have."""
         for parameter in optimizer_parameters(optimizer):
             if self._is_elsewhere(parameter):
                 optimizer.state.pop(parameter, None)
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
-        """Return True if only workers have a parameter."""
         key = self._placement.key_of(parameter)
         if key is None:
             return False
         return self._placement.is_elsewhere(key)
 
     def _has(self, stage: int, parameter: Tensor) -> bool:
-        """Return True if a worker has a parameter."""
         key = self._placement.key_of(parameter)
         if key is None:
             return False
@@ -304,7 +301,6 @@ class ProcessBackend(PortableState):
 
 
 def _identities_of(optimizer: Optimizer) -> list[list[int]]:
-    """Return for each parameter group the identities of its parameters."""
     groups = []
     for group in optimizer.param_groups:
         identities = [id(parameter) for parameter in group["params"]]
@@ -338,7 +334,6 @@ def _called_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[
 
 
 def _several_evaluations(optimizer: Optimizer) -> str:
-    """Return the text of an error."""
     return (
         f"{type(optimizer).__name__} computes a batch several times in a step, which a pipeline over processes does not"
         " do. Take engine='threads', or another optimiser."
@@ -346,7 +341,6 @@ def _several_evaluations(optimizer: Optimizer) -> str:
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
     options = dict(group)
     del options["params"]
     return options

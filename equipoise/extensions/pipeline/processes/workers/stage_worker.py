@@ -112,7 +112,6 @@ class StageWorker:
                 self._reply(result)
 
     def _all_commands(self) -> dict[str, Callable[..., Any]]:
-        """Return for the name of each command what runs it."""
         return {
             "begin": self._begin,
             "take": self._tensors.load,
@@ -214,7 +213,6 @@ class StageWorker:
     # Steps.
 
     def _spans_of_step(self) -> list[Span]:
-        """Return the actions of the last step as they ran."""
         return self._spans
 
     def _step(self, *fields: Any) -> None:
@@ -306,7 +304,6 @@ class StageWorker:
     # Accumulation windows.
 
     def _begin_window(self) -> None:
-        """Begin an accumulation window without gradients."""
         self._tensors.clear_gradients()
         if self._may_recover:
             self._earlier_buffers = self._tensors.copy_buffers()
