@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.tied_copies import TiedCopies
-from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.parallel.device_work import note_placed
@@ -112,12 +111,11 @@ class Placement:
             For each stage the bytes of its parameters and buffers.
         """
         # A layer lies with the first stage that calls it.
-        names_of_calls = owners(traced)
+        names = [owner_of(node) for node in traced.calls]
         parts_of_stages = []
         begin = 0
         for end in ends:
-            names = chain.from_iterable(names_of_calls[begin:end])
-            parts_of_stages.append([find_part(network, name) for name in names])
+            parts_of_stages.append([find_part(network, name) for name in names[begin:end] if name is not None])
             begin = end
         return self.place_parts(parts_of_stages)
 

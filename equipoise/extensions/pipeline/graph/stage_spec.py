@@ -25,11 +25,10 @@ class StageSpec(NamedTuple):
 
     Attributes:
         calls: For each node of its graph the operation, the node's name, the target and the arguments.
-        inputs, outputs, output: See `StageProgram`.
+        outputs, output: See `StageProgram`.
     """
 
     calls: tuple[tuple[str, str, Any, Any, Any], ...]
-    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     output: OutputStructure | None
 
@@ -55,7 +54,6 @@ def describe(program: StageProgram) -> StageSpec:
         calls.append(call)
     return StageSpec(
         calls=tuple(calls),
-        inputs=program.inputs,
         outputs=program.outputs,
         output=program.output,
     )
@@ -87,13 +85,7 @@ def rebuild(
 
     # 2. Compile them with the layers.
     program = fx.GraphModule(dict(parts), graph)
-    return StageProgram(
-        program.forward,
-        spec.inputs,
-        spec.outputs,
-        graph,
-        spec.output,
-    )
+    return StageProgram(program.forward, spec.outputs, graph, spec.output)
 
 
 def used_parts(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call
 from equipoise.tree import map_leaves, tensors_in
@@ -50,7 +50,6 @@ class StageProgram:
 
     Args:
         run: Takes the stage's inputs and returns its outputs.
-        inputs: Names of the values that it receives.
         outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
         output: Builds the network's output from the tensors that the last stage computes. Default: `run` returns it.
@@ -59,7 +58,6 @@ class StageProgram:
     def __init__(
         self,
         run: Callable[..., Any],
-        inputs: Sequence[str],
         outputs: Sequence[str],
         graph: fx.Graph | None = None,
         output: OutputStructure | None = None,
@@ -68,7 +66,6 @@ class StageProgram:
         if output is not None:
             self.run = partial(_run_last, run, output)
         self.output = output
-        self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         if graph is None:
             graph = fx.Graph()
@@ -125,7 +122,7 @@ def may_cut(traced: Traced) -> list[bool]:
     # 1. Find the values that change in place, and the index of the call that changes them.
     changes: list[tuple[fx.Node, int]] = []
     for index, node in enumerate(calls):
-        for argument in traced.changed_by(node):
+        for argument in traced.changes.get(node, ()):
             for value in _viewed_values(argument, traced):
                 changes.append((value, index))
 
@@ -251,10 +248,9 @@ def _make_stage(
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
     _replace_targets(program, replacements)
-    input_names = [node.name for node in inputs]
     output_names = [node.name for node in outputs]
     output = traced.output if is_last else None
-    return StageProgram(program.forward, input_names, output_names, graph, output)
+    return StageProgram(program.forward, output_names, graph, output)
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
@@ -292,12 +288,10 @@ def ends_by_placement(traced: Traced, stage_of: Callable[[str], int | None], sta
     ends = [0] * stages
     current = 0
     allowed = may_cut(traced)
-    for index, names in enumerate(owners(traced)):
-        target = current
-        for name in names:
-            stage = stage_of(name)
-            if stage is not None:
-                target = max(target, stage)
+    for index, node in enumerate(traced.calls):
+        name = owner_of(node)
+        stage = None if name is None else stage_of(name)
+        target = current if stage is None else max(current, stage)
         may_begin = index > 0 and allowed[index - 1]
         if target > current and may_begin:
             for ended in range(current, target):

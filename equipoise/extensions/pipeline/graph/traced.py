@@ -17,7 +17,6 @@ __all__ = [
     "Traced",
     "copy_call",
     "on_device",
-    "writes_in_place",
 ]
 
 # Key in a call's `meta`: True if its value stays in its stage. That is a container, whose tensors are values of other
@@ -25,8 +24,6 @@ __all__ = [
 STAYS = "stays"
 # Key in a call's `meta`: True if the call belongs to the stage of the call before it, such as a check of that one.
 FOLLOWS = "follows"
-# Methods that change their first argument, beside those whose names end with one underscore.
-_IN_PLACE = {"__setitem__", "assigned"}
 
 
 class _StageDevice:
@@ -97,16 +94,6 @@ class Traced:
             descriptions.append(f"{node.name} {node.op} {node.target}")
         return tuple(descriptions)
 
-    def changed_by(self, node: fx.Node) -> set[fx.Node]:
-        """Return the values that a call changes in place: those that it has changed, or as far as its name shows."""
-        if node in self.changes:
-            return self.changes[node]
-        changed: set[fx.Node] = set()
-        if writes_in_place(node, self.root) and node.args:
-            # Torch's functions change their first argument, which may be a list.
-            fx.map_arg(node.args[0], changed.add)
-        return changed
-
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call with these tensors makes the same calls.
 
@@ -153,27 +140,3 @@ def copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node],
     )
     copy.meta.update(node.meta)
     return copy
-
-
-def writes_in_place(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a call changes its arguments in place, as far as its name shows.
-
-    Args:
-        node: The call.
-        root: Root of the traced forward.
-    """
-    # 1. Layers and functions with an option for it.
-    target = str(node.target)
-    if node.op == "call_module":
-        layer = root.get_submodule(target)
-        return bool(getattr(layer, "inplace", False))
-    if node.kwargs.get("inplace"):
-        return True
-
-    # 2. Methods and functions by their names.
-    name = target
-    if node.op != "call_method":
-        name = getattr(node.target, "__name__", "")
-    if name in _IN_PLACE:
-        return True
-    return name.endswith("_") and not name.endswith("__")

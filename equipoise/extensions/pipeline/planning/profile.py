@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.forward.layer_lending import lent
+from equipoise.extensions.pipeline.forward.layer_lending import is_of_torch, lent
 from equipoise.extensions.pipeline.graph.call_names import names_of
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
 from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device, writes_in_place
+from equipoise.extensions.pipeline.graph.traced import Traced, on_device
 from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, addresses_of, peak_bytes
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import (
@@ -286,7 +286,10 @@ class _Run:
         as_leaves = partial(_leaves, self._values, inputs)
         arguments = on_device(self._device, (node.args, node.kwargs))
         args, kwargs = fx.map_arg(arguments, as_leaves)
-        if node in self._traced.changes or _may_write(node, self._traced.root):
+        layer = layer_of(node, self._traced.root)
+        is_of_user = layer is not None and not is_of_torch(layer)
+        # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
+        if is_of_user or node in self._traced.changes:
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)
             kwargs = map_tensors(torch.clone, kwargs)
@@ -314,14 +317,6 @@ class _Run:
 
 def _requiring_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _may_write(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a call may change its arguments in place. A layer that is not torch's own always may."""
-    layer = layer_of(node, root)
-    if layer is not None and not type(layer).__module__.startswith("torch."):
-        return True
-    return writes_in_place(node, root)
 
 
 def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:

@@ -47,19 +47,13 @@ class ArgumentVersions:
 
     def __init__(self, arguments: Any) -> None:
         self.tensors = list(tensors_in(arguments, items_of_output))
-        self._before = versions(self.tensors)
+        # One by one: tensors of inference mode have no version, and do not change outside of it.
+        self._before = [versions([tensor]) for tensor in self.tensors]
 
     def changed(self) -> list[Tensor]:
         """Return the tensors that have changed."""
-        present = versions(self.tensors)
-        if self._before is None or present is None:
-            return []
-        changed = []
-        triples = zip(self.tensors, self._before, present, strict=True)
-        for tensor, version_before, version in triples:
-            if version != version_before:
-                changed.append(tensor)
-        return changed
+        pairs = zip(self.tensors, self._before, strict=True)
+        return [tensor for tensor, before in pairs if versions([tensor]) != before]
 
 
 class RecordedCalls:

@@ -103,9 +103,9 @@ def test_the_same_tensor_twice_gets_both_gradients():
         return [pair[0] * 2 + pair[1] * 5, passed]
 
     stages = [
-        StageProgram(first, ["tensors"], ["pair", "passed"]),
-        StageProgram(second, ["pair", "passed"], ["sum", "passed"]),
-        StageProgram(lambda total, passed: total * passed, ["sum", "passed"], []),
+        StageProgram(first, ["pair", "passed"]),
+        StageProgram(second, ["sum", "passed"]),
+        StageProgram(lambda total, passed: total * passed, []),
     ]
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     steps = Steps([x * 1])
@@ -125,9 +125,9 @@ def test_errors_end_all(schedule, each, at, threads):
     def fail(*_: Any) -> Any:
         raise ValueError("mine")
 
-    programs = [StageProgram(lambda given: [given[0] * 1], ["x"], ["y"])]
-    programs += [StageProgram(lambda y: [y * 1], ["y"], ["y"]) for _ in range(2)]
-    programs += [StageProgram(lambda z: z * 1, ["z"], [])]
+    programs = [StageProgram(lambda given: [given[0] * 1], ["y"])]
+    programs += [StageProgram(lambda y: [y * 1], ["y"]) for _ in range(2)]
+    programs += [StageProgram(lambda z: z * 1, [])]
     programs[at].run = fail
     pipeline = Pipeline(programs, [CPU] * 4, schedule, stages_per_device=each, threads=threads)
     steps = Steps(torch.rand(5, 2, requires_grad=True).unbind())
@@ -139,7 +139,7 @@ def test_errors_end_all(schedule, each, at, threads):
 
 
 def test_threads_by_default_only_where_all_devices_differ():
-    programs = [StageProgram(lambda given: given, ["x"], [])] * 2
+    programs = [StageProgram(lambda given: given, [])] * 2
     assert not Pipeline(programs, [CPU, CPU], "1f1b").threads
     assert Pipeline(programs, [CPU, torch.device("cuda:0")], "1f1b").threads
     assert not Pipeline(programs[:1], [CPU], "1f1b").threads
