@@ -55,7 +55,7 @@ class StageGraphs:
         *,
         split: bool = False,
     ) -> None:
-        self._device = device
+        self.device = device
         self._device_before = before or device
         self._split = split
         # By the indices of micro-batches.
@@ -86,7 +86,7 @@ class StageGraphs:
         # 1. Compute.
         needs_graph = torch.is_grad_enabled() and keep
         detach = _leaf if needs_graph else _without_history
-        stage_inputs = move_values(inputs, self._device_before, self._device, detach)
+        stage_inputs = move_values(inputs, self._device_before, self.device, detach)
         with inside_stage():
             outputs = program.run(*stage_inputs)
         if not last:

@@ -5,22 +5,19 @@ been exchanged. So no process waits for a value that will not come, and the next
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
 from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of
 from equipoise.extensions.pipeline.schedule.timeline import Span
 
-__all__ = ["Forward", "ProcessStep", "tasks_of"]
-
-# Returns the outputs of a stage for a micro-batch, from its inputs.
-Forward = Callable[[int, int, Any], Any]
+__all__ = ["ProcessStep", "tasks_of"]
 
 
 def tasks_of(
@@ -130,7 +127,8 @@ class ProcessStep:
             return self.failure
         begin = perf_counter()
         try:
-            result = self._compute(stage, action, received)
+            loss_backward = self._loss_backward if stage == self._last_stage else None
+            result = run_action(self._graphs[stage], stage, action, received, self._forward, loss_backward)
         except BaseException as error:
             self.failure = StageError.of(error, stage, self._device)
             if self._on_error is not None:
@@ -138,18 +136,6 @@ class ProcessStep:
             return self.failure
         self.spans.append(Span(stage, action, begin, perf_counter()))
         return result
-
-    def _compute(self, stage: int, action: Action, received: Any) -> Any:
-        graphs = self._graphs[stage]
-        if action.weights:
-            graphs.weights(action.micro_batch)
-            return None
-        if not action.backward:
-            return self._forward(stage, action.micro_batch, received)
-        gradients = received
-        if stage == self._last_stage and self._loss_backward is not None:
-            gradients = partial(self._loss_backward, action.micro_batch)
-        return graphs.backward(action.micro_batch, gradients)
 
     def _source_of(self, stage: int, action: Action) -> Way | None:
         """Return the way by which the values of an action arrive; None if it needs none."""

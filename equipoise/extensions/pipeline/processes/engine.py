@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.extensions.pipeline.execution.stage_actions import Forward, forward_of_steps
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram, map_tensors
 from equipoise.extensions.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
 from equipoise.extensions.pipeline.messaging.messages import StageError
-from equipoise.extensions.pipeline.messaging.process_step import Forward, ProcessStep, tasks_of
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, splits
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
@@ -146,20 +147,11 @@ class ProcessPipeline:
         # 2. Compute this process's stages.
         graphs = self._graphs(split=splits(self._schedule))
 
-        def compute(stage: int, micro_batch: int, inputs: Any) -> Any:
-            step = steps[micro_batch]
-            program = pipelines[micro_batch]._programs[stage // self._count]
-            is_last = stage == self._last
-            assert step.state is not None
-            with step.state.entered():
-                output = graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
-            if is_last:
-                # The user's step goes on to its loss.
-                step.resume(output)
-                return None
-            return output
+        def program_of(stage: int, micro_batch: int) -> StageProgram:
+            return pipelines[micro_batch]._programs[stage // self._count]
 
-        error, spans = self._compute(graphs, compute, self._schedule, len(steps), backward)
+        forward = forward_of_steps(graphs, steps, program_of, self._last)
+        error, spans = self._compute(graphs, forward, self._schedule, len(steps), backward)
         if input_gradients:
             error = self._backward_inputs(inputs, error)
         self._messenger.flush()
