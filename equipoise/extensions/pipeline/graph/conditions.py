@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.graph.traced import Condition, copy_call
+from equipoise.extensions.pipeline.graph.traced import Condition, copy_call, on_device
 
 __all__ = ["program_of", "same_answer", "same_attributes", "same_objects", "same_shapes", "same_trainable"]
 
 # Computes the answer to a question from the tensors of a call.
 Program = Callable[[Any], Any]
-# Adds a question to a graph, and returns its call there. Receives the graph, and a function that returns the copies of
-# calls there.
-AddQuestion = Callable[[fx.Graph, Callable[[fx.Node], fx.Node]], fx.Node]
+# Adds a call to a graph, with positional and keyword arguments, and returns it.
+AddCall = Callable[[fx.Graph, Sequence[Any], dict[str, Any]], fx.Node]
 
 
 def same_shapes(shapes: Mapping[int, Sequence[int]]) -> Condition:
@@ -107,7 +106,8 @@ def program_of(
     root: nn.Module,
     values: Sequence[fx.Node],
     device: torch.device,
-    add_question: AddQuestion,
+    arguments: Any,
+    add_question: AddCall,
 ) -> Program:
     """Return a function that computes the answer to a question from the tensors of a call.
 
@@ -115,8 +115,8 @@ def program_of(
         root: Root of the recorded forward.
         values: The calls whose values the question is about.
         device: Device of the tensors.
-        add_question: Adds the question to a graph; receives the graph, and a function from these calls to those in the
-            graph.
+        arguments: Positional and keyword arguments of the question, with these calls.
+        add_question: Adds the question to a graph.
     """
     # 1. Find the calls from which these values follow.
     needed: set[fx.Node] = set()
@@ -137,8 +137,8 @@ def program_of(
             copies[node] = copy_call(graph, node, copies, device)
 
     # 3. Return the answer.
-    question = add_question(graph, copies.__getitem__)
-    graph.output(question)
+    args, kwargs = fx.map_arg(on_device(device, arguments), copies.__getitem__)
+    graph.output(add_question(graph, args, dict(kwargs)))
     graph_module = fx.GraphModule(root, graph)
     program: Program = graph_module.forward
     return program

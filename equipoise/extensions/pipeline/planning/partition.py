@@ -294,15 +294,10 @@ def _best_beginning(
             # Memory can only raise the cost.
             continue
         if memory is not None:
-            cost = _with_memory(cost, costs.stage(stage, first, end).memory, memory)
+            overrun = costs.stage(stage, first, end).memory / max(1, memory) - 1
+            cost = cost._replace(overrun=max(cost.overrun, overrun))
         if best is None or cost < best.cost:
             best = _LastStage(cost, first)
             if not cost.overrun:
                 limit = cost.slowest
     return best
-
-
-def _with_memory(cost: _Cost, needed: int, available: int) -> _Cost:
-    """Return a cost with the bytes that its last stage needs, and those that its device has."""
-    overrun = needed / max(1, available) - 1
-    return cost._replace(overrun=max(cost.overrun, overrun))

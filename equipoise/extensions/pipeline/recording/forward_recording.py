@@ -45,14 +45,6 @@ class NotTraceable(Exception):
         self.obstacle = obstacle
 
 
-class _Root(nn.Module):
-    """Root of a graph."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-
 class ForwardRecording:
     """One recording of a forward.
 
@@ -118,7 +110,7 @@ class ForwardRecording:
 
     def _record(self) -> Traced:
         # 1. One call for each tensor of the arguments.
-        root = _Root(self._network)
+        root = nn.ModuleDict({"network": self._network})
         graph = fx.Graph()
         placeholder = graph.placeholder("tensors")
         tensors = self._structure.copies_on(self._device)
@@ -165,7 +157,7 @@ class ForwardRecording:
         # 2. Return the output.
         output_structure = OutputStructure.of(output)
         try:
-            values = [recorder.arguments_of(tensor) for tensor in output_structure.tensors]
+            values = [recorder.arguments.of(tensor) for tensor in output_structure.tensors]
         except Obstacle as error:
             raise NotTraceable(f"{kind}.forward {error}") from error
         graph.output(tuple(values))

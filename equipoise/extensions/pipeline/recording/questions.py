@@ -14,7 +14,7 @@ from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_p
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
 from equipoise.extensions.pipeline.graph.conditions import program_of, same_answer, same_shapes, same_trainable
 from equipoise.extensions.pipeline.graph.output_structure import items_of_output
-from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition, on_device
+from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.targets import check_size, holds, target_of
 from equipoise.extensions.pipeline.recording.tensor_nodes import (
@@ -240,15 +240,10 @@ class Questions:
         root = self._root
         graph_arguments = self._arguments.of_call(question.args, question.kwargs)
         values = [self._tensors.node_of(tensor) for tensor in question.tensors]
-        target = target_of(question.function)
+        add_question = target_of(question.function).add_to
 
         def program_on(device: torch.device) -> Callable[[Any], Any]:
-            def add_question(graph: fx.Graph, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-                arguments = on_device(device, graph_arguments)
-                args, kwargs = fx.map_arg(arguments, copy_of)
-                return target.add_to(graph, args, dict(kwargs))
-
-            return program_of(root, values, device, add_question)
+            return program_of(root, values, device, graph_arguments, add_question)
 
         return same_answer(program_on, question.result, index)
 

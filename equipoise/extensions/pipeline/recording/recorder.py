@@ -105,6 +105,7 @@ class Recorder(_Base):  # type: ignore[misc]
     Attributes:
         opaque: For each submodule that stayed whole the reason.
         followed: The modules whose calls were recorded.
+        arguments: Turns arguments into those of calls in the graph.
         questions: Questions that the forward has asked about its tensors.
         effects: Side effects of the forward.
         calls: The recorded calls.
@@ -137,8 +138,8 @@ class Recorder(_Base):  # type: ignore[misc]
             self._tensors.add(tensor, node)
             self._tensors.set_facts(node, facts)
             self._tensors.note_operation(tensor, ())
-        self._arguments = Arguments(graph, self._tensors, device)
-        self.questions = Questions(graph, root, self._tensors, self._arguments, tensors)
+        self.arguments = Arguments(graph, self._tensors, device)
+        self.questions = Questions(graph, root, self._tensors, self.arguments, tensors)
         self.calls = RecordedCalls(graph, self._tensors, device)
 
         # 3. The state of the recording. Other threads may call modules meanwhile.
@@ -152,17 +153,6 @@ class Recorder(_Base):  # type: ignore[misc]
     def obstacle(self) -> str:
         """Reason why the network's calls alone would not be its forward; empty if there is none."""
         return self._running.network.obstacle
-
-    def arguments_of(self, value: Any) -> Any:
-        """Return the calls in the place of tensors.
-
-        Args:
-            value: A nested value.
-
-        Raises:
-            Obstacle: If a tensor was computed where it could not be followed.
-        """
-        return self._arguments.of(value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -280,7 +270,7 @@ class Recorder(_Base):  # type: ignore[misc]
             target = under_modes(target, modes)
 
         # 4. Record the call.
-        graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+        graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
         node = target.add_to(self._graph, graph_args, graph_kwargs)
         arguments = list(tensors_in((args, kwargs), items_of_output))
         if name in _SPLITS and len(arguments) > 1:
@@ -317,7 +307,7 @@ class Recorder(_Base):  # type: ignore[misc]
             # 2. Its record.
             _check_function_arguments(args)
             self._check_modes()
-            graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+            graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
             node = applied(kind).add_to(self._graph, graph_args, graph_kwargs)
             _check_result(kind.__name__, computed.result)
             self.calls.finish(node, computed, self._running.place())
@@ -378,7 +368,7 @@ class Recorder(_Base):  # type: ignore[misc]
         # 1. The arguments, before the module may change them.
         with self._obstacles_noted():
             self._check_modes()
-            graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
+            graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
         if self._is_off:
             # An obstacle was noted just now.
             return call.run()
@@ -437,7 +427,7 @@ class Recorder(_Base):  # type: ignore[misc]
             Obstacle: If its call cannot be recorded either.
         """
         self._check_modes()
-        graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
+        graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
         self._add_whole(call, graph_args, graph_kwargs, computed)
 
     def _add_whole(self, call: _ModuleCall, graph_args: Any, graph_kwargs: Any, computed: Computed) -> None:
