@@ -111,10 +111,10 @@ class Arguments:
 
     def _add_call(self, function: Any, arguments: list[Any]) -> fx.Node:
         node = self._graph.call_function(function, tuple(arguments))
-        facts = [self._tensors.facts(argument) for argument in node.all_input_nodes]
+        facts = [self._tensors.facts[argument] for argument in node.all_input_nodes]
         inputs = inputs_of(facts)
         facts_of_node = Facts(inputs, is_pure=False, sizes=sizes_of(facts))
-        self._tensors.set_facts(node, facts_of_node)
+        self._tensors.facts[node] = facts_of_node
         return node
 
 

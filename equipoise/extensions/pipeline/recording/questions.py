@@ -170,7 +170,7 @@ class Questions:
             if node is None:
                 self._tensors.check_origin(tensor)
                 continue
-            facts_of_tensor = self._tensors.facts(node)
+            facts_of_tensor = self._tensors.facts[node]
             facts.append(facts_of_tensor)
         return facts
 
@@ -199,7 +199,7 @@ class Questions:
         """Record calls that check sizes which are only assumed to follow from those of the network's tensors."""
         for tensor in tensors:
             node = self._tensors.find_node(tensor)
-            if node is None or self._tensors.facts(node).sizes is not Sizes.ASSUMED:
+            if node is None or self._tensors.facts[node].sizes is not Sizes.ASSUMED:
                 continue
             is_checked = any(user.target is check_size for user in node.users)
             if is_checked:
@@ -207,14 +207,14 @@ class Questions:
             size = tuple(tensor.shape)
             check = self._graph.call_function(check_size, (node, size))
             check.meta[FOLLOWS] = True
-            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
+            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
 
     def _record_assertion(self, tensor: Tensor) -> None:
         """Record a call that checks an assertion, since an assertion decides nothing else."""
         node_of_tensor = self._tensors.node_of(tensor)
         node = self._graph.call_function(holds, (node_of_tensor,))
         facts = Facts(frozenset(), is_pure=False)
-        self._tensors.set_facts(node, facts)
+        self._tensors.facts[node] = facts
 
     def _note_value(self, question: Question, facts: Sequence[Facts]) -> None:
         """Note a question about values, which the tensors of the network's call must answer alone.

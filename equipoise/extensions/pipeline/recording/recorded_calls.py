@@ -130,7 +130,7 @@ class RecordedCalls:
 
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
         """Return the facts about the value of a call, which follow from those about its arguments."""
-        facts_of_arguments = [self._tensors.facts(argument) for argument in node.all_input_nodes]
+        facts_of_arguments = [self._tensors.facts[argument] for argument in node.all_input_nodes]
         has_pure_arguments = all(facts.is_pure for facts in facts_of_arguments)
         is_random = Traits.RANDOM in computed.traits
         is_pure = computed.is_pure and not computed.changed and not is_random
@@ -149,7 +149,7 @@ class RecordedCalls:
 
     def _describe(self, node: fx.Node, facts: Facts, place: Place) -> None:
         """Note facts about a call, the line that makes it, and the modules in whose forwards it is."""
-        self._tensors.set_facts(node, facts)
+        self._tensors.facts[node] = facts
         # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
         node.meta["line"] = line_of_user(inspect.currentframe())
         # The form of torch.fx, which has the path twice.
@@ -173,8 +173,8 @@ class RecordedCalls:
                 continue
             node.meta[STAYS] = True
             item_node = self._graph.call_function(take_out, (node, key))
-            facts = self._tensors.facts(node)
-            self._tensors.set_facts(item_node, facts)
+            facts = self._tensors.facts[node]
+            self._tensors.facts[item_node] = facts
             for name in ("line", "nn_module_stack"):
                 item_node.meta[name] = node.meta[name]
             self._assign(item_node, item, changed_ids)

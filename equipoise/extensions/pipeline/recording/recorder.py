@@ -136,7 +136,7 @@ class Recorder(_Base):  # type: ignore[misc]
         for index, (tensor, node) in enumerate(inputs):
             facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.add(tensor, node)
-            self._tensors.set_facts(node, facts)
+            self._tensors.facts[node] = facts
             self._tensors.note_operation(tensor, ())
         self.arguments = Arguments(graph, self._tensors, device)
         self.questions = Questions(graph, root, self._tensors, self.arguments, tensors)
@@ -446,7 +446,7 @@ class Recorder(_Base):  # type: ignore[misc]
             structure = structure_of(computed.result)
             check = self._graph.call_function(check_structure, (node, structure))
             check.meta[FOLLOWS] = True
-            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
+            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
 
     def _recorded_of(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, fx.Node]]:
         """Return those of some tensors that are values of calls, and these calls."""

@@ -34,10 +34,6 @@ class RunningModule:
     traits: Traits = field(default_factory=lambda: Traits(0))
     obstacle: str = ""
 
-    def note_traits(self, traits: Traits) -> None:
-        """Note traits of an operation that it runs."""
-        self.traits |= traits
-
     def note_obstacle(self, reason: str) -> None:
         """Note a reason why its calls alone would not be its forward. The first one counts."""
         if not self.obstacle:
@@ -91,7 +87,7 @@ class RunningModules:
     def note_traits(self, traits: Traits) -> None:
         """Note traits of an operation that runs now."""
         for running in self._stack:
-            running.note_traits(traits)
+            running.traits |= traits
 
     def note_obstacle(self, reason: str) -> None:
         """Note that the calls of the innermost module would not be its forward. The first reason counts."""
