@@ -29,9 +29,7 @@ from equipoise.extensions.pipeline.planning.traced_calls import (
     run_call,
     used_tensors,
 )
-from equipoise.interop.torch.modules import buffers_of
-from equipoise.parallel.snapshot.attributes import Attributes
-from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapshot
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["profile_calls"]
 
@@ -68,37 +66,25 @@ def profile_calls(
     Returns:
         A block for each call.
     """
-    modules = list(module.modules())
-    snapshot = StateSnapshot(
-        [
-            Attributes(modules),
-            Attributes(modules, buffers_of),
-            StepSnapshot(module, [device]),
-        ]
-    )
-    snapshot.mark()
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
-            begin = time.perf_counter()
+    with preserve_state(module, containers=True), torch.inference_mode(False), torch.enable_grad():
+        inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
+        begin = time.perf_counter()
 
-            # 1. The first pass also measures memory.
-            first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
-            blocks = first_pass.run()
+        # 1. The first pass also measures memory.
+        first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
+        blocks = first_pass.run()
 
-            # 2. The others measure time only.
-            for count in range(1, _MOST_PASSES):
-                elapsed = time.perf_counter() - begin
-                if count >= _LEAST_PASSES and elapsed > _SECONDS:
-                    break
-                next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
-                blocks = list(map(Block.quicker, blocks, next_blocks))
+        # 2. The others measure time only.
+        for count in range(1, _MOST_PASSES):
+            elapsed = time.perf_counter() - begin
+            if count >= _LEAST_PASSES and elapsed > _SECONDS:
+                break
+            next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
+            blocks = list(map(Block.quicker, blocks, next_blocks))
 
-            if rest is not None:
-                rest(used_tensors(traced), first_pass.output)
-            return blocks
-    finally:
-        snapshot.restore()
+        if rest is not None:
+            rest(used_tensors(traced), first_pass.output)
+        return blocks
 
 
 class _Pass:
