@@ -86,7 +86,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     try:
         results = processes.launch(partial(_carry_out, parts, request, shared), shared)
     except BaseException:
-        _note_failed_launch(state)
+        _note_failed_launch(parts, request)
         raise
 
     # 3. Its results, where it ran in other processes.
@@ -95,10 +95,13 @@ def run(parts: TrainerParts, request: Request) -> Any:
     return apply_results(parts, shared, results)
 
 
-def _note_failed_launch(state: RunState) -> None:
+def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
     """Note an error of a run that released nothing in this process: it ran in other ones, or nowhere."""
+    state = parts.state
     if state.status.stage is None:
         return
+    # The program may ask for the module, or save it, as after a run in this process.
+    parts.begin_run(make_context(parts, request))
     state.interrupt()
     state.leave()
     for logger in state.loggers:
