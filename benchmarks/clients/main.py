@@ -88,14 +88,13 @@ LIBRARIES = {
     ),
     "darts": Library(
         "0.46.1",
+        # Those of probabilistic and global models download data sets when they are imported.
         (
             "darts/tests/models/forecasting/test_ptl_trainer.py",
             "darts/tests/models/forecasting/test_RNN.py",
             "darts/tests/models/forecasting/test_TFT.py",
             "darts/tests/models/forecasting/test_tide_model.py",
             "darts/tests/models/forecasting/test_ensemble_models.py",
-            "darts/tests/models/forecasting/test_probabilistic_models.py",
-            "darts/tests/models/forecasting/test_global_forecasting_models.py",
             "darts/tests/models/forecasting/test_nbeats_nhits.py",
             "darts/tests/models/forecasting/test_tsmixer.py",
             "darts/tests/models/forecasting/test_TCN.py",
@@ -104,6 +103,7 @@ LIBRARIES = {
             "darts/tests/models/forecasting/test_transformer_model.py",
             "darts/tests/models/forecasting/test_torch_forecasting_model.py",
         ),
+        needs=("pandas<3",),
     ),
 }
 
