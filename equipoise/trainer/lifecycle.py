@@ -70,7 +70,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     # 2. The run, in this process or in those that the strategy starts.
     if parts.strategy.processes.spawns:
         return _run_in_processes(parts, request)
-    return _launch(parts, partial(_carry_out, parts, request))
+    return _launch(parts, request, partial(_carry_out, parts, request))
 
 
 def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
@@ -87,25 +87,28 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
 
     # 2. The run and its results.
     shared = shared_objects(parts, request)
-    results = _launch(parts, partial(_carry_out_and_collect, parts, request, shared), shared)
+    results = _launch(parts, request, partial(_carry_out_and_collect, parts, request, shared), shared)
     if results.process != this_process():
         parts.begin_run(make_context(parts, request))
     return apply_results(parts, shared, results)
 
 
-def _launch(parts: TrainerParts, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
+def _launch(parts: TrainerParts, request: Request, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
     """Call a function in every process; return the result of the main process."""
     try:
         return parts.strategy.processes.launch(function, known)
     except BaseException:
-        _note_failed_launch(parts.state)
+        _note_failed_launch(parts, request)
         raise
 
 
 def _note_failed_launch(state: RunState) -> None:
     """Note an error of a run that released nothing in this process: it ran in other ones, or nowhere."""
+    state = parts.state
     if state.status.stage is None:
         return
+    # The program may ask for the module, or save it, as after a run in this process.
+    parts.begin_run(make_context(parts, request))
     state.interrupt()
     state.leave()
     for logger in state.loggers:
