@@ -72,7 +72,7 @@ def imports(path: Path, *, typing: bool) -> Iterator[tuple[str, str | None, bool
 
 APP = {"__main__", "app", "conf"}
 # Extensions of the command.
-COMMANDS = ("extensions/sweeps/", "extensions/comparison/", "extensions/planning/command/")
+COMMANDS = ("extensions/pool/", "extensions/ray/", "extensions/comparison/", "extensions/planning/command/")
 
 
 def test_only_the_application_knows_hydra() -> None:

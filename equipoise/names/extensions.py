@@ -53,6 +53,7 @@ def load_extension(kind: str, name: str) -> Any:
         raise ConfigurationError(
             f"No installed package offers {name!r} among the {kind}: there are {present or 'none'}."
         )
+    # One package may be installed twice, as a wheel and as a checkout.
     if len({point.value for point in points}) > 1:
         offers = " and ".join(f"{package_of(point)} ({point.value})" for point in points)
         raise ConfigurationError(
@@ -79,6 +80,7 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a kind by name. A name that packages offer twice has several."""
     group = f"{_PACKAGE}.{kind}"
     points: dict[str, list[EntryPoint]] = {}
+    # A later entry of the same project replaces an earlier one.
     for point in _points_in_checkout(group):
         points[point.name] = [point]
     has_own = bool(points)
@@ -92,6 +94,7 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
 
 def _points_in_checkout(group: str) -> Iterator[EntryPoint]:
     """Yield Equipoise's own entry points if it runs from a checkout, which need not be installed."""
+    # Other projects may hold a copy of the package.
     path = Path(__file__).parents[2] / "pyproject.toml"
     if not path.is_file():
         return

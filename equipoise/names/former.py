@@ -10,7 +10,8 @@ from types import ModuleType
 __all__ = ["FORMER_NAMES", "find_by_former_names"]
 
 FORMER_NAMES = {
-    "equipoise.app.sweeps": "equipoise.extensions.sweeps",
+    "equipoise.app.sweeps.pool": "equipoise.extensions.pool.launcher",
+    "equipoise.app.sweeps.ray_launcher": "equipoise.extensions.ray.ray_launcher",
     "equipoise.callbacks.evaluation_pass": "equipoise.callbacks.evaluation.evaluation_pass",
     "equipoise.callbacks.memory.inplace_activations": "equipoise.extensions.savers.inplace_activations",
     "equipoise.callbacks.memory_logger": "equipoise.callbacks.memory.memory_logger",

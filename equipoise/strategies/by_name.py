@@ -7,6 +7,7 @@ from equipoise.strategies.strategy import Strategy
 
 __all__ = ["make_strategy", "strategy_names"]
 
+# The kind of entry points; see `names.extensions`.
 _KIND = "strategies"
 
 

@@ -29,13 +29,11 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
-from equipoise.trainer.restoration import restore_modules_and_callbacks, restore_training_state, restore_weights
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.lost_reports import refuse_lost_reports
 from equipoise.trainer.runtime.preflight import placing
@@ -167,6 +165,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 2. The user's setup, and the module's weights.
     set_up(parts, context)
     if checkpoint is not None:
+        from equipoise.trainer.restoration import restore_modules_and_callbacks
+
         # The precision comes first, since float64 must not pass through float32.
         context.precision.convert_module(context.module)
         restore_modules_and_callbacks(context, checkpoint)
@@ -177,6 +177,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 3. The module on its devices, and its optimisers.
     _place(context)
     if checkpoint is not None and context.strategy.portable.is_sharded:
+        from equipoise.trainer.restoration import restore_weights
+
         restore_weights(context, checkpoint)
     if request.fitting:
         configured = context.hooks.call_module("configure_optimizers")
@@ -193,6 +195,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 4. The rest of the checkpoint, whose memory the run does not need.
     if checkpoint is not None:
+        from equipoise.trainer.restoration import restore_training_state
+
         restore_training_state(parts, context, checkpoint, path)
         restored = "Restored all states" if request.fitting else "Loaded model weights"
         rank_zero_info(f"{restored} from the checkpoint at {path}")
@@ -220,6 +224,8 @@ def _choose_checkpoint(context: RunContext, request: Request) -> Any:
 
 
 def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[str, Any]:
+    from equipoise.trainer.checkpointing.reading import load_checkpoint
+
     state = context.state
     checkpoint = load_checkpoint(
         path,

@@ -13,7 +13,6 @@ from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.interop.metrics import note_batch_values
 from equipoise.parallel.batches.splitting import Splitter
-from equipoise.trainer.data.dataloader_iter import checking_batches
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
@@ -67,6 +66,8 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     strategy = parts.strategy
     size_of: Callable[[Any], int | None] = Splitter(module, strategy.dim).size
     if any(takes_iterator(module, step) for step in ("training_step", "validation_step", "test_step")):
+        from equipoise.trainer.data.dataloader_iter import checking_batches
+
         size_of = checking_batches(size_of)
     reduction = None
     processes = strategy.processes

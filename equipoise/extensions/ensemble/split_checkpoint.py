@@ -44,7 +44,9 @@ def split_ensemble(
     checkpoint = load_checkpoint(path, weights_only=weights_only, fitting=False)
     if not isinstance(checkpoint.get(MEMBERS), list):
         raise CheckpointError(f"{os.fspath(path)!r} holds one model. Take a checkpoint of a run with EnsembleStrategy.")
-    target = path.parent if folder is None else Path(folder)
+    target = path.parent
+    if folder is not None:
+        target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     paths = []
     for member in range(len(checkpoint[MEMBERS]) + 1):
@@ -83,7 +85,10 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: in
     streams = strategy.get("streams")
     if member and streams is not None:
         position["random_state"]["global"]["cpu"] = streams[member - 1].clone()
-    states = [position["random_state"], position["epoch_random_state"]]
+    states = [
+        position["random_state"],
+        position["epoch_random_state"],
+    ]
     before_validation = position.get("before_validation")
     if before_validation:
         states.append(before_validation["random_state"])
@@ -91,7 +96,10 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: in
         if state:
             _set_random_state(state, member)
     if member and strategy.get("gradients"):
-        position["gradients"] = [_row(gradient, present, member) for gradient, present in strategy["gradients"]]
+        gradients = []
+        for gradient, present in strategy["gradients"]:
+            gradients.append(_row(gradient, present, member))
+        position["gradients"] = gradients
 
 
 def _set_random_state(state: dict[str, Any], member: int) -> None:

@@ -55,6 +55,8 @@ class RayReport(Callback):
 
     # Ray waits for the report of every worker, also of one that has no batch in a step.
     fires_without_batch = True
+    # It must be called in a process that Ray has started.
+    reports_to_ray = True
     uses_outputs = False
 
     def __init__(self, every_n_train_steps: int | None = None, *, save_checkpoints: bool = True) -> None:

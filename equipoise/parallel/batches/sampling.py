@@ -7,6 +7,7 @@ Training      each step's samples are shared out over all processes, evenly or b
 Evaluation    whole batches go to the processes in turn, so each is what it would be on one device
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from enum import Enum
 from itertools import islice
@@ -27,6 +28,7 @@ __all__ = [
     "SameOrder",
     "SharedBatches",
     "UnpaddedDistributedSampler",
+    "seed_of_order",
 ]
 
 T = TypeVar("T")
@@ -39,6 +41,11 @@ class _Nothing(Enum):
 
 
 NO_BATCH = _Nothing.NO_BATCH
+
+
+def seed_of_order() -> int:
+    """Return the seed of the order that all processes draw: that of `seed_everything`, which sets a variable."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 
 class UnpaddedDistributedSampler(DistributedSampler[Any]):

@@ -16,7 +16,6 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from equipoise.errors import StepError
-from equipoise.parallel.communication.process_group import group_store
 from equipoise.parallel.communication.processes import Processes
 
 __all__ = ["agree_to_end", "agree_to_save", "is_true_in_any"]
@@ -41,6 +40,9 @@ def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window:
         batch: Number of batches so far, the same in all processes.
         window: Number of batches from one exchange of gradients to the next.
     """
+    # Signals are rare.
+    from equipoise.parallel.communication.process_group import group_store
+
     store = group_store()
     if store is None:
         # Another program began the process group, so no store is available for an agreement.

@@ -13,7 +13,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank, find_rank, mpi_size
 from equipoise.parallel.ray_context import ray_world_size
 
@@ -147,6 +146,8 @@ def in_group(
     Yields:
         The store at which all processes have met; None if another program began the group.
     """
+    from equipoise.parallel.communication.process_group import joined
+
     # Lightning's messages for rank 0 read the rank from this attribute.
     vars(rank_zero_only)["rank"] = place.global_rank
     if device.type == "cuda":

@@ -1,6 +1,5 @@
 """Loaders of strategies with several processes: the part of each process."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from equipoise.parallel.batches.sampling import (
     SameOrder,
     SharedBatches,
     UnpaddedDistributedSampler,
+    seed_of_order,
 )
 from equipoise.parallel.batches.shard import Shard, count_of_rank
 from equipoise.parallel.batches.whole_steps import WholeSteps
@@ -31,7 +31,6 @@ __all__ = [
     "refuse_missing_batch",
     "refuse_missing_batch_by_hand",
     "refuse_unequal_numbers",
-    "seed_of_order",
     "shard_of_process",
     "share_loader",
     "step_size_of",
@@ -62,11 +61,6 @@ def shard_of_process(loader: Any, stage: str, processes: Processes, sizes_for: C
     rank = processes.rank
     part = share_loader(loader, rank, processes.world_size, seed, training=training, sizes=sizes)
     return Shard(part, rank, processes.world_size, in_turn=is_dealt(part))
-
-
-def seed_of_order() -> int:
-    """Return the seed of the order that all processes draw: that of `seed_everything`, which sets a variable."""
-    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 
 def share_loader(loader: Any, rank: int, count: int, seed: int, *, training: bool, sizes: Sizes | None = None) -> Any:

@@ -11,10 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.parallel.batches.sampling import SameOrder
+from equipoise.parallel.batches.sampling import SameOrder, seed_of_order
 from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps
 from equipoise.parallel.communication.processes import Processes
-from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, seed_of_order
 
 __all__ = ["RunSteps"]
 
@@ -149,6 +148,8 @@ class RunSteps:
         """Return the order of the samples, which is that with which the run began."""
         assert self.processes is not None
         if self.processes > 1:
+            from equipoise.strategies.distributed.loaders import order_of_processes
+
             return order_of_processes(loader, self.seed)
         if isinstance(loader.sampler, SequentialSampler):
             return loader.sampler
@@ -177,6 +178,8 @@ def _why_not(loader: Any) -> str:
         return f"{kind} saves a position of its own, which is that of one process"
     if loader.batch_sampler is None:
         return "a loader with batch_size=None makes no batches that could be divided"
+    from equipoise.strategies.distributed.loaders import has_distributed_sampler
+
     if has_distributed_sampler(loader):
         return f"a {type(loader.sampler).__name__} of your own decides which samples a process reads"
     return ""

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of
-from equipoise.strategies.distributed.loaders import refuse_unequal_numbers
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
@@ -97,7 +96,9 @@ class TrainingData(SentState):
         self.extent = joined_extent(extents)
         by_hand = context.strategy.processes.step_together and not context.module.automatic_optimization
         # A run of few steps may end before some process lacks a batch.
-        if self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
+        if self.together and self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
+            from equipoise.strategies.distributed.loaders import refuse_unequal_numbers
+
             refuse_unequal_numbers(
                 [extent.num_batches for extent in extents], by_hand=by_hand, shares_statistics=state.sync_batchnorm
             )

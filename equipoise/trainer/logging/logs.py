@@ -25,7 +25,6 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
 from equipoise.parallel.batches.splitting import infer_batch_size
-from equipoise.trainer.data.dataloader_iter import check_batch_size
 from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
@@ -182,7 +181,9 @@ class Logs:
         new_entry = Entry(hook, name, options, self.dataloader_idx, metric, arguments=tuple(arguments))
         entry = collection.register(new_entry)
         # 3. A mean needs the size of the batch.
-        if entry.is_mean and batch_size is None:
+        if entry.is_mean and batch_size is None and isinstance(self._batch, Iterator):
+            from equipoise.trainer.data.dataloader_iter import check_batch_size
+
             check_batch_size(self._batch)
         self._entries[hook, name, self.dataloader_idx] = entry
         return entry

@@ -17,14 +17,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
-from equipoise.trainer.checkpointing.reading import run_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.position import before_validation, leave_epoch
-from equipoise.trainer.loops.resumption import Resumption, resume
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
@@ -38,6 +36,7 @@ from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.loops.resumption import Resumption
     from equipoise.trainer.optimization.manual import ManualOptimization
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
@@ -135,6 +134,8 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
+        from equipoise.trainer.loops.resumption import resume
+
         self.fit.run = ours.get("run", self.fit.run)
         self.fit.switches.resume(ours.get("switches", {}))
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
@@ -410,6 +411,8 @@ class FitLoop:
         Args:
             path: The path of the file, or of the folder of a sharded one.
         """
+        from equipoise.trainer.checkpointing.reading import run_of
+
         return run_of(path, self.state.checkpoint_io) == self.fit.run
 
     def is_validated(self, name: str) -> bool:
@@ -442,14 +445,14 @@ class FitLoop:
 
     # Resumption.
 
-    def _is_resumed_finished(self, resumption: Resumption) -> bool:
+    def _is_resumed_finished(self, resumption: "Resumption") -> bool:
         """Return True if nothing is left to train, once the epoch at whose end the checkpoint was written is closed."""
         resumption.restore_loaders()
         if resumption.at_epoch_end:
             self._close_epoch(resumption)
         return not resumption.is_after_batch and self.stopping.is_over()
 
-    def _close_epoch(self, resumption: Resumption) -> None:
+    def _close_epoch(self, resumption: "Resumption") -> None:
         """Run the rest of an epoch whose last hook wrote the checkpoint."""
         if resumption.position is not None:
             resumption.load_logs()
@@ -461,7 +464,7 @@ class FitLoop:
             self._hand_on_epoch()
         self.fit.progress.epoch.current.complete()
 
-    def _complete_epoch(self, resumption: Resumption) -> None:
+    def _complete_epoch(self, resumption: "Resumption") -> None:
         """Run the rest of a batch whose hook wrote the checkpoint, and the rest of its epoch."""
         position = resumption.position
         # 1. The values that the epoch has logged.
@@ -483,7 +486,7 @@ class FitLoop:
                 self._run_epoch()
             self._end_epoch()
 
-    def _complete_batch(self, resumption: Resumption) -> bool:
+    def _complete_batch(self, resumption: "Resumption") -> bool:
         """Do what follows the last batch, and return whether the epoch ends with it."""
         batch = self.fit.progress.batch.current
         pulled = self.fit.progress.pulled.current

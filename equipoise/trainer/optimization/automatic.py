@@ -27,11 +27,11 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
-from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep, RepeatableStep
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
+from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
-from equipoise.trainer.optimization.window_gradients import WindowGradients
+from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
 from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
-        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
+        self._scaled_steps: ScaledSteps | None = None
+        if self._scaler is not None:
+            self._scaled_steps = ScaledSteps(self._scaler)
         if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
@@ -160,7 +162,9 @@ class AutomaticOptimization:
         self._user_step = hooks.bind_module("optimizer_step")
         is_unnoticed = self._scaler is not None or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
-        self._lightning_optimizer = None if self._needs_no_closure else context.lightning_optimizers()[0]
+        self._lightning_optimizer = None
+        if not self._needs_no_closure:
+            self._lightning_optimizer = context.lightning_optimizers()[0]
 
         # 5. The optimiser's step, if that is all that there is to do.
         self._plain_step: Callable[[], Any] | None = None
@@ -197,7 +201,7 @@ class AutomaticOptimization:
 
     @property
     def has_skipped(self) -> bool:
-        """Whether the scaler has skipped the last step of the optimiser."""
+        """True if the scaler has skipped the last step of the optimiser."""
         return self._scaled_steps is not None and self._scaled_steps.are_skipped
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
@@ -277,7 +281,9 @@ class AutomaticOptimization:
 
         # A LightningOptimizer calls `optimizer_step` below with the closure.
         if self._user_step is not None:
-            last_idx = batch_idx - 1 if self._ends_early else batch_idx
+            last_idx = batch_idx
+            if self._ends_early:
+                last_idx -= 1
             self._user_step(self._state.current_epoch, last_idx, self._lightning_optimizer, closure)
         else:
             assert self._lightning_optimizer is not None
@@ -294,7 +300,9 @@ class AutomaticOptimization:
         if parts:
             self._last_loss = self._visible_loss(result)
             return self._last_loss
-        return torch.zeros(()) if self._last_loss is None else self._last_loss
+        if self._last_loss is None:
+            return torch.zeros(())
+        return self._last_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this."""

@@ -16,9 +16,9 @@ from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
-from equipoise.trainer.optimization.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 from equipoise.trainer.recovery.armed import is_armed
 from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 
@@ -39,7 +39,9 @@ class ManualOptimization:
     def __init__(self, context: "RunContext") -> None:
         strategy = context.strategy
         self._scaler = context.precision.scaler
-        self._scaled_steps = None if self._scaler is None else ScaledSteps(self._scaler)
+        self._scaled_steps: ScaledSteps | None = None
+        if self._scaler is not None:
+            self._scaled_steps = ScaledSteps(self._scaler)
         self._counts = context.state.progress.manual_step.current
         # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
         # the scale was updated.
@@ -62,7 +64,7 @@ class ManualOptimization:
 
     @property
     def has_skipped(self) -> bool:
-        """Whether the scaler has skipped all steps of the batch, of which there was at least one."""
+        """True if the scaler has skipped all steps of the batch, of which there was at least one."""
         return self._scaled_steps is not None and self._scaled_steps.are_skipped
 
     def end_window(self, batch_idx: int) -> None:

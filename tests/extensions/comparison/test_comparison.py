@@ -21,7 +21,8 @@ from equipoise.extensions.comparison.measuring import predicted_peaks as predict
 from equipoise.extensions.comparison.measuring import trial as trial_module
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.order import read_as_processes
-from equipoise.strategies.distributed.loaders import seed_of_order, share_loader
+from equipoise.parallel.batches.sampling import seed_of_order
+from equipoise.strategies.distributed.loaders import share_loader
 from equipoise.trainer.data.loaders import set_epoch
 from tests.app.conftest import write
 from tests.extensions.report.page.parsing import parse

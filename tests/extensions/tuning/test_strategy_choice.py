@@ -332,7 +332,7 @@ def test_finders_search_under_the_chosen_strategy(
         names.append(trainer.strategy.name)
         return False
 
-    monkeypatch.setattr(trainer_module, "tune", noting)
+    monkeypatch.setattr(trainer_module, "search", noting)
     Trainer(**OPTIONS).fit(Wide(), loader())
     assert names == ["dp"]
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from equipoise import Callback, ConfigurationError
 from equipoise.memory.out_of_memory import Split
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.trainer.recovery.armed import is_armed
 from equipoise.trainer.recovery.captured_error import CapturedError
-from equipoise.trainer.recovery.micro_batching import MicroBatcher, is_armed
+from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from tests.support.contexts import training_context
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, seed_of_order
+from equipoise.parallel.batches.sampling import seed_of_order
+from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes
 
 __all__ = ["read_as_processes"]
 

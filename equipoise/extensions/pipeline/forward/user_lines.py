@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["is_assertion", "line_of_user"]
 
-_FOLDERS_OF_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_FOLDERS_OF_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[3])
 # Beginnings of the paths of files that are not the user's.
 _NOT_THE_USERS = (*(str(folder) + os.sep for folder in _FOLDERS_OF_LIBRARIES), contextlib.__file__)
 

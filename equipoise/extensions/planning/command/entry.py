@@ -9,6 +9,7 @@ __all__ = ["COMMAND"]
 
 
 def _run(arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    # The help of all commands shall not load the planner.
     from equipoise.extensions.planning.command.command import show_plan
 
     show_plan(arguments, folders)

@@ -222,15 +222,15 @@ def _forward_context(context: "RunContext", name: str) -> Context | None:
     contexts = [context.precision.forward_context]
     if name == "training_step":
         contexts += [extension.forward_context(context) for extension in step_extensions(context.state)]
-    needed = [each for each in contexts if each is not None]
+    needed = [enter for enter in contexts if enter is not None]
     if len(needed) < 2:
         return needed[0] if needed else None
 
     @contextmanager
     def all_of_them() -> Iterator[None]:
         with ExitStack() as stack:
-            for each in needed:
-                stack.enter_context(each())
+            for enter in needed:
+                stack.enter_context(enter())
             yield
 
     return all_of_them

@@ -100,9 +100,9 @@ def step_extensions(state: "RunState") -> list[StepExtension]:
     Raises:
         ConfigurationError: If one is not installed.
     """
-    wanted = {
+    is_wanted = {
         "compile": bool(state.compiles_steps) or state.captures_steps,
         "step_in_backward": state.steps_in_backward,
         "offload_activations": state.offload_least_bytes is not None,
     }
-    return [load_extension("steps", name)() for name, is_wanted in wanted.items() if is_wanted]
+    return [load_extension("steps", name)() for name in is_wanted if is_wanted[name]]

@@ -35,7 +35,7 @@ class ScaledSteps:
 
     @property
     def are_skipped(self) -> bool:
-        """Whether the scaler has skipped all steps since `begin`; False if there was none."""
+        """True if the scaler has skipped all steps since `begin`; False if there was none."""
         if self._number == 0:
             return False
         return all(overflow is not None and bool(overflow) for overflow in self._overflows)
