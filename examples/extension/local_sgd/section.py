@@ -10,10 +10,10 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
     counts = getattr(trainer.strategy, "counts", {})
     if getattr(trainer.strategy, "name", "") != "local_sgd" or not counts["rounds"]:
         return None
-    steps, rounds, sent = counts["steps"], counts["rounds"], counts["bytes"]
+    steps, rounds, sent = counts.values()
     return ReportSection(
-        title="Local SGD",
-        text="What each process has sent. Under ddp it sends gradients as large as its parameters in each step.",
+        "Local SGD",
+        "What each process has sent. Under ddp it sends gradients as large as its parameters in each step.",
         table=[
             ("", "exchanges", "bytes"),
             ("local_sgd", f"{rounds:,}", f"{sent:,}"),

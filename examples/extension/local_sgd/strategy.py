@@ -34,8 +34,8 @@ class LocalSGDStrategy(ProcessStrategy):
         if every < 1 or warmup_steps < 0:
             raise ConfigurationError(f"every must be at least 1, warmup_steps 0, not {every!r} and {warmup_steps!r}.")
         self.every, self.warmup_steps = every, warmup_steps
-        self.counts = {"steps": 0, "rounds": 0, "bytes": 0}
-        self.steps_of_round, self.divergence, self.measures_divergence = 0, 0.0, False
+        self.counts, self.steps_of_round = {"steps": 0, "rounds": 0, "bytes": 0}, 0
+        self.measures_divergence, self.divergence = False, 0.0
         self.stepped: dict[int, Optimizer] = {}
 
     def measure_divergence(self) -> None:
@@ -66,8 +66,7 @@ class LocalSGDStrategy(ProcessStrategy):
         if self.steps_of_round == 0 or self.processes.world_size == 1:
             return
         self.steps_of_round = 0
-        groups = [group for optimizer in self.stepped.values() for group in optimizer.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = [p for optimizer in self.stepped.values() for g in optimizer.param_groups for p in g["params"]]
         own = torch.cat([parameter.reshape(-1) for parameter in parameters])
         mean = self.processes.reduce(own)
         if self.measures_divergence:
@@ -89,11 +88,11 @@ class LocalSGDStrategy(ProcessStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, with which a resumed run continues."""
-        return {"counts": dict(self.counts)}
+        return dict(self.counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts, unless another strategy has written the checkpoint."""
-        self.counts.update(state.get("counts", {}))
+        self.counts.update((name, state[name]) for name in self.counts if name in state)
 
 
 class CountedOptimizer(StrategyOptimizer):

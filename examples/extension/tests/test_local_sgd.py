@@ -53,15 +53,13 @@ def by_hand(rounds):
 def test_local_sgd_equals_the_loop_by_hand(tmp_path, every, warmup, rounds):
     module, strategy = Linear(), local_sgd.LocalSGDStrategy(every=every, warmup_steps=warmup)
     (divergence,) = (point.load()() for point in entry_points(group="equipoise.callbacks", name="divergence"))
-    options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False, "precision": 64}
-    callbacks = [divergence, RunReport()]
-    trainer = Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, default_root_dir=tmp_path, **options)
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "precision": 64, "default_root_dir": tmp_path}
+    trainer = Trainer(strategy=strategy, max_epochs=2, callbacks=[divergence, RunReport()], **options)
     trainer.fit(module, Data())
     torch.testing.assert_close([p.data for p in module.parameters()], by_hand(rounds), rtol=1e-12, atol=1e-12)
     assert trainer.callback_metrics["divergence"] > 0
-    report = (tmp_path / "report.html").read_text()
-    assert f"<td>local_sgd</td><td>{len(rounds)}</td><td>{len(rounds) * 32}</td>" in report
-    assert "<td>ddp</td><td>6</td><td>192</td>" in report
+    rows = f"<td>local_sgd</td><td>{len(rounds)}</td><td>{len(rounds) * 32}</td></tr><tr><td>ddp</td><td>6</td><td>192<"
+    assert rows in (tmp_path / "report.html").read_text()
 
 
 def test_the_command_counts_exchanges(tmp_path, capsys):

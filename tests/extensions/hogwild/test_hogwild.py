@@ -90,7 +90,8 @@ def test_a_smaller_batch_counts_in_full() -> None:
     torch.manual_seed(1)
     module, expected = FirstOnly(), Linear()
     expected.load_state_dict(module.state_dict())
-    trainer(HogwildStrategy(processes=2), max_epochs=1).fit(module, DataLoader(samples, batch_size=4))
+    batches = DataLoader(samples, batch_size=4)
+    trainer(HogwildStrategy(processes=2), max_epochs=1, limit_val_batches=0).fit(module, batches, batches)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
     for batch in (features[::2][:4], features[::2][4:]):
         optimizer.zero_grad()
