@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split
     from equipoise.parallel.batches.calibration import SimulatedDevice as SimulatedDevice
+    from equipoise.parallel.strategy_optimizer import StrategyOptimizer as StrategyOptimizer
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy
     from equipoise.strategies import DDPStrategy as DDPStrategy
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult
     from equipoise.strategies import Strategy as Strategy
+    from equipoise.strategies.distributed.process_strategy import ProcessStrategy as ProcessStrategy
+    from equipoise.strategies.portable_state import PortableState as PortableState
     from equipoise.trainer import CLITrainer as CLITrainer
     from equipoise.trainer import Trainer as Trainer
     from equipoise.trainer import merge_shards as merge_shards

@@ -19,6 +19,10 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
         "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
         "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
+        # What strategies of others derive from, beside those of `equipoise.strategies`.
+        "equipoise.parallel.strategy_optimizer": ("StrategyOptimizer",),
+        "equipoise.strategies.distributed.process_strategy": ("ProcessStrategy",),
+        "equipoise.strategies.portable_state": ("PortableState",),
         "equipoise.extensions.planning.prediction": ("MemoryPrediction", "predict_memory"),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
@@ -43,7 +47,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "equipoise.extensions.report": {
         "equipoise.extensions.report.page.page": ("render_report", "write_report"),
-        "equipoise.extensions.report.page.record": ("RunRecord",),
+        "equipoise.extensions.report.page.record": ("ReportSection", "RunRecord"),
         "equipoise.extensions.report.run_report": ("RunReport",),
         "equipoise.extensions.report.run_summary": ("RunSummary",),
     },

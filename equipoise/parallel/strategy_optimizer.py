@@ -52,6 +52,9 @@ class StrategyOptimizer:
         """Step the optimiser unless one of its gradients, unscaled or not yet, is not finite."""
         return scaler.step(self.optimizer, **kwargs)
 
+    def skip(self) -> None:
+        """Leave out a scaled step for which there are no gradients: this process had no loss in the window."""
+
 
 class StrategyOptimizers:
     """The optimisers of a run as the strategy steps them. Each is set up once, when it is first used.

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from equipoise.extensions.hogwild.optimizers import SharedOptimizer
 from equipoise.extensions.hogwild.portable_state import SharedState
 from equipoise.extensions.hogwild.shared_memory import share_parameters
 from equipoise.parallel.communication.processes import Processes
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
@@ -54,7 +53,7 @@ class HogwildStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "hogwild"
-    _steps_together: ClassVar[bool] = False
+    steps_together: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -121,15 +120,6 @@ class HogwildStrategy(ProcessStrategy):
         super().sync_buffers()
 
     # Computation.
-
-    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
-        """Compute the gradients of this process; see `Strategy.forward_backward`."""
-        if parts:
-            return super().forward_backward(step, parts, last)
-        # Others have a batch in this step. Gradients of the step before must not be used again.
-        nothing = StepResult(None, 0, None)
-        step.backward(nothing)
-        return nothing
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
         """Return an optimiser with its own state, or one that is shared; see `Strategy.setup_optimizer`."""

@@ -20,6 +20,7 @@ from rich.text import Text
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.report.added_sections import added_sections
 from equipoise.extensions.report.collect import collect_record
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.facts import devices_of, size_function
@@ -311,7 +312,9 @@ class RunReport(Callback):
                 first_step=run.first_step,
                 folder=run.folder,
             )
-            record = replace(record, outcome=outcome, error=error, devices=run.devices)
+            # The report of a run under way is soon replaced.
+            sections = () if outcome == "running" else added_sections(trainer, module)
+            record = replace(record, outcome=outcome, error=error, devices=run.devices, sections=sections)
             write_report(record, path)
         except Exception as failure:
             # A failure to report must not make a run fail that has ended well.

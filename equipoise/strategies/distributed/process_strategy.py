@@ -11,6 +11,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import Sizes, refuse_missing_batch, shard_of_process
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
@@ -52,19 +53,23 @@ class ProcessStrategy(Strategy):
     """A process for each device, each with its share of the data.
 
     This class starts the processes or joins them, shares out the data, exchanges values, and keeps the module the same
-    in all processes. How a step's gradients come together is left to a derived class: it overrides `_begin_run`, and
-    the methods of `Strategy` that compute.
+    in all processes. How a step's gradients come together is left to a derived class: it overrides the methods of
+    `Strategy` that compute. In this class each process steps by itself.
 
     Args:
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
 
+    Attributes:
+        steps_together: Whether the processes exchange gradients in each step, so that all of them need a batch in each
+            step of manual optimisation. Default: True.
+
     Raises:
         ConfigurationError: If an argument is out of range.
     """
 
-    # Whether the processes exchange gradients in each step.
-    _steps_together: ClassVar[bool] = True
+    steps_together: ClassVar[bool] = True
+
     # State of a run; None in a run of one process, which needs none.
     _run: ProcessRun | None = None
 
@@ -90,7 +95,7 @@ class ProcessStrategy(Strategy):
             timeout=self.timeout,
             backend=self.backend,
             on_joined=self._use_device_of_process,
-            step_together=self._steps_together,
+            step_together=self.steps_together,
         )
         self._group = group
         self.processes = group
@@ -111,7 +116,7 @@ class ProcessStrategy(Strategy):
     def _begin_run(self, module: nn.Module) -> ProcessRun:
         """Return the state of a run; called in each of several processes, once the module is on its device.
 
-        Derived classes return state of their own, with what `same_in_all_processes` returns among its `restores`.
+        Those of this package return state of their own, with what `same_in_all_processes` returns among its `restores`.
 
         Args:
             module: The user's module.
@@ -160,6 +165,17 @@ class ProcessStrategy(Strategy):
         if batch is NO_BATCH:
             return ()
         return (transfer(batch, self.devices[0]),)
+
+    # Computation.
+
+    def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
+        """Compute the gradients of this process; see `Strategy.forward_backward`."""
+        if parts:
+            return super().forward_backward(step, parts, last)
+        # Others have a batch in this step. Gradients of the step before must not be used again.
+        nothing = StepResult(None, 0, None)
+        step.backward(nothing)
+        return nothing
 
 
 def same_in_all_processes(module: nn.Module) -> Callable[[], None]:

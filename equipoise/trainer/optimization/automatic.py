@@ -323,7 +323,7 @@ class AutomaticOptimization:
             return strategy_optimizer.step(**kwargs)
         scaled_steps.begin()
         if skipped:
-            return None
+            return strategy_optimizer.skip()
         result = scaled_steps.take(strategy_optimizer, **kwargs)
         scaled_steps.scaler.update()
         return result

@@ -51,6 +51,10 @@ class RepeatableOptimizer(StrategyOptimizer):
         """Step the optimiser unless a gradient is not finite."""
         return self._step_or_repeat(partial(self._inner.scaled_step, scaler, **kwargs))
 
+    def skip(self) -> None:
+        """Leave out a step."""
+        self._inner.skip()
+
     def _step_with_closure(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step with a closure. It computes the gradients, and an optimiser may change parameters in between."""
         # An error of the closure has been reported already, where it computed the batch.

@@ -75,6 +75,31 @@ def test_processes_step_shared_parameters(state: Any) -> None:
     assert int(module.steps) == run.global_step
 
 
+class FirstOnly(Linear):
+    """Only rank 0 steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05 * (self.global_rank == 0))
+
+
+def test_a_smaller_batch_counts_in_full() -> None:
+    """Each process takes a step of its own, so no other batch is there to weigh it by."""
+    draw = torch.Generator().manual_seed(3)
+    features = torch.randn(14, 4, dtype=torch.float64, generator=draw)
+    samples = TensorDataset(features, features.sum(1, keepdim=True))
+    torch.manual_seed(1)
+    module, expected = FirstOnly(), Linear()
+    expected.load_state_dict(module.state_dict())
+    batches = DataLoader(samples, batch_size=4)
+    trainer(HogwildStrategy(processes=2), max_epochs=1, limit_val_batches=0).fit(module, batches, batches)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
+    for batch in (features[::2][:4], features[::2][4:]):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(expected.net(batch), batch.sum(1, keepdim=True)).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=1e-12, atol=1e-12)
+
+
 class Meeting(Linear):
     """Only rank 1 steps; rank 0 sees its changes, and all agree in every evaluation."""
 

@@ -10,6 +10,7 @@ from equipoise.extensions.report.page.markup import Markup, join, plain, tag
 from equipoise.extensions.report.page.memory_sections import memory_section, peak_section
 from equipoise.extensions.report.page.record import RunRecord
 from equipoise.extensions.report.page.sections import (
+    added_section,
     configuration_section,
     curves_section,
     devices_section,
@@ -148,6 +149,8 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     yield pipeline_section(record.pipeline)
     yield events_section(record.events)
     yield devices_section(record.devices)
+    for section in record.sections:
+        yield added_section(section)
     yield configuration_section(record.configuration)
 
 

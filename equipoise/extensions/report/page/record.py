@@ -8,7 +8,7 @@ from typing import Literal
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import Composition, MemoryPoint
 
-__all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "RunEvent", "RunRecord", "StageSpan"]
+__all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "ReportSection", "RunEvent", "RunRecord", "StageSpan"]
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
@@ -101,6 +101,25 @@ class LearningRateSearch:
     suggested: float | None = None
 
 
+@dataclass(frozen=True)
+class ReportSection:
+    """Section of a report that another package adds. All of it is plain text, which the page escapes.
+
+    Attributes:
+        title: Its heading.
+        text: A paragraph. Default: none.
+        table: Rows of equal length below the paragraph, of which the first is the head. Default: no table.
+
+    Example:
+        >>> ReportSection("Weather", table=[("Day", "Degrees"), ("Monday", "21")]).title
+        'Weather'
+    """
+
+    title: str
+    text: str = ""
+    table: Sequence[Sequence[str]] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Facts of a run, from which its report is drawn. Every fact but title and times may be missing.
@@ -122,6 +141,7 @@ class RunRecord:
         learning_rates: The search for a learning rate before the fit; None without one.
         events: Events in the order of time.
         devices: Devices of the run, as they were when it began.
+        sections: Sections that other packages add.
         configuration: Configuration of the run, as YAML or any other text.
     """
 
@@ -141,4 +161,5 @@ class RunRecord:
     learning_rates: LearningRateSearch | None = None
     events: Sequence[RunEvent] = ()
     devices: Sequence[DeviceInfo] = ()
+    sections: Sequence[ReportSection] = ()
     configuration: str = ""

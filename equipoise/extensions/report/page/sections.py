@@ -8,13 +8,14 @@ from itertools import cycle
 from equipoise.extensions.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.extensions.report.page.gantt import pipeline_chart
 from equipoise.extensions.report.page.markup import Markup, hint, join, section, table, tag
-from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, RunEvent
+from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, ReportSection, RunEvent
 from equipoise.extensions.report.page.scales import Point
 from equipoise.formats import format_bytes, format_count, format_number, format_span
 from equipoise.memory.devices import DeviceInfo
 
 __all__ = [
     "MOST_CHARTS",
+    "added_section",
     "configuration_section",
     "curves_section",
     "devices_section",
@@ -308,6 +309,18 @@ def _device_row(info: DeviceInfo) -> tuple[str, ...]:
         cores = f"{info.cores:,}"
     capability = ".".join(map(str, info.compute_capability or ()))
     return info.device, info.name, format_bytes(info.memory_total), free, cores, capability
+
+
+def added_section(added: ReportSection) -> Markup:
+    """Show a section of another package."""
+    paragraph = None
+    if added.text:
+        paragraph = tag("p", added.text)
+    rows = None
+    if added.table:
+        heads, *others = added.table
+        rows = table(heads, others)
+    return section(added.title, paragraph, rows)
 
 
 def configuration_section(text: str) -> Markup | None:

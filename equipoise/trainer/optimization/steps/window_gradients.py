@@ -58,7 +58,8 @@ class WindowGradients:
         self._weigh: Callable[[AccumulationWindow, Optimizer], bool | None] | None = None
         strategy_class = type(self._strategy)
         has_default_finish = strategy_class.finish_gradients is Strategy.finish_gradients
-        is_one_part = window.parts == 1 and not strategy_class.backward_per_micro_batch
+        is_alone = self._strategy.processes.world_size == 1
+        is_one_part = window.parts == 1 and is_alone and not strategy_class.backward_per_micro_batch
         if not has_default_finish or not is_one_part:
             self._weigh = self._strategy.finish_gradients
         elif may_split:
