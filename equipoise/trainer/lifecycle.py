@@ -102,7 +102,7 @@ def _launch(parts: TrainerParts, request: Request, function: Callable[[], Any], 
         raise
 
 
-def _note_failed_launch(state: RunState) -> None:
+def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
     """Note an error of a run that released nothing in this process: it ran in other ones, or nowhere."""
     state = parts.state
     if state.status.stage is None:
