@@ -126,6 +126,7 @@ class HogwildStrategy(ProcessStrategy):
         """Return an optimiser with its own state, or one that is shared; see `Strategy.setup_optimizer`."""
         if self.optimizer_state == "own" or self._run is None:
             return super().setup_optimizer(optimizer)
+        # Called anew in each epoch, where the state stays shared.
         key = id(optimizer)
         if key not in self._optimizers:
             self._optimizers[key] = SharedOptimizer(optimizer, self.processes)

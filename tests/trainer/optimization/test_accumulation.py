@@ -1,6 +1,7 @@
 """Accumulated batches give the gradient of their union, whatever their sizes and weights."""
 
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equipoise import Trainer
+from equipoise import OOMRecovery, Strategy, StrategyOptimizer, Trainer
 
 FEATURES, CLASSES, IGNORED = 5, 3, -100
 Batches = list[tuple[Tensor, Tensor]]
@@ -276,3 +277,43 @@ def test_a_batch_without_a_loss_in_half_precision(without_loss: int) -> None:
     train(expected, with_loss, accumulate_grad_batches=2, precision="16-mixed", gradient_clip_val=0.5)
     for left, right in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)
+
+
+class Counting(StrategyOptimizer):
+    """Counts the calls of each way to end a window."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls["step"] += 1
+        return super().step(*args, **kwargs)
+
+    def scaled_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls["scaled_step"] += 1
+        return super().scaled_step(*args, **kwargs)
+
+    def skip(self) -> None:
+        self.calls["skip"] += 1
+
+
+class CountingStrategy(Strategy):
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> StrategyOptimizer:
+        return Counting(optimizer)
+
+
+@pytest.mark.parametrize("callbacks", [[], [OOMRecovery()]], ids=["plain", "recovery"])
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("32-true", {"step": 4}), ("16-mixed", {"scaled_step": 2, "skip": 2})],
+)
+def test_a_strategy_hears_of_every_window(callbacks: Any, precision: str, expected: dict[str, int]) -> None:
+    """Also of one without a loss, so that strategies of several processes count the same windows in all of them."""
+
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    Counting.calls.clear()
+    batches = [(x.float(), y) for x, y in make_batches([4, 4])]
+    train(Skips().float(), batches, strategy=CountingStrategy(), precision=precision, callbacks=callbacks)
+    assert Counting.calls == expected
