@@ -32,7 +32,7 @@ _STAGE_LINES = (
 _OWN_LINES = (
     ("devices [--watch[=SECONDS]]", "what devices there are, their memory, and under which index"),
     ("doctor [--json]", "what to paste into a bug report: versions, devices, limits"),
-    ("init FOLDER", "write a starter project that runs at once"),
+    ("init FOLDER", "write a starter project that runs immediately"),
     ("completion bash|zsh|fish", "print what to eval so that the shell completes commands and keys"),
 )
 _CONFIGURATION = """\

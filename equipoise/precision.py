@@ -141,7 +141,7 @@ class Precision:
             values = [tensor.detach().to(torch.float32) for tensor in _floats_of(norm)]
             norm_values.append(values)
 
-        # 2. Convert the module at once: modules may override `to`.
+        # 2. Convert the module immediately: modules may override `to`.
         module.to(self._dtype)
 
         # 3. Convert these layers back.

@@ -77,7 +77,7 @@ def _is_newer(version: str, newest: str) -> bool:
         # Some builds of Python end with a plus.
         parsed = Version(version.rstrip("+"))
     except InvalidVersion:
-        # Somebody's own build, with a version that cannot be compared.
+        # A user's own build, with a version that cannot be compared.
         return False
     bound = Version(newest)
     places = len(bound.release)

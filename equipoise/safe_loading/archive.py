@@ -20,7 +20,7 @@ from equipoise.safe_loading.unpickler import load_pickle
 
 __all__ = ["check_archive", "is_archive", "read_archive", "read_legacy"]
 
-# Bytes that are read at once.
+# Bytes that are read in one call.
 _CHUNK = 1 << 20
 
 # The bit of a member's attributes that marks a folder; torch does not read the content of such a member.

@@ -55,7 +55,7 @@ class RecoverySupport:
         """
 
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
-        """Split a placed batch into micro-batches, because it does not fit into memory at once.
+        """Split a placed batch into micro-batches, because it does not fit into memory as a whole.
 
         Args:
             parts: The parts, one for each computation, as the strategy has placed them.

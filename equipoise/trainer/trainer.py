@@ -124,7 +124,7 @@ class Trainer(PublicState):
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.
             Default: False.
         step_in_backward: Step each parameter as soon as its gradient is complete and free the gradient, so that all
-            gradients never exist at once; the numbers are the same. One device, optimisers of torch, no clipping by
+            gradients never exist together; the numbers are the same. One device, optimisers of torch, no clipping by
             norm and no accumulation; see docs/memory_savers.md. Lightning has no such argument. Default: False.
         offload_activations: Keep tensors that the forward saves for the backward in the memory of the host: those of
             at least 1 MiB (True), or of at least this number of bytes. Parameters and buffers stay. Lightning has no
@@ -291,7 +291,7 @@ class Trainer(PublicState):
             train_dataloaders: A loader or a collection of them, any iterables over batches; or a data module.
             val_dataloaders: A loader, or several, which are read one after the other.
             datamodule: Brings the loaders instead.
-            ckpt_path: Go on from a checkpoint: a path, "best" or "last" of the last fit, "hpc" for the newest of a
+            ckpt_path: Continue from a checkpoint: a path, "best" or "last" of the last fit, "hpc" for the newest of a
                 job that Slurm has interrupted.
             weights_only: None or True: the checkpoint is read as data, and nothing in it is run; a stand-in takes the
                 place of each object that is no data. False: objects are created, which runs whatever code the file

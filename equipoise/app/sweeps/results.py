@@ -183,7 +183,7 @@ class SweepResults:
         return self._folder / "results.csv"
 
     def write(self) -> None:
-        """Write results.csv: a row for each job that has ended. The file is replaced at once."""
+        """Write results.csv: a row for each job that has ended. The file is replaced atomically."""
         path = self.path
         if path is None:
             return

@@ -13,7 +13,7 @@ from equipoise.callbacks.progress.track import Track
 
 __all__ = ["Drawing"]
 
-# Changes that are drawn at once in one refresh interval; further changes wait for the next redraw.
+# Changes that are drawn immediately in one refresh interval; further changes wait for the next redraw.
 _CHANGES_AT_ONCE = 4
 
 
@@ -48,7 +48,7 @@ class Drawing:
         # Description of the evaluation, and number of batches of each of its loaders.
         self._description = ""
         self._totals: list[float] = []
-        # Times of the last changes that were drawn at once.
+        # Times of the last changes that were drawn immediately.
         self._changes: deque[float] = deque(maxlen=_CHANGES_AT_ONCE)
 
     # Tracks

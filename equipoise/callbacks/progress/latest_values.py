@@ -36,7 +36,7 @@ class LatestValues:
 
     A value on CUDA is copied to pinned memory in the order of the device's queue, and returned by the first reading
     after the copy is done. Earlier readings return the value before. A device that keeps up with the host returns
-    values that are at most one reading old. Values on the host are read at once.
+    values that are at most one reading old. Values on the host are read immediately.
 
     Args:
         record_event: Function that records an event at the end of a device's queue. Default: an event on the device's

@@ -51,7 +51,7 @@ class _Steps(NamedTuple):
     """The computation of one kind of steps.
 
     Attributes:
-        side_by_side: Runs the steps of all members at once.
+        side_by_side: Runs the steps of all members together.
         choice: The way in which they are run.
     """
 
@@ -73,7 +73,7 @@ class _Run:
         optimizers: The optimisers, by the identity of the user's.
         loaded_optimizers: States of a checkpoint for all members but the first, for each optimiser.
         loaded_gradients: Gradients of a checkpoint, of an open window.
-        computed: The members that had a loss in the present step, if it was computed at once.
+        computed: The members that had a loss in the present step, if it was computed together.
         is_window_open: True between the steps of a window.
     """
 
@@ -136,7 +136,7 @@ class EnsembleStrategy(Strategy):
     Each member has a seed, from which follow its initial weights and the order of its batches. The first one is the
     module that is trained. Each other one is constructed anew under its seed: by `factory`, else from the module's
     class and its saved hyperparameters. `training_step` runs once for each member, unchanged; where it calls a network,
-    that is computed for all members at once, if it gives the same numbers and was measured to be quicker.
+    that is computed for all members together, if it gives the same numbers and was measured to be quicker.
 
     Logged values are means over the members; in evaluations `name/member_0` and so on are logged, too. Predictions are
     averaged. Checkpoints are those of the first member, which any strategy loads, with the others beside;
@@ -150,7 +150,7 @@ class EnsembleStrategy(Strategy):
             hyperparameters that `save_hyperparameters` has saved.
         own_order: Give each member batches of its own from loaders that shuffle. Default: True; False: all members
             receive the same batches, which are read once.
-        mode: "together": networks are computed for all members at once. "one_by_one": each step after the other.
+        mode: "together": networks are computed for all members together. "one_by_one": each step after the other.
             "auto": measured in the first steps. Networks that draw random numbers, as dropout does, are computed at
             once with "together" alone, with other numbers than a member's own run draws. Default: "auto".
 
@@ -425,14 +425,14 @@ class EnsembleStrategy(Strategy):
                 return self._run_one_by_one(steps, choice)
             results = side_by_side.run(steps, batches)
             if not choice.is_made and not side_by_side.has_batched:
-                choice.settle(together=False, reason="no call of a network can be computed for all of them at once")
+                choice.settle(together=False, reason="no call of a network can be computed for all of them together")
             return results
 
     def _run_one_by_one(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
         """Run the step of each member after the other, with its random numbers."""
         streams = self._streams
         assert streams is not None
-        # 1. A step that draws random numbers is not computed at once by choice.
+        # 1. A step that draws random numbers is not computed together by choice.
         before = None
         if choice.watches_draws:
             before = (random_state.capture(), streams.get_state())

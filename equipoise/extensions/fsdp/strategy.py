@@ -227,7 +227,7 @@ class FSDPStrategy(ProcessStrategy):
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse callbacks and plugins that need whole weights, or files at once; see `Strategy.check_module`."""
+        """Refuse callbacks and plugins that need whole weights, or the file immediately; see `Strategy.check_module`."""
         if not training or self.processes.world_size == 1:
             return
         trainer = getattr(module, "trainer", None)
@@ -251,7 +251,7 @@ class FSDPStrategy(ProcessStrategy):
             if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
                 raise ConfigurationError(
                     "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
-                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save at once."
+                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save immediately."
                 )
 
     # The module, for the time of a run.

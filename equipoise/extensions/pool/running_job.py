@@ -151,7 +151,7 @@ class RunningJob:
             self.end()
 
     def end(self) -> None:
-        """End the process, at once if it still runs."""
+        """End the process, immediately if it still runs."""
         self.worker.end()
         self.payload.close()
         self.value.close()

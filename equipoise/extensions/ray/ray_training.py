@@ -65,7 +65,7 @@ class _Work:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        # 2. Go on from the last report after a restart, whatever the first attempt began with.
+        # 2. Continue from the last report after a restart, whatever the first attempt began with.
         values = dict(self.values)
         callbacks: list[Callback] = []
         if values["stage"] == "fit":

@@ -85,7 +85,7 @@ def use_inplace_activations(module: nn.Module, step: Step) -> InplaceChoice:
         reasons = dict.fromkeys(candidates, "the step computes other numbers when it is repeated")
         return InplaceChoice((), reasons)
 
-    # 2. All others at once, or else one after the other.
+    # 2. All others together, or else one after the other.
     chosen = [name for name in candidates if name not in unchanged]
     parts = [candidates[name] for name in chosen]
     if _why_wrong(module, step, expected, parts) is None:

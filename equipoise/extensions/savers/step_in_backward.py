@@ -3,7 +3,7 @@
     usual            backward: gradient of every parameter        step: every parameter
     in the backward  gradient of d, step of d, gradient of d freed, gradient of c, step of c, ...
 
-So the gradients of all parameters never exist at once. A gradient is complete when torch calls the hooks after its
+So the gradients of all parameters never exist together. A gradient is complete when torch calls the hooks after its
 accumulation: in one backward, torch accumulates the gradient of a tied parameter once, over all of its uses.
 """
 

@@ -105,9 +105,9 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
     if context.precision.scaler is not None:
         return "precision='16-mixed' looks at all gradients before it decides on a step (bf16-mixed does not)"
     if state.compiles_steps:
-        return "compile gives all gradients at once"
+        return "compile gives all gradients together"
     if state.captures_steps:
-        return "capture gives all gradients at once"
+        return "capture gives all gradients together"
     # One device in one process, without duties of a strategy's own between backward and step.
     several = strategy.processes.world_size > 1 or not strategy.keeps_batches_whole
     if several or any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in _MEMBERS):

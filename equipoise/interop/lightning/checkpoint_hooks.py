@@ -53,7 +53,7 @@ class Fit(Protocol):
         """Return True if the validation alone logs a value; called in all processes together."""
 
     def validates_next(self) -> bool:
-        """Return True if validation follows the present batch at once."""
+        """Return True if validation follows the present batch immediately."""
 
     def has_skipped_step(self) -> bool:
         """Return True if the scaler of the loss has skipped the last optimiser step."""

@@ -1,4 +1,4 @@
-"""Torch's `vmap`, which computes a function for each row of its arguments at once, without its preparations.
+"""Torch's `vmap`, which computes a function for each row of its arguments together, without its preparations.
 
 `torch.vmap` flattens arguments, dimensions and results as nested structures in each call, which costs as much as the
 operations of a small network. The private names here are the steps that it takes between; without them, it is called.
@@ -34,7 +34,7 @@ def compute_batched(
     size: int,
     randomness: str,
 ) -> list[Tensor]:
-    """Compute a function for each row of tensors at once, as `torch.vmap` does.
+    """Compute a function for each row of tensors together, as `torch.vmap` does.
 
     Args:
         function: Takes and returns a list of tensors.

@@ -170,7 +170,7 @@ class SharedBatches(Sampler[list[Any]]):
         self.rank = rank
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # At once, not with the first batch: some samplers draw their order here.
+        # Immediately, not with the first batch: some samplers draw their order here.
         steps: Iterator[list[Any]] = iter(self.batch_sampler)
         return self._parts(steps)
 
@@ -236,7 +236,7 @@ class BatchesInTurn(Sampler[Any]):
 class Collate:
     """A collate function around that of a loader; it returns `NO_BATCH` for a batch without samples.
 
-    Where the inner function only stacks tensors, the rows of a batch are taken at once, and only `divide` is called. A
+    Where the inner function only stacks tensors, the rows of a batch are taken together, and only `divide` is called. A
     subclass that does more than collate overrides both.
 
     Args:

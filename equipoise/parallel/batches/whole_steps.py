@@ -37,7 +37,7 @@ class WholeSteps(Sampler[list[Any]]):
             self.sampler = getattr(batches, "sampler", None)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # At once, not with the first batch: some samplers draw their order here.
+        # Immediately, not with the first batch: some samplers draw their order here.
         batches: Iterator[list[Any]] = iter(self.batch_sampler)
         return self._steps(batches)
 

@@ -32,8 +32,8 @@ _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "brok
 class StoreServer:
     """Store through which the processes of this machine meet; it listens on the loopback interface only.
 
-    The socket is bound at once, so no other program can take its port. As a context manager it closes its port at the
-    end.
+    The socket is bound immediately, so no other program can take its port. As a context manager it closes its port at
+    the end.
 
     Attributes:
         port: Port on which it listens.

@@ -133,4 +133,4 @@ class SingleProcess(Processes):
         return value
 
     def barrier(self, name: str | None = None) -> None:
-        """Return at once; see `Processes.barrier`."""
+        """Return immediately; see `Processes.barrier`."""

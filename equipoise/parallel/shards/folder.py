@@ -15,7 +15,7 @@ __all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_fold
 # The end of the name of an earlier checkpoint, while another one takes its place in two steps.
 _REPLACED = ".replaced"
 
-# Arguments of the system call `renameat2`, which exchanges two names at once.
+# Arguments of the system call `renameat2`, which exchanges two names atomically.
 _PRESENT_FOLDER = -100
 _EXCHANGE = 2
 
@@ -142,7 +142,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two paths exchange what they name, at once; return False where the system cannot."""
+    """Let two paths exchange what they name, atomically; return False where the system cannot."""
     # Python's own library leads to that of the system, on Linux alone to one with this call.
     call = getattr(ctypes.pythonapi, "renameat2", None)
     if call is None:

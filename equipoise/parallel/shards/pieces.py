@@ -16,7 +16,7 @@ from equipoise.parallel.shards.index import Chunk, SavedTensor, can_be_saved
 
 __all__ = ["HostCopies", "Piece", "pieces_of", "write_pieces"]
 
-# Bytes whose check sum is computed, and which are written, at once.
+# Bytes whose check sum is computed, and which are written, in one call.
 _CHUNK = 1 << 24
 
 

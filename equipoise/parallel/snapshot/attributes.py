@@ -75,7 +75,7 @@ class Attributes:
         """Restore names and values, and their order."""
         for holder, values in zip(self._holders, self._values, strict=True):
             namespace = self._namespace_of(holder)
-            # All at once: a name that was removed comes back to its place.
+            # All together: a name that was removed comes back to its place.
             namespace.clear()
             namespace.update(values)
 

@@ -309,7 +309,7 @@ def drawn_alike(open_items: Callable[[], Iterator[T]], seed: int) -> Iterator[T]
     """Return items whose random numbers are the same in all processes.
 
     Args:
-        open_items: Returns the items; called at once.
+        open_items: Returns the items; called immediately.
         seed: The same number in all processes.
     """
     numbers = SameNumbers(seed)

@@ -67,7 +67,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -
         CheckpointError: If an object in it cannot be pickled, or the disk is full.
     """
     with _explaining(checkpoint, path):
-        # Other file systems have no locks, and their writers replace a file at once.
+        # Other file systems have no locks, and their writers replace a file atomically.
         if _is_remote(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
         else:

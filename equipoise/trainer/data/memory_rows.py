@@ -1,4 +1,4 @@
-"""Batches of datasets that lie in memory, whose rows are taken at once.
+"""Batches of datasets that lie in memory, whose rows are taken together.
 
 A DataLoader reads a TensorDataset sample by sample, and stacks the samples. For a small batch this takes as long as the
 step that trains on it. One operation for each tensor returns the same batch, to the bit.
@@ -107,7 +107,7 @@ def _rows_of_member(member: Any) -> Rows | None:
 
 
 def _lies_in_memory(tensor: Any) -> bool:
-    """Return True if rows of a tensor can be taken at once, with the same result as one by one."""
+    """Return True if rows of a tensor can be taken together, with the same result as one by one."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     # Samples have gradients of their own, and the memory format of a batch follows from that of its samples.

@@ -1,4 +1,4 @@
-"""Loaders whose batches are taken at once, where their datasets lie in memory.
+"""Loaders whose batches are taken together, where their datasets lie in memory.
 
 Only what reads the samples of a batch is exchanged, in a copy of the loader. So order, random numbers, workers and
 pinned memory are those of the loader. A loader with anything of the user's own, be it a subclass or a function, is read
@@ -23,12 +23,12 @@ __all__ = ["open_loader"]
 _FEWEST_SAMPLES = 4
 # Bytes. Workers stack samples directly in shared memory, where rows would have to be copied.
 _LARGEST_SAMPLE_IN_WORKER = 1 << 12
-# Number of batches in a row that cannot be taken at once, after which it is not attempted again.
+# Number of batches in a row that cannot be taken together, after which it is not attempted again.
 _MOST_FAILURES = 3
 
 
 def open_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken at once where possible.
+    """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken together where possible.
 
     Args:
         loader: Any iterable of batches.
@@ -75,7 +75,7 @@ class _CollatedRows:
         self._dataset = dataset
         self._rows = rows
         self._collate = collate
-        # Number of latest batches that could not be taken at once.
+        # Number of latest batches that could not be taken together.
         self._failures = 0
 
     def __len__(self) -> int:

@@ -93,7 +93,7 @@ class _Counting:
         self.batch_sampler = batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, not with the first batch: some samplers draw their order here.
+        # Immediately, not with the first batch: some samplers draw their order here.
         batches: Iterator[Any] = iter(self.batch_sampler)
         if not self.counts.is_counting:
             return batches

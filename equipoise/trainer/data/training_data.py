@@ -127,7 +127,7 @@ class TrainingData(SentState):
             self.loaders.workers.load_state_dict(workers)
 
     def keep_steps(self, steps: RunSteps) -> None:
-        """Go on with the steps of a checkpoint, from the next request on.
+        """Continue with the steps of a checkpoint, from the next request on.
 
         Args:
             steps: The steps.

@@ -89,7 +89,7 @@ class Hooks:
         module: The user's module.
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
-        fit: The fit, which callbacks of Lightning ask for validations and steps. Default: None, they act at once.
+        fit: The fit, which callbacks of Lightning ask for validations and steps. Default: None, they act immediately.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file at once or not at all."""
+    """Write a file completely or not at all."""
     part = NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False)  # noqa: SIM115
     try:
         # 1. Write the lines to the disk, beside the file. Windows renames no file that is open.

@@ -273,7 +273,7 @@ class Logs:
         """End the batches of a loop, or of one of its loaders. From now on, values of the epoch are read.
 
         Args:
-            show: True to bring the dictionaries of metrics up to date at once.
+            show: True to bring the dictionaries of metrics up to date immediately.
         """
         # 1. Let the dictionaries keep the values of the last step.
         self.refresh()

@@ -120,7 +120,7 @@ class FitLoop:
         self.later_files = paths
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
-        """Go on with the steps of a checkpoint's run, which the number of batches depends on.
+        """Continue with the steps of a checkpoint's run, which the number of batches depends on.
 
         Args:
             ours: The entry under our own key; empty for a checkpoint of Lightning.

@@ -39,7 +39,7 @@ class Measure(NamedTuple):
 
 @dataclass
 class _FittingSize:
-    """Number of samples that fit at once, for batches of one kind.
+    """Number of samples that fit together, for batches of one kind.
 
     Attributes:
         samples: Number of samples.

@@ -5,7 +5,7 @@
       out of memory     release the failed attempt, ask the callbacks, restore everything,
                         compute the window anew: its earlier batches as they were, this one in more micro-batches
 
-A batch in micro-batches has the result of the batch at once: gradients by weight, logs by their own reduction. The
+A batch in micro-batches has the result of the whole batch: gradients by weight, logs by their own reduction. The
 hooks around a backward fire for each micro-batch. Where an error is raised after all, it says what would help.
 """
 
@@ -185,7 +185,7 @@ class Recovery:
         self._step.repeat_batch(batch.batch_idx)
 
     def _run_batch(self, batch: _Batch) -> StepResult:
-        """Compute a batch at once, in micro-batches, or not at all."""
+        """Compute a batch whole, in micro-batches, or not at all."""
         if batch.count > 1:
             self._batch_size = self._micro_batcher.size(batch.parts)
             return self._micro_batcher.run(self._step, batch.parts, batch.count)

@@ -21,7 +21,7 @@ def with_second_attempt(function: Callable[[], T], free: Callable[[], None]) -> 
         What the function returns.
 
     Raises:
-        RuntimeError, MemoryError: If memory runs out again; any other error at once.
+        RuntimeError, MemoryError: If memory runs out again; any other error immediately.
 
     Example:
         >>> with_second_attempt(lambda: 3, lambda: None)

@@ -116,7 +116,7 @@ class Progress:
         return self._before.completed + self.current.completed
 
     def count(self) -> None:
-        """Count one unit that is ready and completed at once."""
+        """Count one unit that is ready and completed immediately."""
         self.current.set(self.current.completed + 1)
 
     def begin(self) -> None:

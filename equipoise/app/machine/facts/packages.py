@@ -85,7 +85,7 @@ def _is_older(version: str, oldest: str) -> bool:
     try:
         return Version(version.rstrip("+")) < Version(oldest)
     except InvalidVersion:
-        # Somebody's own build, with a version that cannot be compared.
+        # A user's own build, with a version that cannot be compared.
         return False
 
 

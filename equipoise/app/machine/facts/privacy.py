@@ -22,7 +22,7 @@ def is_private(name: str, value: str) -> bool:
         value: Its value.
 
     Example:
-        >>> is_private("TORCH_HOME", "/home/somebody/torch"), is_private("NCCL_DEBUG", "INFO")
+        >>> is_private("TORCH_HOME", "/home/user/torch"), is_private("NCCL_DEBUG", "INFO")
         (True, False)
     """
     if "/" in value or "\\" in value:
@@ -39,7 +39,7 @@ def without_paths(message: str) -> str:
         message: The message.
 
     Example:
-        >>> without_paths("cannot import name 'f' from 'g' (/home/somebody/g.py)")
+        >>> without_paths("cannot import name 'f' from 'g' (/home/user/g.py)")
         "cannot import name 'f' from 'g' (...)"
     """
     first_line, _, _ = message.strip().partition("\n")

@@ -62,7 +62,7 @@ def read_torch_build() -> TorchBuild:
         cudnn=_cudnn_version(),
         nccl=_nccl_version() if has_groups and distributed.is_nccl_available() else None,
         gloo=has_groups and distributed.is_gloo_available(),
-        # A path to it may lie in somebody's home.
+        # A path to it may lie in a user's home.
         compiler=Path(compiler).name,
         has_compiler=shutil.which(compiler) is not None,
     )

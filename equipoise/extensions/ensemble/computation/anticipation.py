@@ -153,7 +153,7 @@ class AnticipatedCalls:
         network: The network.
 
     Raises:
-        NotBatchable: If they cannot be computed at once.
+        NotBatchable: If they cannot be computed together.
     """
 
     def __init__(

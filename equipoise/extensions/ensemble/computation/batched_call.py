@@ -1,8 +1,8 @@
-"""One call of a network for all members at once: `torch.vmap` over their stacked parameters and buffers.
+"""One call of a network for all members together: `torch.vmap` over their stacked parameters and buffers.
 
 What each member calls is unchanged, so nearly any network can be computed so. What cannot is computed member by member:
 forwards with branches on values, operations that have no batched form, and forwards whose side effects would be of all
-members at once. The first call of each kind is computed both ways and compared.
+members together. The first call of each kind is computed both ways and compared.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,18 +31,18 @@ Slot = tuple[dict[str, Any], str]
 _PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-# Such functions compute again, or unpack, in the backward, when no call is computed at once any more.
+# Such functions compute again, or unpack, in the backward, when no call is computed together any more.
 _SAVES_OTHERWISE = "its forward saves tensors in a way of its own, as activation checkpointing does"
 # Programs may replace it.
 _FORWARD_OF_LINEAR = nn.Linear.forward
 
 
 class NotBatchable(Exception):
-    """A call that cannot be computed for all members at once; its text is the reason.
+    """A call that cannot be computed for all members together; its text is the reason.
 
     Args:
         reason: The reason.
-        passes: Whether other calls may be computed at once. Default: False.
+        passes: Whether other calls may be computed together. Default: False.
 
     Attributes:
         passes: The argument.
@@ -120,7 +120,7 @@ def _autocast_state() -> tuple[Any, ...]:
 
 
 def reason_against(network: nn.Module) -> str:
-    """Return why a network is not computed for all members at once; empty if there is no reason before a call.
+    """Return why a network is not computed for all members together; empty if there is no reason before a call.
 
     Args:
         network: The network.
@@ -243,7 +243,7 @@ class BatchedCall:
             return self.forward_of(member, call)
 
     def forward_of(self, member: int, call: Call) -> Any:
-        """Compute the call of one member, whose parts may be computed at once with those of the others.
+        """Compute the call of one member, whose parts may be computed together with those of the others.
 
         Args:
             member: The index of the member.
@@ -253,7 +253,7 @@ class BatchedCall:
         return self._forward(self.networks[member], *args, **kwargs)
 
     def __call__(self, calls: Sequence[Call], randomness: str) -> list[Any]:
-        """Compute the calls of all members at once.
+        """Compute the calls of all members together.
 
         Args:
             calls: The arguments of each member.
@@ -368,8 +368,8 @@ class BatchedCall:
     def _compared_outputs(
         self, calls: Sequence[Call], inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any
     ) -> list[Any]:
-        """Compute a call at once and member by member, compare, and return the outputs of the former."""
-        # 1. At once, and without random numbers, which would come twice.
+        """Compute a call together and member by member, compare, and return the outputs of the former."""
+        # 1. Together, and without random numbers, which would come twice.
         noted = self.note()
         outputs = self._checked_outputs(inputs, dims, tree, len(calls), "error")
         computed = self.note()
@@ -387,7 +387,7 @@ class BatchedCall:
     def _checked_outputs(
         self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
     ) -> list[Any]:
-        """Compute a call at once, and refuse attributes that it has set for all members."""
+        """Compute a call for all members together, and refuse attributes that it has set for all members."""
         noted = self.note()
         outputs = self._guarded(inputs, dims, tree, members, randomness)
         changed = self._changed_attribute(noted)

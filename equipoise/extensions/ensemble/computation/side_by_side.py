@@ -47,11 +47,11 @@ class SideBySide:
     Args:
         members: The members.
         forward_context: Function that returns the context of the precision; None if there is none.
-        allows_randomness: Whether networks that draw random numbers may be computed at once.
+        allows_randomness: Whether networks that draw random numbers may be computed together.
 
     Attributes:
         reasons: Why networks are computed member by member, by their names.
-        has_batched: True if a call of the last steps was computed at once.
+        has_batched: True if a call of the last steps was computed together.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SideBySide:
         return results
 
     def _run_in_threads(self, steps: Sequence[Callable[[], T]], anticipated: AnticipatedCalls | None) -> list[T]:
-        """Run the steps up to their calls, which are computed at once, and on to their ends."""
+        """Run the steps up to their calls, which are computed together, and on to their ends."""
         if not self._threads:
             self._threads = [MemberThread(member) for member in range(1, len(steps))]
             self._by_ident = {thread.ident: thread for thread in self._threads}
@@ -279,7 +279,7 @@ class SideBySide:
         if any(other is None or other[0] != name for other in waiting):
             return self._let_others_go(_ALONE, name)
 
-        # 2. All calls at once.
+        # 2. All calls together.
         calls = [call] + [arguments for _, arguments in waiting]
         try:
             with self._without_logs():
@@ -303,7 +303,7 @@ class SideBySide:
 
     @contextmanager
     def _without_logs(self) -> Iterator[None]:
-        """Let a forward that logs be computed member by member: its values would be of all members at once."""
+        """Let a forward that logs be computed member by member: its values would be of all members together."""
         attributes = vars(self._module)
         log = attributes.get("log")
 
@@ -319,7 +319,7 @@ class SideBySide:
                 attributes["log"] = log
 
     def _note_failure(self, name: str, error: NotBatchable) -> None:
-        """Note a call that could not be computed at once. One whose reason may pass is tried again."""
+        """Note a call that could not be computed together. One whose reason may pass is tried again."""
         self._failures[name] += 1
         if not error.passes or self._failures[name] >= _MOST_FAILURES:
             self._note_reason(name, str(error))
@@ -331,7 +331,7 @@ class SideBySide:
 
 
 def _networks(module: nn.Module) -> list[str]:
-    """Return the names of the modules whose calls are computed at once: the module, and its children with parameters.
+    """Return the names of the modules whose calls are computed together: the module, and its children with parameters.
 
     A container without a forward stands for its children.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a module in shards as folders: each process writes its shards, at once or in the background."""
+"""Checkpoints of a module in shards as folders: each process writes its shards, immediately or in the background."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class ShardFolders(CheckpointFolders):
 
     Args:
         rank: The number of this process.
-        group: The group of the thread. None: checkpoints are written at once.
+        group: The group of the thread. None: checkpoints are written immediately.
 
     Attributes:
         collected: The shards of the checkpoint that is being collected; None at other times.
@@ -68,7 +68,7 @@ class ShardFolders(CheckpointFolders):
         self.finish()
         pieces = pieces_of(self._tensors.tensors)
         self._tensors = None
-        # 2. Write. Nothing changes the tensors until the next step, so no copy is needed at once.
+        # 2. Write. Nothing changes the tensors until the next step, so no copy is needed immediately.
         if self._group is None:
             save_folder(Content(Path(path), pieces, rest), self._rank, gather_objects)
             return

@@ -61,7 +61,7 @@ class Placement:
     # Before the network is called.
 
     def place_outside(self, network: nn.Module | None) -> None:
-        """Place what does not belong to the network on the last device: metrics at once, layers when they are called.
+        """Place what does not belong to the network on the last device: metrics now, layers when they are called.
 
         The first call shows which layers belong to the network; a layer that the user calls before does not.
 
@@ -236,7 +236,7 @@ class Placement:
         """Move an optimiser's state to its parameters, which were placed after it was built or loaded.
 
         Raises:
-            ConfigurationError: If the optimiser computes with all parameters at once.
+            ConfigurationError: If the optimiser computes with all parameters together.
         """
         if not self.placed or id(optimizer) in self._settled_optimizers:
             return

@@ -22,7 +22,7 @@ def forward_of_steps(
     program_of: Callable[[int, int], StageProgram],
     last_stage: int,
 ) -> Forward:
-    """Return the forward of stages; after the last one the user's step goes on to its loss.
+    """Return the forward of stages; after the last one the user's step continues to its loss.
 
     Args:
         graphs: The graphs of each stage.

@@ -32,7 +32,7 @@ def _refuse(packed: None) -> Any:
 
 
 def without_saved_tensors(compute: Callable[[], Result]) -> Result:
-    """Return the result of a computation whose graph keeps no tensors: those of a whole network would be there at once.
+    """Return the result of a computation whose graph keeps no tensors: a whole network has too many of them.
 
     If the computation itself runs backward, it is done again with these tensors.
 

@@ -160,7 +160,7 @@ def _tensors_in_attributes(value: Any) -> list[Tensor]:
             tensors.append(item)
             continue
 
-        # 2. Go on with its items or attributes.
+        # 2. Continue with its items or attributes.
         contents = items_of_output(item)
         if contents is None and not isinstance(item, _LEAVES):
             contents = getattr(item, "__dict__", {}).values()

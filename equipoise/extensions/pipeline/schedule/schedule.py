@@ -279,7 +279,7 @@ class _GapFiller:
 
 
 def needed_for(stage: int, action: Action, stages: int) -> Task | None:
-    """Return the task that must be done before an action; None if the action can begin at once.
+    """Return the task that must be done before an action; None if the action can begin immediately.
 
     Args:
         stage: Index of the stage.

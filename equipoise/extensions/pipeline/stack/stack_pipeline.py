@@ -118,4 +118,4 @@ _REACHED = object()
 
 
 def _pass() -> None:
-    """Go on at once: outside of steps there is one call at a time."""
+    """Continue immediately: outside of steps there is one call at a time."""

@@ -126,7 +126,7 @@ class DeviceLoad:
             elsewhere; by phase where it differs. Default: 1.
         additions: What it holds beside the step.
         momentary: Categories whose storages exist for a moment when they are created, even if it holds none of them:
-            gradients that go into a bucket at once. Default: none.
+            gradients that go into a bucket immediately. Default: none.
         work: The stages of a pipeline that it computes, in place of factors and additions. Default: none.
 
     Example:

@@ -12,7 +12,7 @@ _GROUP = "process_group"
 class CommHook:
     """A hook and its state, which can be sent to processes whose group does not exist yet.
 
-    Torch's PowerSGDState cannot: a copy looks for the group at once. So the values of a state are sent, without a
+    Torch's PowerSGDState cannot: a copy looks for the group immediately. So the values of a state are sent, without a
     group.
 
     Args:

@@ -51,7 +51,7 @@ class GradientExchange:
         return self._current_engine().forward_backward(step, parts, last)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward of manual optimisation and average its gradients over the processes at once."""
+        """Run a backward of manual optimisation and average its gradients over the processes immediately."""
         engine = self._current_engine()
         # The other engine is for automatic optimisation.
         assert isinstance(engine, NativeEngine)

@@ -55,7 +55,7 @@ class NativeEngine:
         return average_gradients(window, optimizer, total, 1)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward and average its gradients over the processes at once."""
+        """Run a backward and average its gradients over the processes immediately."""
         self._reducer.begin()
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._reducer.finish()

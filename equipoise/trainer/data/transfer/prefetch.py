@@ -1,7 +1,7 @@
 """Prefetch: the next batch travels to its device while the device computes the present step.
 
 The host is ahead of a CUDA device: it has started a step long before the device has done it, and reads the next batch
-meanwhile. On a stream of its own the copy of that batch begins at once. Nothing else moves: hooks, random numbers,
+meanwhile. On a stream of its own the copy of that batch begins immediately. Nothing else moves: hooks, random numbers,
 checkpoints and repeated steps see what they see without it.
 """
 

@@ -62,7 +62,7 @@ class AutomaticStep(ModuleStep):
         self._skip_backward = skip_backward
         self._count_skipped = count_skipped
         self._batch_weight = batch_weight
-        # One process that computes a window at once needs no weights.
+        # One process that computes a window together needs no weights.
         self._is_alone = context.strategy.processes.world_size == 1
         is_unweighed = window.parts == 1 and self._is_alone and not context.strategy.backward_per_micro_batch
         self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight

@@ -16,7 +16,7 @@ class ScaledSteps:
     """Takes steps, and tells whether the scaler has skipped them.
 
     The scaler waits for the device by itself, and then calls the optimiser or not: a hook of the optimiser notices it.
-    A fused optimiser is always called and decides on the device, so its decision is read once somebody asks.
+    A fused optimiser is always called and decides on the device, so its decision is read once a caller asks.
 
     Args:
         scaler: The scaler.

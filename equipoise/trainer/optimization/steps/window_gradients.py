@@ -53,7 +53,7 @@ class WindowGradients:
         self._user_zero_grad = hooks.bind_module("optimizer_zero_grad")
         self._is_torch_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
 
-        # 2. Weighing. A window that is computed at once in one process has gradients that are right already, unless
+        # 2. Weighing. A window that is computed together in one process has gradients that are right already, unless
         #    recovery from an out-of-memory error splits a batch.
         self._weigh: Callable[[AccumulationWindow, Optimizer], bool | None] | None = None
         strategy_class = type(self._strategy)
