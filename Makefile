@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Modules are compiled once, not in each process anew, even where the machine's environment asks for the latter.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all test-versions update lint format docs bench clean
+.PHONY: help train test test-all test-versions update lint format docs bench release-check clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    the documentation as a site, in docs/_build"
 	@echo "make bench   the overhead benchmark"
+	@echo "make release-check  build sdist and wheel into dist/, check them, and try the wheel in an empty environment"
 	@echo "make clean   remove the environment and all outputs"
 	@echo
 	@echo "make PYTHON=python3.12 ... takes another Python than python3; 3.11 is the oldest that will do"
@@ -69,5 +70,9 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead/main.py
 
+# Everything of docs/releasing.md that a program can check.
+release-check: $(READY)
+	$(BIN)/python -m scripts.release
+
 clean:
-	rm -rf $(VENV) .versions outputs multirun docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions dist outputs multirun docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

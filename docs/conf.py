@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_site"))
 # The project
 
 project = "Equipoise"
-author = "The Equipoise developers"
+author = "The Equipoise contributors"
 release = version = equipoise.__version__
 copyright = author
 
@@ -33,7 +33,9 @@ source_suffix = {".md": "markdown"}
 include_patterns = [
     "docs/**",
     "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     "benchmarks/*/README.md",
     "examples/*/README.md",

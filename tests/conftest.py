@@ -36,7 +36,8 @@ __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_
 # A machine without Hydra can run all other tests.
 _NEED_HYDRA = [
     "app",
-    "extensions/sweeps",
+    "extensions/pool",
+    "extensions/ray/test_ray_launcher.py",
     "extensions/comparison",
     "extensions/planning/command",
     "docs",
@@ -69,6 +70,32 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_further_cases(items)
+
+
+# A copy of the package without extensions: `python -m tests.core_alone`
+
+_HAS_EXTENSIONS = importlib.util.find_spec("equipoise.extensions") is not None
+_MISSING = "missing from this installation"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Skips modules that import an extension, where none is there."""
+    report: Any = yield
+    if not _HAS_EXTENSIONS and report.failed and _MISSING in str(report.longrepr):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: an extension is {_MISSING}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Skips tests that ask for an extension, where none is there."""
+    report: Any = yield
+    if not _HAS_EXTENSIONS and report.failed and _MISSING in str(report.longrepr):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: an extension is {_MISSING}")
+    return report
 
 
 # Chance

@@ -194,7 +194,7 @@ def test_the_package_can_be_read() -> None:
     assert not beyond, "; ".join(beyond)
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "scripts"])
 def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     """Outside of the package as well."""
     questions = []

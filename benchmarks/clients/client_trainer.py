@@ -5,6 +5,7 @@ class `Trainer` in the modules of Lightning before the library is imported. CLIE
 It holds one JSON object a line: the test, its outcome, and whether it ran a Trainer.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -45,11 +46,19 @@ def _record_runs(trainer: type) -> None:
         setattr(trainer, entry, noted)
 
 
+def _run_unchanged_modules() -> None:
+    """Run the tests that scikit-base would skip because their module is as on the main branch of its repository."""
+    with contextlib.suppress(ImportError):
+        changes: Any = importlib.import_module("skbase.utils.git_diff")
+        changes._is_module_changed = lambda module: True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Exchange the Trainer before tests, and the library with them, are imported."""
     import lightning
     import pytorch_lightning
 
+    _run_unchanged_modules()
     if os.environ["CLIENT_TRAINER"] == "equipoise":
         import equipoise
 

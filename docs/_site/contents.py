@@ -62,7 +62,16 @@ GROUPS = {
         "docs/reference/interfaces",
         "docs/reference/errors",
     ],
-    "Design": ["docs/design", "CONTRIBUTING", "tests/simulated/README", "CHANGELOG"],
+    "The project": [
+        "docs/stability",
+        "CHANGELOG",
+        "SECURITY",
+        "docs/design",
+        "CONTRIBUTING",
+        "CODE_OF_CONDUCT",
+        "docs/releasing",
+        "tests/simulated/README",
+    ],
 }
 
 # Titles in the table, where that of the page is long or does not name what one searches for.

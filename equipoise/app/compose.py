@@ -86,6 +86,10 @@ def _register() -> None:
     for name, callback in [*named, *_extensions("callbacks")]:
         store.store(name=name, group="callbacks", node=config_class(callback), package=f"callbacks.{name}")
 
+    # Every run has two of these by default. A run without them is one, too.
+    for name in missing_callbacks():
+        store.store(name=name, group="callbacks", node={}, package="_global_")
+
     # 4. Launchers. Hydra starts jobs by a plugin, which asks the chosen launcher.
     plugin = {"_target_": "hydra_plugins.equipoise_launcher.EquipoiseLauncher"}
     store.store(name="equipoise", group="hydra/launcher", node=plugin)
@@ -94,6 +98,12 @@ def _register() -> None:
         store.store(name=name, group="launcher", node=options, package="_global_")
 
     Plugins.instance().register(_SearchPath)
+
+
+def missing_callbacks() -> list[str]:
+    """Return the names of callbacks of Equipoise that were removed from this installation."""
+    present = names_of_extensions("callbacks")
+    return [name for name in names_of_extensions("callbacks", missing=True) if name not in present]
 
 
 def _extensions(kind: str) -> Iterator[tuple[str, Any]]:
@@ -172,6 +182,9 @@ def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:
+    missing = missing_callbacks()
+    if missing and is_first():
+        print(f"equipoise: missing from this installation: {', '.join(missing)}.", file=sys.stderr)
     if is_first():
         # An override may refer to a key that is missing, which is reported where the value is read.
         overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

@@ -18,19 +18,21 @@ from equipoise.errors import ConfigurationError
 __all__ = ["load_extension", "names_of_extensions"]
 
 _PACKAGE = "equipoise"
+_OWN_EXTENSIONS = "equipoise.extensions."
 
 
-def names_of_extensions(kind: str) -> list[str]:
+def names_of_extensions(kind: str, *, missing: bool = False) -> list[str]:
     """Return the names of all extensions of a kind: those of Equipoise in their order, then those of other packages.
 
     Args:
         kind: The end of the group's name, such as "strategies".
+        missing: Count extensions of Equipoise that were removed from this installation. Default: False.
 
     Example:
         >>> names_of_extensions("strategies")[:3]
         ['single_device', 'dp', 'balanced']
     """
-    return list(_points(kind))
+    return [name for name, points in _points(kind).items() if missing or not _is_missing(points[0])]
 
 
 def load_extension(kind: str, name: str) -> Any:
@@ -49,7 +51,7 @@ def load_extension(kind: str, name: str) -> Any:
     """
     points = _points(kind).get(name, [])
     if not points:
-        present = ", ".join(map(repr, _points(kind)))
+        present = ", ".join(map(repr, names_of_extensions(kind)))
         raise ConfigurationError(
             f"No installed package offers {name!r} among the {kind}: there are {present or 'none'}."
         )
@@ -61,6 +63,11 @@ def load_extension(kind: str, name: str) -> Any:
             " the object that you mean."
         )
     (point, *_) = points
+    if _is_missing(point):
+        raise ConfigurationError(
+            f"{name!r} among the {kind} belongs to an extension that is missing from this installation:"
+            f" {_folder_of(point)}. Install the whole package of Equipoise."
+        )
     try:
         return point.load()
     except Exception as error:
@@ -73,6 +80,18 @@ def load_extension(kind: str, name: str) -> Any:
 def package_of(point: EntryPoint) -> str:
     """Return the name of the package that offers an extension."""
     return _PACKAGE if point.dist is None else point.dist.name
+
+
+def _is_missing(point: EntryPoint) -> bool:
+    """Return True for one of Equipoise's own extensions whose folder was removed."""
+    if not point.module.startswith(_OWN_EXTENSIONS):
+        return False
+    return not (Path(__file__).parents[2] / _folder_of(point)).is_dir()
+
+
+def _folder_of(point: EntryPoint) -> Path:
+    """Return the folder of one of Equipoise's own extensions, relative to that of the package."""
+    return Path(*point.module.split(".")[:3])
 
 
 @cache

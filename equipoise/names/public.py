@@ -147,7 +147,15 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
             return import_module(f"{package}.{name}")
         if name not in modules_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(modules_by_name[name])
+        try:
+            module = import_module(modules_by_name[name])
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("equipoise.extensions"):
+                raise
+            raise ImportError(
+                f"{name} belongs to an extension that is missing from this installation: {error.name}. Install the"
+                " whole package of Equipoise."
+            ) from None
         value = getattr(module, name)
         # The next use finds the name without this function.
         setattr(sys.modules[package], name, value)

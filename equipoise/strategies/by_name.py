@@ -11,9 +11,13 @@ __all__ = ["make_strategy", "strategy_names"]
 _KIND = "strategies"
 
 
-def strategy_names() -> list[str]:
-    """Return the names of all strategies that are installed."""
-    return names_of_extensions(_KIND)
+def strategy_names(*, missing: bool = False) -> list[str]:
+    """Return the names of all strategies that are installed.
+
+    Args:
+        missing: Count those of Equipoise that were removed from this installation, too. Default: False.
+    """
+    return names_of_extensions(_KIND, missing=missing)
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:

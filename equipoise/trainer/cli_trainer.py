@@ -1,6 +1,6 @@
 """CLITrainer: our Trainer for `LightningCLI`, which asks for a subclass of Lightning's."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer as LightningTrainer
 
@@ -22,7 +22,9 @@ class CLITrainer(LightningTrainer):
         >>> cli = LightningCLI(Model, Data, trainer_class=CLITrainer)  # doctest: +SKIP
     """
 
-    __init__ = Trainer.__init__
+    # The command line reads the arguments here. Type checkers, which cannot follow it, read `__new__` alone.
+    if not TYPE_CHECKING:
+        __init__ = Trainer.__init__
 
     def __new__(cls, **options: Any) -> Trainer:  # type: ignore[misc]
         """Return a trainer of Equipoise, whose `__init__` alone is called."""

@@ -70,7 +70,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     # 2. The run, in this process or in those that the strategy starts.
     if parts.strategy.processes.spawns:
         return _run_in_processes(parts, request)
-    return _launch(parts, partial(_carry_out, parts, request))
+    return _launch(parts, request, partial(_carry_out, parts, request))
 
 
 def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
@@ -87,25 +87,28 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
 
     # 2. The run and its results.
     shared = shared_objects(parts, request)
-    results = _launch(parts, partial(_carry_out_and_collect, parts, request, shared), shared)
+    results = _launch(parts, request, partial(_carry_out_and_collect, parts, request, shared), shared)
     if results.process != this_process():
         parts.begin_run(make_context(parts, request))
     return apply_results(parts, shared, results)
 
 
-def _launch(parts: TrainerParts, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
+def _launch(parts: TrainerParts, request: Request, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
     """Call a function in every process; return the result of the main process."""
     try:
         return parts.strategy.processes.launch(function, known)
     except BaseException:
-        _note_failed_launch(parts.state)
+        _note_failed_launch(parts, request)
         raise
 
 
-def _note_failed_launch(state: RunState) -> None:
+def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
     """Note an error of a run that released nothing in this process: it ran in other ones, or nowhere."""
+    state = parts.state
     if state.status.stage is None:
         return
+    # The program may ask for the module, or save it, as after a run in this process.
+    parts.begin_run(make_context(parts, request))
     state.interrupt()
     state.leave()
     for logger in state.loggers:
@@ -181,14 +184,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
         restore_weights(context, checkpoint)
     if request.fitting:
-        configured = context.hooks.call_module("configure_optimizers")
-        optimizers, configs = parse_optimizers(configured, context.module)
-        if state.fuses_optimizers:
-            fuse_optimizers(optimizers, context.module)
-        for extension in step_extensions(state):
-            extension.check_optimizer(optimizers[0])
-        state.set_optimizers(optimizers, configs)
-        context.strategy.portable.connect_optimizers(optimizers)
+        _configure_optimizers(context)
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)
@@ -253,6 +249,19 @@ def _place(context: RunContext) -> None:
         context.strategy.setup(context.module, context.precision)
     if state.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
+
+
+def _configure_optimizers(context: RunContext) -> None:
+    """Let the module make its optimisers, and check them."""
+    state = context.state
+    configured = context.hooks.call_module("configure_optimizers")
+    optimizers, configs = parse_optimizers(configured, context.module)
+    if state.fuses_optimizers:
+        fuse_optimizers(optimizers, context.module)
+    for extension in step_extensions(state):
+        extension.check_optimizer(optimizers[0])
+    state.set_optimizers(optimizers, configs)
+    context.strategy.portable.connect_optimizers(optimizers)
 
 
 # The loop

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from tests.simulated.devices.installation import extension
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")

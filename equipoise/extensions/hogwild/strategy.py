@@ -53,6 +53,7 @@ class HogwildStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "hogwild"
+    # A process that is done with its batch waits for no other.
     steps_together: ClassVar[bool] = False
 
     def __init__(

@@ -89,15 +89,6 @@ class CheckedTraces:
         self._compared.clear()
 
     def _trace(self, name: str, structure: CallStructure) -> Traced:
-        """Trace a call.
-
-        Args:
-            name: The network's name in the user's module.
-            structure: The call.
-
-        Raises:
-            ConfigurationError: If the network cannot be traced.
-        """
         network = self._modules[name]
         forward = self._patch.original(name)
         try:

@@ -1,17 +1,55 @@
 """Choice of the cut of a network: as the user, an earlier run or another replica has chosen, or by measured costs."""
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from equipoise.extensions.pipeline.common_cut import CommonCut
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, cut_as_pinned, cut_by_names
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import cut_automatically, narrow_to_micro_batch
 
-__all__ = ["CutChoice"]
+__all__ = ["CommonCut", "CutChoice"]
+
+_KEY = "cut"
+
+
+class CommonCut:
+    """The cut that all replicas take: that of the replica which measures first, in a store that all of them read.
+
+    Replicas with other cuts would be right as well: they move each tensor to the processes that have it anywhere. But
+    they would hold more than they need.
+
+    Args:
+        store: Store of the processes that choose cuts.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> common_cut = CommonCut(HashStore())
+        >>> common_cut.publish(PinnedCut(names=["b"], calls=["b_1"])) == common_cut.read()
+        True
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self) -> PinnedCut | None:
+        """Return the cut; None if no replica has published one."""
+        if not self._store.check([_KEY]):
+            return None
+        return PinnedCut(**json.loads(self._store.get(_KEY)))
+
+    def publish(self, cut: PinnedCut) -> PinnedCut:
+        """Publish a cut, and return the one that was published first.
+
+        Args:
+            cut: The cut of this replica.
+        """
+        first = self._store.compare_set(_KEY, "", json.dumps(asdict(cut)))
+        return PinnedCut(**json.loads(first))
 
 
 class CutChoice:

@@ -12,11 +12,11 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.checked_traces import CheckedTraces, NotFollowed, key_of_call
-from equipoise.extensions.pipeline.common_cut import CommonCut
-from equipoise.extensions.pipeline.cut_choice import CutChoice
+from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
@@ -30,12 +30,12 @@ from equipoise.extensions.pipeline.planning.cut import (
 )
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import TooFewBlocks, largest_opaque
-from equipoise.extensions.pipeline.planning.traced_calls import compute_uncut
 from equipoise.extensions.pipeline.processes.engine import ProcessPipeline
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.timeline import Timeline
-from equipoise.extensions.pipeline.stack.stack_pipeline import StackedForward, StackPipeline
+from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
+from equipoise.extensions.pipeline.stack.stacked_call import StackedCall
 from equipoise.extensions.pipeline.stack.stacked_network import StackedNetwork
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 
@@ -193,12 +193,6 @@ class StagedNetwork:
             yield
 
     def _interceptor(self, name: str) -> Callable[..., Any]:
-        """Return the forward that replaces the network's own.
-
-        Args:
-            name: The network's name in the user's module.
-        """
-
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # 1. A stage that contains the whole network computes it.
             if is_inside_stage():
@@ -210,7 +204,7 @@ class StagedNetwork:
             step = current_step()
             if step is not None:
                 output = step.suspend(name, args, kwargs)
-                if isinstance(output, StackedForward):
+                if isinstance(output, StackedCall):
                     # The forward runs in this thread, and pauses between stages.
                     return output.run(args, kwargs)
                 return output
@@ -236,18 +230,11 @@ class StagedNetwork:
         return self.cut is None and self._choice.measures()
 
     def _uncut_output(self, name: str, structure: CallStructure) -> Any:
-        """Return the output of a call before the network is placed."""
+        """Return the output of a call before the network is placed: its layers are lent to the last device."""
         device = self.options.devices[-1]
-        try:
-            traced = self._traces.checked(name, structure)
-        except NotFollowed as error:
-            stacked = self._between_layers(name)
-            if stacked is None:
-                raise self._with_advice(name, error) from error.__cause__
-            with self._patch.removed():
-                return stacked.uncut_output(self._patch.original(name), structure, device)
-        with self._patch.removed():
-            return compute_uncut(traced, structure.tensors, device)
+        args, kwargs = structure.fill([tensor.to(device) for tensor in structure.tensors])
+        with self._patch.removed(), computed_on(device, self._modules[name], self.module):
+            return self._patch.original(name)(*args, **kwargs)
 
     # Stages.
 
@@ -335,7 +322,7 @@ class StagedNetwork:
         pipeline = pipelines[0]
         self.running = pipeline
         if isinstance(pipeline, ProcessPipeline):
-            pipeline.begin_step(begins_window=begins_window)
+            pipeline.fresh = begins_window
 
         # 2. Forwards and backwards in the order of the schedule.
         tied_copies = self.placement.tied_copies
@@ -392,7 +379,6 @@ class StagedNetwork:
             yield
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
-        """Cut the network, and place every layer on the device of its stage."""
         cut, sizes = self._placed_cut(name, structure, is_full_batch=is_full_batch)
         self.cut = cut
         table = table_of(cut, self.options, sizes)
@@ -421,7 +407,6 @@ class StagedNetwork:
         return cut, self.placement.place(self._modules[name], traced, cut.ends)
 
     def _recorded_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> tuple[Traced, Cut]:
-        """Return the recorded calls of the network, and their cut."""
         traced = self._traces.checked(name, structure)
         cut = self._choice.unmeasured(traced, name)
         if cut is None:
@@ -467,12 +452,7 @@ class StagedNetwork:
         return replace(cut, note=note), sizes
 
     def _with_advice(self, name: str, error: ConfigurationError) -> ConfigurationError:
-        """Return an error that also names the engine which may cut the network, if there is one.
-
-        Args:
-            name: The network's name in the user's module.
-            error: The error.
-        """
+        """Return an error that also names the engine which may cut the network, if there is one."""
         stacked = StackedNetwork.of(self._modules[name], name, self.module, self.options)
         if self.processes is None or stacked is None:
             return error
@@ -508,5 +488,4 @@ def _imbalance(cut: Cut, traced: Traced) -> str:
 
 
 def _slowest(cut: Cut) -> float:
-    """Return the predicted seconds of the slowest stage for a micro-batch."""
     return max(stage.seconds for stage in cut.stages)

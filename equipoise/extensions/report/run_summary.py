@@ -155,7 +155,8 @@ class RunSummary(Callback):
         if curves is not None:
             rank_zero_warn(
                 "RunSummary(curves=...) has no effect: there is no curves.png any more. Learning curves are in"
-                " report.html, which RunReport writes. Leave the argument out."
+                " report.html, which RunReport writes. Leave the argument out; it will be removed in Equipoise 0.3.",
+                category=FutureWarning,
             )
         self.table = table
         self.recorded = CurveHistory()

@@ -123,7 +123,6 @@ class AutomaticOptimization:
         self._scaled_steps: ScaledSteps | None = None
         if self._scaler is not None:
             self._scaled_steps = ScaledSteps(self._scaler)
-        if self._scaler is not None:
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
         self._is_alone = strategy.processes.world_size == 1
@@ -162,9 +161,7 @@ class AutomaticOptimization:
         self._user_step = hooks.bind_module("optimizer_step")
         is_unnoticed = self._scaler is not None or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
-        self._lightning_optimizer = None
-        if not self._needs_no_closure:
-            self._lightning_optimizer = context.lightning_optimizers()[0]
+        self._lightning_optimizer = None if self._needs_no_closure else context.lightning_optimizers()[0]
 
         # 5. The optimiser's step, if that is all that there is to do.
         self._plain_step: Callable[[], Any] | None = None

@@ -105,6 +105,8 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | Non
         if counterpart is not None:
             name, options = counterpart
             return make_strategy(name, **options)
+    if name in strategy_names(missing=True):
+        return make_strategy(name)
     return make_strategy(check_choice("strategy", name, ["auto", *names]))
 
 

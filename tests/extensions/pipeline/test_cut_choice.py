@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from equipoise.extensions.pipeline.common_cut import CommonCut
-from equipoise.extensions.pipeline.cut_choice import CutChoice
+from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut

@@ -179,7 +179,7 @@ class TestTable:
         assert list(tmp_path.iterdir()) == []
 
     def test_a_picture_is_no_longer_drawn(self, plain: io.StringIO, tmp_path: Path):
-        with pytest.warns(UserWarning, match=r"RunSummary\(curves=\.\.\.\) has no effect.*report\.html"):
+        with pytest.warns(FutureWarning, match=r"RunSummary\(curves=\.\.\.\) has no effect.*report\.html"):
             summary = RunSummary(curves=True)
         trainer(callbacks=[summary], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
         assert "Fit finished" in plain.getvalue()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from equipoise.parallel.communication import agreements
+from equipoise.parallel.communication import agreements, process_group
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def move_on(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(agreements, "group_store", lambda: store)
+    monkeypatch.setattr(process_group, "group_store", lambda: store)
     monkeypatch.setattr(agreements.time, "monotonic", lambda: clock[0])
     return move_on
 

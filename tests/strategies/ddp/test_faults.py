@@ -124,9 +124,11 @@ def test_a_fault(how: str, place: str, tmp_path: Path, monkeypatch: pytest.Monke
     if function is hangs:
         blame_early(monkeypatch)
     run = trainer(tmp_path, timeout=300.0)
+    module = Faulty(place, function)
     with pytest.raises(error, match=message):
-        run.fit(Faulty(place, function), loader(), loader())
+        run.fit(module, loader(), loader())
     assert run.state.status == "interrupted"
+    assert run.lightning_module is module
     for child in psutil.Process().children():
         assert not child.children(), "a worker is left"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.tied_copies import TiedCopies
-from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.parallel.device_work import note_placed
@@ -83,8 +82,9 @@ class Placement:
             move(tensor, last_device)
 
         # 3. Move layers outside the network when they are called.
-        inside = _identities_of_submodules(network)
-        inside.add(id(self.module))
+        inside = {id(self.module)}
+        if network is not None:
+            inside.update(map(id, network.modules()))
         for submodule in self.module.modules():
             if id(submodule) not in inside:
                 move_layer = partial(_move_layer, device=last_device)
@@ -111,12 +111,11 @@ class Placement:
             For each stage the bytes of its parameters and buffers.
         """
         # A layer lies with the first stage that calls it.
-        names_of_calls = owners(traced)
+        names = [owner_of(node) for node in traced.calls]
         parts_of_stages = []
         begin = 0
         for end in ends:
-            names = chain.from_iterable(names_of_calls[begin:end])
-            parts_of_stages.append([find_part(network, name) for name in names])
+            parts_of_stages.append([find_part(network, name) for name in names[begin:end] if name is not None])
             begin = end
         return self.place_parts(parts_of_stages)
 
@@ -158,13 +157,7 @@ class Placement:
         stage: int,
         placed: set[int],
     ) -> int:
-        """Move tensors to the device of a stage, and return their bytes.
-
-        Args:
-            tensors: The tensors.
-            stage: The stage.
-            placed: Identities of tensors that are placed already. These are added.
-        """
+        """Move tensors that are not placed yet to the device of a stage, and return their bytes."""
         # Under `in_processes`, this process has the last stage of every round.
         last_index = self._num_devices - 1
         is_here = not self.in_processes or self._device_index(stage) == last_index
@@ -182,7 +175,6 @@ class Placement:
         return size
 
     def _device_index(self, stage: int) -> int:
-        """Return the index of a stage's device."""
         return stage % self._num_devices
 
     # After placement.
@@ -238,7 +230,6 @@ class Placement:
         return False
 
     def _are_apart(self, stage: int, other: int) -> bool:
-        """Return True if two stages compute on different devices."""
         return self.devices[stage] != self.devices[other]
 
     def settle_optimizer(self, optimizer: Optimizer) -> None:
@@ -295,10 +286,3 @@ def _direct_tensors(module: nn.Module) -> list[Tensor]:
     parameters = module.parameters(recurse=False)
     buffers = module.buffers(recurse=False)
     return [*parameters, *buffers]
-
-
-def _identities_of_submodules(module: nn.Module | None) -> set[int]:
-    """Return the identities of a module and its submodules; none without a module."""
-    if module is None:
-        return set()
-    return {id(submodule) for submodule in module.modules()}

@@ -19,6 +19,7 @@ from equipoise.extensions.pipeline.graph.stages import (
     map_values,
     tensors_of,
 )
+from equipoise.parallel.gradient_sums import sum_gradients
 from equipoise.to_device import to_device
 
 __all__ = ["StageGraphs", "move_values", "run_backward"]
@@ -54,7 +55,7 @@ class StageGraphs:
         *,
         split: bool = False,
     ) -> None:
-        self._device = device
+        self.device = device
         self._device_before = before or device
         self._split = split
         # By the indices of micro-batches.
@@ -85,7 +86,7 @@ class StageGraphs:
         # 1. Compute.
         needs_graph = torch.is_grad_enabled() and keep
         detach = _leaf if needs_graph else _without_history
-        stage_inputs = move_values(inputs, self._device_before, self._device, detach)
+        stage_inputs = move_values(inputs, self._device_before, self.device, detach)
         with inside_stage():
             outputs = program.run(*stage_inputs)
         if not last:
@@ -139,7 +140,7 @@ class StageGraphs:
         # 3. Add what the first half does not see: gradients that reach a leaf otherwise than through the outputs.
         sums = []
         for gradient, tensor in zip(input_gradients, inputs, strict=True):
-            sums.append(_sum(gradient, tensor.grad))
+            sums.append(sum_gradients([gradient, tensor.grad], tensor.device))
         for tensor in inputs:
             # A user who keeps the graph keeps its leaves.
             tensor.grad = None
@@ -236,21 +237,12 @@ def move_values(
 
 
 def _moved_to(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients on the devices of their tensors."""
     moved: list[Tensor | None] = []
     for gradient, tensor in zip(gradients, tensors, strict=True):
         if gradient is not None:
             gradient = to_device(gradient, tensor.device)
         moved.append(gradient)
     return moved
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None:
-        return second
-    if second is None:
-        return first
-    return first + second
 
 
 def _without_history(tensor: Tensor, device: torch.device) -> Tensor:

@@ -17,12 +17,7 @@ __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
 
 class _LocalState(threading.local):
-    """State of each thread.
-
-    Attributes:
-        step: The step that runs in the thread; None if there is none.
-        is_inside_stage: True while a stage computes in the thread.
-    """
+    """State of each thread."""
 
     step: "SuspendedStep | None" = None
     is_inside_stage: bool = False
@@ -168,7 +163,6 @@ class SuspendedStep:
         return output
 
     def _run(self, state: ThreadState) -> None:
-        """Run the function in its thread."""
         _local.set_step(self)
         try:
             with state.entered(), in_helper_thread():

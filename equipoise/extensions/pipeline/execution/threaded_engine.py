@@ -8,16 +8,15 @@ order: several would not be faster, and so random numbers are drawn in the same 
 
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise.extensions.pipeline.execution.stage_actions import forward_of_steps, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.extensions.pipeline.graph.stages import StageProgram
@@ -26,7 +25,10 @@ from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.device_threads import ThreadState
 
-__all__ = ["Pipeline", "StepRun"]
+__all__ = ["Compute", "Pipeline", "StepRun"]
+
+# Computes an action of a stage from what another stage has passed on, and returns what it passes on itself.
+Compute = Callable[[int, Action, Any], Any]
 
 
 class Pipeline:
@@ -88,8 +90,8 @@ class Pipeline:
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-        pipelines: Sequence["Pipeline"] | None = None,
+        backward: Callable[[int], None],
+        pipelines: Sequence["Pipeline"],
     ) -> None:
         """Compute micro-batches, each to the end of its step, and then backward.
 
@@ -97,14 +99,12 @@ class Pipeline:
             steps: The steps, each of which waits for the network's output.
             inputs: For each step the tensors of its call of the network.
             backward: Runs the backward of a step that has ended, down to the inputs of the last stage, given the index
-                of its micro-batch. None: there is no backward.
-            pipelines: For each micro-batch the stages of its call's structure. Default: this pipeline's.
+                of its micro-batch.
+            pipelines: For each micro-batch the stages of its call's structure.
         """
         self.failed = None
-        if pipelines is None:
-            pipelines = [self] * len(steps)
         # A step that did not end waits in its thread, so every error must abandon it.
-        run = self._new_run(steps, inputs, backward, pipelines)
+        run = StepRun(self, inputs, self._computation(steps, inputs, backward, pipelines))
         try:
             if self.threads:
                 run.in_threads()
@@ -117,16 +117,31 @@ class Pipeline:
         spans = sorted(run.spans, key=lambda span: span.begin)
         self.timeline = Timeline(tuple(spans), len(self.devices), self.stages_per_device)
 
-    def _new_run(
+    def _computation(
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
+        backward: Callable[[int], None],
         pipelines: Sequence["Pipeline"],
-    ) -> "StepRun":
-        """Return a step in all stages; see `run`."""
-        programs = [pipeline.stages for pipeline in pipelines]
-        return _TracedRun(self, steps, inputs, backward, programs)
+    ) -> Compute:
+        """Return how a stage computes; see `run` for the arguments."""
+        graphs = {}
+        before = self.devices[0]
+        for stage, device in enumerate(self.devices):
+            graphs[stage] = StageGraphs(device, before, split=splits(self.schedule))
+            before = device
+        last = len(self.devices) - 1
+        forward = forward_of_steps(graphs, steps, lambda stage, index: pipelines[index].stages[stage], last)
+
+        def compute(stage: int, action: Action, received: Any) -> Any:
+            loss_backward = backward if stage == last else None
+            result = run_action(graphs[stage], stage, action, received, forward, loss_backward)
+            if stage == 0 and action.backward and not action.weights:
+                # The step may have computed the inputs from parameters.
+                run_backward(inputs[action.micro_batch], result)
+            return result
+
+        return compute
 
     def note_failure(self, device: torch.device) -> None:
         """Record the device of a failed stage. The first failure counts."""
@@ -134,27 +149,22 @@ class Pipeline:
             self.failed = device
 
 
-class StepRun(ABC):
-    """One step in all stages. Derived classes say how a stage computes.
+class StepRun:
+    """One step in all stages.
 
     Args:
         pipeline: The stages.
-        steps, inputs, backward: See `Pipeline.run`.
+        inputs: For each micro-batch the tensors of its call of the network.
+        compute: Computes an action of a stage.
 
     Attributes:
         spans: The actions as they ran.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        steps: Sequence[SuspendedStep],
-        inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Sequence[Tensor]], compute: Compute) -> None:
         self._pipeline = pipeline
-        self._steps = steps
-        self._backward = backward
+        self._compute = compute
+        self._micro_batches = len(inputs)
         self._last = len(pipeline.devices) - 1
         self._errors: list[BaseException] = []
         self.spans: list[Span] = []
@@ -168,11 +178,13 @@ class StepRun(ABC):
     def _actions_of(self, device: int) -> list[Task]:
         """Return the actions of a device, given its index."""
         pipeline = self._pipeline
-        count = len(self._steps)
-        actions = actions_of(pipeline.schedule, device, pipeline.num_devices, count, pipeline.stages_per_device)
-        if self._backward is None:
-            return [(stage, action) for stage, action in actions if not action.backward]
-        return actions
+        return actions_of(
+            pipeline.schedule,
+            device,
+            pipeline.num_devices,
+            self._micro_batches,
+            pipeline.stages_per_device,
+        )
 
     # Threads.
 
@@ -224,7 +236,6 @@ class StepRun(ABC):
                 self._errors.clear()
 
     def _work(self, device: int, state: ThreadState) -> None:
-        """Compute the actions of a device in its thread."""
         try:
             with state.entered():
                 for stage, action in self._actions_of(device):
@@ -265,101 +276,20 @@ class StepRun(ABC):
         begin = perf_counter()
         try:
             with on_device(device), computing_on(stage % self._pipeline.num_devices):
-                if action.weights:
-                    self._run_weights(stage, action.micro_batch)
-                elif action.backward:
-                    self._run_backward(stage, action.micro_batch, received)
-                else:
-                    self._run_forward(stage, action.micro_batch, received)
+                result = self._compute(stage, action, received)
         except BaseException as error:
             self._pipeline.note_failure(device)
             error.add_note(f"This was stage {stage} of the pipeline, on {device}.")
             raise
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
-    @abstractmethod
-    def _run_forward(self, stage: int, index: int, received: Any) -> None:
-        """Compute a stage for a micro-batch, and pass its values on.
-
-        Args:
-            stage: The stage.
-            index: Index of the micro-batch.
-            received: Value that the stage before has passed on.
-        """
-
-    @abstractmethod
-    def _run_backward(self, stage: int, index: int, received: Any) -> None:
-        """Run the backward of a stage, and pass gradients on to the stage before.
-
-        Args:
-            stage: The stage.
-            index: Index of the micro-batch.
-            received: Value that the next stage has passed on; None for the last stage.
-        """
-
-    @abstractmethod
-    def _run_weights(self, stage: int, index: int) -> None:
-        """Compute the gradients of a stage's weights, which a split backward leaves for later."""
-
-
-class _TracedRun(StepRun):
-    """One step in stages that consist of recorded calls.
-
-    Args:
-        pipeline, steps, inputs, backward: See `StepRun`.
-        programs: For each micro-batch its stages.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        steps: Sequence[SuspendedStep],
-        inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-        programs: Sequence[Sequence[StageProgram]],
-    ) -> None:
-        super().__init__(pipeline, steps, inputs, backward)
-        self._inputs = inputs
-        self._programs = programs
-        split = splits(pipeline.schedule)
-        self._graphs = []
-        before = pipeline.devices[0]
-        for device in pipeline.devices:
-            self._graphs.append(StageGraphs(device, before, split=split))
-            before = device
-
-    def _run_forward(self, stage: int, index: int, received: Any) -> None:
-        """See `StepRun`: the values are the outputs of the stage."""
-        inputs: list[Any] = received
-        step = self._steps[index]
-        program = self._programs[index][stage]
-        is_last = stage == self._last
-        keep = self._backward is not None
-        assert step.state is not None
-        # The step's thread has the last device as its current one, this stage has its own.
-        with step.state.entered(), on_device(self._pipeline.devices[stage]):
-            outputs = self._graphs[stage].forward(index, program, inputs, keep=keep, last=is_last)
-        if is_last:
-            step.resume(outputs)
-        else:
-            self._forwards[stage + 1].put(outputs)
-
-    def _run_backward(self, stage: int, index: int, received: Any) -> None:
-        """See `StepRun`: the values are gradients of the stage's outputs; the loss provides those of the last stage."""
-        assert self._backward is not None
-        gradients = received
-        if gradients is None:
-            gradients = partial(self._backward, index)
-        input_gradients = self._graphs[stage].backward(index, gradients)
-        if stage > 0:
-            self._backwards[stage - 1].put(input_gradients)
-        else:
-            # The step may have computed the inputs from parameters.
-            run_backward(self._inputs[index], input_gradients)
-
-    def _run_weights(self, stage: int, index: int) -> None:
-        """See `StepRun`."""
-        self._graphs[stage].weights(index)
+        # What it returns goes to the stage that needs it, if there is one.
+        if action.weights:
+            return
+        if not action.backward and stage < self._last:
+            self._forwards[stage + 1].put(result)
+        elif action.backward and stage > 0:
+            self._backwards[stage - 1].put(result)
 
 
 class _Ended(Exception):

@@ -100,11 +100,7 @@ class TiedCopy:
 
 
 def _check_layer(layer: nn.Module, name: str) -> None:
-    """Check that a copy of a layer would compute the same.
-
-    Raises:
-        ConfigurationError: If it would not.
-    """
+    """Check that a copy of a layer would compute the same."""
     for submodule in layer.modules():
         if getattr(submodule, "track_running_stats", False):
             raise ConfigurationError(
@@ -147,9 +143,6 @@ class TiedCopies:
             self._copies[key] = (part, TiedCopy(layer, device, name))
         _, tied_copy = self._copies[key]
         return tied_copy.module
-
-    def __len__(self) -> int:
-        return len(self._copies)
 
     def _all(self) -> list[TiedCopy]:
         return [tied_copy for _, tied_copy in self._copies.values()]

@@ -1,12 +1,12 @@
 """Traits of torch's operations that decide which answers of a forward hold for other calls."""
 
-from collections.abc import Iterator
 from enum import Flag, auto
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from equipoise.tree import tensors_in
 
 __all__ = ["Traits", "traits_of"]
 
@@ -39,7 +39,7 @@ def traits_of(name: str, args: Any) -> Traits:
     if name != "index":
         return _traits_of_name(name)
     # An index by numbers has the sizes of these numbers. With a mask the sizes depend on its values.
-    indices = _tensors_in(args[1:])
+    indices = tensors_in(args[1:])
     has_mask = any(index.dtype in _MASKS for index in indices)
     if has_mask:
         return Traits.DYNAMIC
@@ -64,12 +64,3 @@ def _traits_of_name(name: str) -> Traits:
         if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
             traits |= Traits.DYNAMIC
     return traits
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples and lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)

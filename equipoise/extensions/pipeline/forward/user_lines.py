@@ -37,12 +37,6 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
 
 
 def _describe_line(code: CodeType, number: int) -> str:
-    """Return function, number and text of a line.
-
-    Args:
-        code: Code of the function.
-        number: Number of the line in its file.
-    """
     line = linecache.getline(code.co_filename, number)
     text = line.strip()
     return f"{code.co_qualname}, line {number}: `{text}`"
@@ -75,7 +69,6 @@ def is_assertion(code: CodeType, position: int) -> bool:
 
 
 def _instruction_at(offset: int, instructions: Iterable[dis.Instruction]) -> dis.Instruction | None:
-    """Return the instruction with an offset; None if there is none."""
     for instruction in instructions:
         if instruction.offset == offset:
             return instruction

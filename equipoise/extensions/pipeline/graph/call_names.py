@@ -4,27 +4,18 @@ from torch import fx
 
 from equipoise.extensions.pipeline.graph.traced import Traced
 
-__all__ = ["modules_of", "names_of", "owners", "with_parents"]
+__all__ = ["modules_of", "names_of", "owner_of", "with_parents"]
 
 # The traced root holds the network as its attribute `network`.
 _PREFIX = "network."
 
 
-def owners(traced: Traced) -> list[list[str]]:
-    """Return for each call the names of the network's modules and tensors that it uses.
-
-    A tensor that the forward itself creates belongs to no module.
-    """
-    owners_of_calls: list[list[str]] = []
-    for node in traced.calls:
-        target = str(node.target)
-        uses_network = node.op in ("call_module", "get_attr") and target.startswith(_PREFIX)
-        names = []
-        if uses_network:
-            name = target.removeprefix(_PREFIX)
-            names.append(name)
-        owners_of_calls.append(names)
-    return owners_of_calls
+def owner_of(node: fx.Node) -> str | None:
+    """Return the name of the network's module or tensor that a call uses; None if it uses none."""
+    target = str(node.target)
+    if node.op in ("call_module", "get_attr") and target.startswith(_PREFIX):
+        return target.removeprefix(_PREFIX)
+    return None
 
 
 def modules_of(node: fx.Node) -> list[str]:

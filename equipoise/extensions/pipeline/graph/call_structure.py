@@ -1,6 +1,5 @@
 """The arguments of a network's call, split into tensors and the structure around them."""
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,12 +35,6 @@ class CallStructure:
             _check_leaf(leaf)
         self._tree, self.tensors = extract_tensors(arguments, _items_of)
         self.key = repr(self._tree)
-
-    def without_tensors(self) -> "CallStructure":
-        """Return the structure alone, which keeps no tensor of the call alive."""
-        structure = copy.copy(self)
-        structure.tensors = []
-        return structure
 
     def copies_on(self, device: torch.device) -> list[Tensor]:
         """Return copies of the tensors, which a forward may change. A tensor that is passed twice has one copy.

@@ -1,128 +1,92 @@
 """Conditions under which a recorded forward serves for other calls."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.graph.traced import copy_call
+from equipoise.extensions.pipeline.graph.traced import Condition, copy_call, on_device
 
-__all__ = [
-    "AttributeCondition",
-    "IdentityCondition",
-    "ShapeCondition",
-    "TrainableCondition",
-    "ValueCondition",
-    "program_of",
-]
+__all__ = ["program_of", "same_answer", "same_attributes", "same_objects", "same_shapes", "same_trainable"]
 
 # Computes the answer to a question from the tensors of a call.
 Program = Callable[[Any], Any]
-# Adds a question to a graph, and returns its call there. Receives the graph, and a function that returns the copies of
-# calls there.
-AddQuestion = Callable[[fx.Graph, Callable[[fx.Node], fx.Node]], fx.Node]
+# Adds a call to a graph, with positional and keyword arguments, and returns it.
+AddCall = Callable[[fx.Graph, Sequence[Any], dict[str, Any]], fx.Node]
 
 
-class ShapeCondition:
-    """Tensors of a call have these shapes.
+def same_shapes(shapes: Mapping[int, Sequence[int]]) -> Condition:
+    """Return the condition that tensors of a call have shapes.
 
     Args:
         shapes: The shape for the index of each tensor.
     """
 
-    def __init__(self, shapes: Mapping[int, Sequence[int]]) -> None:
-        self._shapes = tuple(shapes.items())
+    def holds(tensors: Sequence[Tensor]) -> bool:
+        return all(tensors[index].shape == shape for index, shape in shapes.items())
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the tensors have these shapes."""
-        return all(tensors[index].shape == shape for index, shape in self._shapes)
+    return holds
 
 
-class TrainableCondition:
-    """The same parameters require gradients as when the forward was recorded.
+def same_trainable(parameters: Sequence[nn.Parameter]) -> Condition:
+    """Return the condition that the same parameters require gradients as now."""
+    flags = [parameter.requires_grad for parameter in parameters]
 
-    Args:
-        parameters: The parameters.
-    """
+    def holds(tensors: Sequence[Tensor]) -> bool:
+        return [parameter.requires_grad for parameter in parameters] == flags
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._flags = self._present_flags()
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the same parameters require gradients."""
-        return self._present_flags() == self._flags
-
-    def _present_flags(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+    return holds
 
 
-class IdentityCondition:
-    """Attributes of modules, such as parameters and buffers, are the same tensors.
+def same_objects(root: nn.Module, paths: Iterable[str]) -> Condition:
+    """Return the condition that attributes of modules, such as parameters and buffers, are the same objects as now.
 
     Args:
         root: The module to which paths refer.
         paths: Paths of the attributes.
     """
+    attributes: list[tuple[nn.Module, str, Any]] = []
+    for path in sorted(set(paths)):
+        owner_path, _, name = path.rpartition(".")
+        owner = root.get_submodule(owner_path)
+        attributes.append((owner, name, getattr(owner, name)))
 
-    def __init__(self, root: nn.Module, paths: Iterable[str]) -> None:
-        self._attributes: list[tuple[nn.Module, str, Any]] = []
-        for path in sorted(set(paths)):
-            owner_path, _, name = path.rpartition(".")
-            owner = root.get_submodule(owner_path)
-            self._attributes.append((owner, name, getattr(owner, name)))
+    def holds(tensors: Sequence[Tensor]) -> bool:
+        return all(getattr(owner, name, None) is value for owner, name, value in attributes)
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the attributes are the same objects."""
-        return all(getattr(owner, name, None) is value for owner, name, value in self._attributes)
+    return holds
 
 
-class AttributeCondition:
-    """Attributes of a module, by which its forward may decide, have these values.
+def same_attributes(module: nn.Module, expected: Mapping[str, Any]) -> Condition:
+    """Return the condition that attributes of a module, by which its forward may decide, have values.
 
     Args:
         module: The module.
         expected: Names and values of the attributes.
     """
+    attributes = vars(module)
 
-    def __init__(self, module: nn.Module, expected: Mapping[str, Any]) -> None:
-        self._attributes = vars(module)
-        self._expected = expected.items()
+    def holds(tensors: Sequence[Tensor]) -> bool:
+        return expected.items() <= attributes.items()
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the attributes have these values."""
-        return self._expected <= self._attributes.items()
+    return holds
 
 
-class ValueCondition:
-    """A question about values has this answer. The values follow from the tensors of the call alone.
+def same_answer(program_on: Callable[[torch.device], Program], expected: Any, index: int) -> Condition:
+    """Return the condition that a question about values has an answer. The values follow from a call's tensors alone.
 
     Args:
         program_on: Returns for a device a function that computes the answer there from the tensors of the call.
         expected: The answer.
         index: Index of a tensor that the answer depends on.
     """
+    program_of_device = cache(program_on)
 
-    def __init__(
-        self,
-        program_on: Callable[[torch.device], Program],
-        expected: Any,
-        index: int,
-    ) -> None:
-        self._program_on = program_on
-        self._expected = expected
-        self._index = index
-        self._programs: dict[torch.device, Program] = {}
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the answer is the same for these tensors."""
+    def holds(tensors: Sequence[Tensor]) -> bool:
         # 1. The answer is computed where the tensors are.
-        device = tensors[self._index].device
-        program = self._programs.get(device)
-        if program is None:
-            program = self._program_on(device)
-            self._programs[device] = program
+        program = program_of_device(tensors[index].device)
         try:
             with torch.no_grad():
                 result = program(tuple(tensors))
@@ -131,16 +95,19 @@ class ValueCondition:
             return False
 
         # 2. Values of several types are equal, such as 1 and True.
-        if type(result) is not type(self._expected):
+        if type(result) is not type(expected):
             return False
-        return bool(result == self._expected)
+        return bool(result == expected)
+
+    return holds
 
 
 def program_of(
     root: nn.Module,
     values: Sequence[fx.Node],
     device: torch.device,
-    add_question: AddQuestion,
+    arguments: Any,
+    add_question: AddCall,
 ) -> Program:
     """Return a function that computes the answer to a question from the tensors of a call.
 
@@ -148,8 +115,8 @@ def program_of(
         root: Root of the recorded forward.
         values: The calls whose values the question is about.
         device: Device of the tensors.
-        add_question: Adds the question to a graph; receives the graph, and a function from these calls to those in the
-            graph.
+        arguments: Positional and keyword arguments of the question, with these calls.
+        add_question: Adds the question to a graph.
     """
     # 1. Find the calls from which these values follow.
     needed: set[fx.Node] = set()
@@ -170,8 +137,8 @@ def program_of(
             copies[node] = copy_call(graph, node, copies, device)
 
     # 3. Return the answer.
-    question = add_question(graph, copies.__getitem__)
-    graph.output(question)
+    args, kwargs = fx.map_arg(on_device(device, arguments), copies.__getitem__)
+    graph.output(add_question(graph, args, dict(kwargs)))
     graph_module = fx.GraphModule(root, graph)
     program: Program = graph_module.forward
     return program

@@ -1,7 +1,7 @@
 """The output of a network: its tensors, and the structure around them, of any classes."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from equipoise import tree
 
-__all__ = ["OutputStructure", "items_of_output"]
+__all__ = ["OutputStructure", "items_of_output", "structure_of"]
 
 # Objects of these classes are no containers, although they have attributes.
 _LEAVES = (Tensor, nn.Module, type, torch.Generator)
+# Types of values that are described by their text. Of other objects only the type is described.
+_DESCRIBED = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def items_of_output(value: Any) -> Iterable[Any] | None:
@@ -21,6 +23,23 @@ def items_of_output(value: Any) -> Iterable[Any] | None:
     if isinstance(value, torch.Size):
         return None
     return tree.items_of(value)
+
+
+def structure_of(value: Any) -> Any:
+    """Return a description of a nested value: types, lengths, keys, dtypes, and what is no tensor."""
+    if isinstance(value, Tensor):
+        return ("tensor", str(value.dtype))
+    kind = type(value).__name__
+    items = items_of_output(value)
+    if items is None:
+        text = repr(value) if isinstance(value, _DESCRIBED) else ""
+        return (kind, text)
+    keys: tuple[str, ...] = ()
+    if isinstance(value, Mapping):
+        keys = tuple(map(repr, value))
+    # Tuples alone: a graph turns lists into lists of its own.
+    structures = tuple(structure_of(item) for item in items)
+    return (kind, keys, structures)
 
 
 class OutputStructure:
@@ -73,11 +92,7 @@ class OutputStructure:
 
 
 class _Place:
-    """Place of a tensor.
-
-    Args:
-        index: Index of the tensor.
-    """
+    """Place of a tensor."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -96,23 +111,14 @@ class _Copy:
         self._places = places
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """Return a copy of the object with other tensors.
-
-        Args:
-            tensors: The tensors of the output.
-        """
+        """Return a copy of the object with other tensors."""
         # A deep copy has the tensor of the memo in place of each place.
         memo = {id(place): tensors[place.index] for place in self._places}
         return copy.deepcopy(self._template, memo)
 
 
 def _extract(tensors: list[Tensor], leaf: Any) -> Any:
-    """Return what stands for a leaf of an output in its structure.
-
-    Args:
-        tensors: Receives the tensors of the leaf.
-        leaf: The leaf.
-    """
+    """Return what stands for a leaf of an output in its structure, and add its tensors to a list."""
     # 1. Tensors, and objects without tensors.
     if isinstance(leaf, Tensor):
         return _place_of(leaf, tensors)
@@ -132,12 +138,7 @@ def _extract(tensors: list[Tensor], leaf: Any) -> Any:
 
 
 def _place_of(tensor: Tensor, tensors: list[Tensor]) -> _Place:
-    """Return the place of a tensor that becomes the last one.
-
-    Args:
-        tensor: The tensor.
-        tensors: Receives it.
-    """
+    """Add a tensor to a list, and return its place there."""
     tensors.append(tensor)
     index = len(tensors) - 1
     return _Place(index)

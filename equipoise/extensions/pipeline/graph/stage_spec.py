@@ -5,21 +5,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram
-from equipoise.extensions.pipeline.graph.traced import map_arguments
 
 __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Reference to the result of another call.
-
-    Attributes:
-        name: Name of the call.
-    """
+    """Reference to the result of another call."""
 
     name: str
 
@@ -29,11 +25,10 @@ class StageSpec(NamedTuple):
 
     Attributes:
         calls: For each node of its graph the operation, the node's name, the target and the arguments.
-        inputs, outputs, output: See `StageProgram`.
+        outputs, output: See `StageProgram`.
     """
 
     calls: tuple[tuple[str, str, Any, Any, Any], ...]
-    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     output: OutputStructure | None
 
@@ -59,7 +54,6 @@ def describe(program: StageProgram) -> StageSpec:
         calls.append(call)
     return StageSpec(
         calls=tuple(calls),
-        inputs=program.inputs,
         outputs=program.outputs,
         output=program.output,
     )
@@ -91,13 +85,7 @@ def rebuild(
 
     # 2. Compile them with the layers.
     program = fx.GraphModule(dict(parts), graph)
-    return StageProgram(
-        program.forward,
-        spec.inputs,
-        spec.outputs,
-        graph,
-        spec.output,
-    )
+    return StageProgram(program.forward, spec.outputs, graph, spec.output)
 
 
 def used_parts(
@@ -154,7 +142,7 @@ def _with_references(value: Any) -> Any:
             return _Reference(leaf.name)
         return leaf
 
-    return map_arguments(reference, value)
+    return map_aggregate(value, reference)
 
 
 def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -165,4 +153,4 @@ def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
             return nodes[leaf.name]
         return leaf
 
-    return map_arguments(referred, value)
+    return map_aggregate(value, referred)

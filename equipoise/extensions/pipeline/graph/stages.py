@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.pipeline.graph.call_names import owners
+from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call
 from equipoise.tree import map_leaves, tensors_in
@@ -50,7 +50,6 @@ class StageProgram:
 
     Args:
         run: Takes the stage's inputs and returns its outputs.
-        inputs: Names of the values that it receives.
         outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
         output: Builds the network's output from the tensors that the last stage computes. Default: `run` returns it.
@@ -59,7 +58,6 @@ class StageProgram:
     def __init__(
         self,
         run: Callable[..., Any],
-        inputs: Sequence[str],
         outputs: Sequence[str],
         graph: fx.Graph | None = None,
         output: OutputStructure | None = None,
@@ -68,7 +66,6 @@ class StageProgram:
         if output is not None:
             self.run = partial(_run_last, run, output)
         self.output = output
-        self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         if graph is None:
             graph = fx.Graph()
@@ -125,7 +122,7 @@ def may_cut(traced: Traced) -> list[bool]:
     # 1. Find the values that change in place, and the index of the call that changes them.
     changes: list[tuple[fx.Node, int]] = []
     for index, node in enumerate(calls):
-        for argument in traced.changed_by(node):
+        for argument in traced.changes.get(node, ()):
             for value in _viewed_values(argument, traced):
                 changes.append((value, index))
 
@@ -144,17 +141,11 @@ def may_cut(traced: Traced) -> list[bool]:
 
 def taking_inputs(traced: Traced) -> int:
     """Return the number of calls at the beginning that only unpack the network's arguments."""
-    placeholders = _placeholders(traced)
+    placeholder = traced.only_node("placeholder")
     for index, node in enumerate(traced.calls):
-        if node.all_input_nodes[:1] != placeholders:
+        if node.all_input_nodes[:1] != [placeholder]:
             return index
     return len(traced.calls)
-
-
-def _placeholders(traced: Traced) -> list[fx.Node]:
-    """Return the node that stands for the network's tensors, in a list."""
-    nodes = traced.graph.nodes
-    return [node for node in nodes if node.op == "placeholder"]
 
 
 def _viewed_values(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
@@ -196,7 +187,7 @@ def make_stages(
         devices: The device of each stage. Default: the CPU for all.
     """
     passing = crossing(traced, ends[:-1])
-    inputs = [_placeholders(traced), *passing]
+    inputs = [[traced.only_node("placeholder")], *passing]
     begins = [0, *ends[:-1]]
     # The last stage returns the network's output.
     outputs = [*passing, None]
@@ -227,17 +218,7 @@ def _make_stage(
     outputs: Sequence[fx.Node] | None,
     replacement_of: Replacement | None,
 ) -> StageProgram:
-    """Return one stage.
-
-    Args:
-        traced: The forward.
-        stage: Index of the stage.
-        device: Its device.
-        inputs: Values that it receives.
-        calls: Its calls.
-        outputs: Values that it passes on; None for the last stage, which returns the network's output.
-        replacement_of: See `make_stages`.
-    """
+    """Return one stage. If `outputs` is None, it is the last one, which returns the network's output."""
     # 1. Copy the calls into a graph of their own.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -257,8 +238,7 @@ def _make_stage(
     is_last = outputs is None
     if outputs is None:
         outputs = []
-        (output,) = (node for node in traced.graph.nodes if node.op == "output")
-        tensors = output.args[0]
+        tensors = traced.only_node("output").args[0]
         graph.output(fx.map_arg(tensors, copies.__getitem__))
     else:
         values = [copies[node] for node in outputs]
@@ -268,14 +248,12 @@ def _make_stage(
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
     _replace_targets(program, replacements)
-    input_names = [node.name for node in inputs]
     output_names = [node.name for node in outputs]
     output = traced.output if is_last else None
-    return StageProgram(program.forward, input_names, output_names, graph, output)
+    return StageProgram(program.forward, output_names, graph, output)
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
-    """Return the network's output."""
     return output.fill(run(*inputs))
 
 
@@ -310,12 +288,10 @@ def ends_by_placement(traced: Traced, stage_of: Callable[[str], int | None], sta
     ends = [0] * stages
     current = 0
     allowed = may_cut(traced)
-    for index, names in enumerate(owners(traced)):
-        target = current
-        for name in names:
-            stage = stage_of(name)
-            if stage is not None:
-                target = max(target, stage)
+    for index, node in enumerate(traced.calls):
+        name = owner_of(node)
+        stage = None if name is None else stage_of(name)
+        target = current if stage is None else max(current, stage)
         may_begin = index > 0 and allowed[index - 1]
         if target > current and may_begin:
             for ended in range(current, target):

@@ -1,10 +1,11 @@
 """A forward as a list of calls, with what they return together, and the conditions under which they are the forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 
@@ -15,9 +16,7 @@ __all__ = [
     "Condition",
     "Traced",
     "copy_call",
-    "map_arguments",
     "on_device",
-    "writes_in_place",
 ]
 
 # Key in a call's `meta`: True if its value stays in its stage. That is a container, whose tensors are values of other
@@ -25,8 +24,6 @@ __all__ = [
 STAYS = "stays"
 # Key in a call's `meta`: True if the call belongs to the stage of the call before it, such as a check of that one.
 FOLLOWS = "follows"
-# Methods that change their first argument, beside those whose names end with one underscore.
-_IN_PLACE = {"__setitem__", "assigned"}
 
 
 class _StageDevice:
@@ -43,11 +40,8 @@ class _StageDevice:
 STAGE_DEVICE = _StageDevice()
 
 
-class Condition(Protocol):
-    """Something about a call's tensors that decided what its forward did."""
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if a forward with these tensors would do the same."""
+# Says of the tensors of another call whether a forward with these would do the same.
+Condition = Callable[[Sequence[Tensor]], bool]
 
 
 class Traced:
@@ -57,8 +51,8 @@ class Traced:
         root: Module to which the names in the graph refer.
         graph: The calls. Its output is a tuple of tensors.
         opaque: For each submodule that stayed whole the reason.
-        output: Builds the network's output from these tensors. Default: the output is the tuple itself.
-        conditions: What must hold for the tensors of another call, so that it makes the same calls. Default: nothing.
+        output: Builds the network's output from these tensors.
+        conditions: What must hold for the tensors of another call, so that it makes the same calls.
 
     Attributes:
         changes: For each call that changed arguments in place when it ran, the values that it changed.
@@ -69,8 +63,8 @@ class Traced:
         root: nn.Module,
         graph: fx.Graph,
         opaque: dict[str, str],
-        output: OutputStructure | None = None,
-        conditions: Sequence[Condition] = (),
+        output: OutputStructure,
+        conditions: Sequence[Condition],
     ) -> None:
         self.root = root
         self.graph = graph
@@ -86,6 +80,12 @@ class Traced:
         # Inputs and output compute nothing.
         return [node for node in nodes if node.op not in ("placeholder", "output")]
 
+    def only_node(self, op: str) -> fx.Node:
+        """Return the node of this kind, of which the graph has one: "placeholder" or "output"."""
+        nodes: list[fx.Node] = [node for node in self.graph.nodes if node.op == op]
+        (node,) = nodes
+        return node
+
     @property
     def signature(self) -> tuple[str, ...]:
         """Description of all calls, equal for forwards that make the same calls in the same order."""
@@ -94,23 +94,13 @@ class Traced:
             descriptions.append(f"{node.name} {node.op} {node.target}")
         return tuple(descriptions)
 
-    def changed_by(self, node: fx.Node) -> set[fx.Node]:
-        """Return the values that a call changes in place: those that it has changed, or as far as its name shows."""
-        if node in self.changes:
-            return self.changes[node]
-        changed: set[fx.Node] = set()
-        if writes_in_place(node, self.root) and node.args:
-            # Torch's functions change their first argument, which may be a list.
-            fx.map_arg(node.args[0], changed.add)
-        return changed
-
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call with these tensors makes the same calls.
 
         Args:
             tensors: Tensors of a call with the same structure.
         """
-        return all(condition.holds(tensors) for condition in self.conditions)
+        return all(condition(tensors) for condition in self.conditions)
 
 
 def on_device(device: torch.device, value: Any) -> Any:
@@ -126,7 +116,7 @@ def on_device(device: torch.device, value: Any) -> Any:
             return device
         return leaf
 
-    return map_arguments(placed, value)
+    return map_aggregate(value, placed)
 
 
 def copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], device: torch.device) -> fx.Node:
@@ -150,53 +140,3 @@ def copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node],
     )
     copy.meta.update(node.meta)
     return copy
-
-
-def map_arguments(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to everything in the arguments of a call that is no container.
-
-    Args:
-        function: Returns the new value.
-        value: Nested tuples, lists, dictionaries and slices.
-    """
-    if isinstance(value, tuple):
-        items = [map_arguments(function, item) for item in value]
-        # The constructor of a named tuple takes its fields.
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return tuple(items)
-    # Lists and dictionaries of torch.fx are of classes of their own.
-    if isinstance(value, list):
-        return [map_arguments(function, item) for item in value]
-    if isinstance(value, dict):
-        return {key: map_arguments(function, item) for key, item in value.items()}
-    if isinstance(value, slice):
-        start = map_arguments(function, value.start)
-        stop = map_arguments(function, value.stop)
-        step = map_arguments(function, value.step)
-        return slice(start, stop, step)
-    return function(value)
-
-
-def writes_in_place(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a call changes its arguments in place, as far as its name shows.
-
-    Args:
-        node: The call.
-        root: Root of the traced forward.
-    """
-    # 1. Layers and functions with an option for it.
-    target = str(node.target)
-    if node.op == "call_module":
-        layer = root.get_submodule(target)
-        return bool(getattr(layer, "inplace", False))
-    if node.kwargs.get("inplace"):
-        return True
-
-    # 2. Methods and functions by their names.
-    name = target
-    if node.op != "call_method":
-        name = getattr(node.target, "__name__", "")
-    if name in _IN_PLACE:
-        return True
-    return name.endswith("_") and not name.endswith("__")

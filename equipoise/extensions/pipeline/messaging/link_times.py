@@ -32,7 +32,6 @@ def time_link(messenger: Messenger, other: int, device: torch.device) -> float:
 
 
 def _round_trip(messenger: Messenger, other: int, nbytes: int, device: torch.device) -> float:
-    """Return the seconds of the quickest round trip."""
     values = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     times = []
     for _ in range(_ROUNDS):

@@ -178,14 +178,6 @@ class Messenger:
         body: list[Tensor],
         size: int,
     ) -> list[Tensor]:
-        """Return the messages of a value, and remember its header.
-
-        Args:
-            way: The way that they go.
-            header: The header.
-            body: Bytes of the tensors, in one or several messages.
-            size: Number of these bytes.
-        """
         last = self._sent.get(way, _NO_HEADER)
         if last.content == header:
             if last.body_size:
@@ -303,7 +295,6 @@ class Messenger:
         return tensor_of(memory, kind)
 
     def _await(self, buffer: Tensor, way: Way) -> Tensor:
-        """Receive one message into a buffer, and return it."""
         work = self._begin_receiving(buffer, way)
         work.wait(self._timeout)
         self._arrived = work
@@ -369,12 +360,7 @@ _ZERO_LENGTH = torch.zeros(_LENGTH_BYTES, dtype=torch.uint8)
 
 
 def _remembered(header: bytes, size: int) -> _LastHeader:
-    """Return the part of a message that both sides remember.
-
-    Args:
-        header: The header.
-        size: Bytes of the tensors.
-    """
+    """Return the part of a message that both sides remember."""
     if len(header) >= _LONGEST_HEADER:
         return _NO_HEADER
     if size > _LARGEST_BODY:

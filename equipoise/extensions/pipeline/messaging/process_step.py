@@ -4,27 +4,34 @@ An error of a stage is sent on in the place of its values, forward and backward,
 been exchanged. So no process waits for a value that will not come, and the next command finds all of them ready.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
-from equipoise.extensions.pipeline.schedule.schedule import Action, Task
+from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of
 from equipoise.extensions.pipeline.schedule.timeline import Span
 
-__all__ = ["OutputGradients", "ProcessStep"]
-
-OutputGradients = Sequence[Tensor | None] | Callable[[], None]
+__all__ = ["ProcessStep", "tasks_of"]
 
 
-class ProcessStep(ABC):
-    """A step in the stages of one process. Derived classes say what a forward is.
+def tasks_of(
+    schedule: Schedule | None, device: int, devices: int, micro_batches: int, stages_per_device: int
+) -> list[Task]:
+    """Return the actions of a process, see `actions_of`; without a schedule the forwards alone."""
+    actions = actions_of(schedule or "gpipe", device, devices, micro_batches, stages_per_device)
+    if schedule is None:
+        return [(stage, action) for stage, action in actions if not action.backward]
+    return actions
+
+
+class ProcessStep:
+    """A step in the stages of one process.
 
     Args:
         messenger: Connection to the other processes.
@@ -33,6 +40,9 @@ class ProcessStep(ABC):
         device: Device of this process.
         graphs: The graphs of each of its stages, by the numbers of the stages.
         last_stage: Number of the last stage of all.
+        forward: Computes a stage.
+        loss_backward: Runs the backward of a micro-batch's loss. Default: None, for a process without the last stage.
+        on_error: Receives an error of a stage of this process, beside `failure`. Default: None.
         failure: An earlier failure, for which nothing is computed. Default: None.
         input_gradients: Whether the main process needs the gradients of the inputs. Default: False.
 
@@ -49,7 +59,10 @@ class ProcessStep(ABC):
         device: torch.device,
         graphs: dict[int, StageGraphs],
         last_stage: int,
+        forward: Forward,
         *,
+        loss_backward: Callable[[int], None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
         failure: StageError | None = None,
         input_gradients: bool = False,
     ) -> None:
@@ -59,6 +72,9 @@ class ProcessStep(ABC):
         self._device = device
         self._graphs = graphs
         self._last_stage = last_stage
+        self._forward = forward
+        self._loss_backward = loss_backward
+        self._on_error = on_error
         self._input_gradients = input_gradients
         self.failure = failure
         self.spans: list[Span] = []
@@ -111,36 +127,15 @@ class ProcessStep(ABC):
             return self.failure
         begin = perf_counter()
         try:
-            result = self._compute(stage, action, received)
+            loss_backward = self._loss_backward if stage == self._last_stage else None
+            result = run_action(self._graphs[stage], stage, action, received, self._forward, loss_backward)
         except BaseException as error:
             self.failure = StageError.of(error, stage, self._device)
-            self.on_error(error)
+            if self._on_error is not None:
+                self._on_error(error)
             return self.failure
         self.spans.append(Span(stage, action, begin, perf_counter()))
         return result
-
-    def _compute(self, stage: int, action: Action, received: Any) -> Any:
-        graphs = self._graphs[stage]
-        if action.weights:
-            graphs.weights(action.micro_batch)
-            return None
-        if action.backward:
-            gradients = self.output_gradients(stage, action.micro_batch, received)
-            return graphs.backward(action.micro_batch, gradients)
-        return self.forward(stage, action.micro_batch, received)
-
-    @abstractmethod
-    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        """Return the outputs of a stage for a micro-batch."""
-
-    def output_gradients(self, stage: int, micro_batch: int, received: Any) -> OutputGradients:
-        """Return the gradients with which a backward begins. Default: those received."""
-        gradients: OutputGradients = received
-        return gradients
-
-    @abstractmethod
-    def on_error(self, error: BaseException) -> None:
-        """Note the error of a stage of this process, beside `failure`."""
 
     def _source_of(self, stage: int, action: Action) -> Way | None:
         """Return the way by which the values of an action arrive; None if it needs none."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
+from equipoise.tree import leaves_of
 
 __all__ = ["ElsewhereParameter", "bring_back", "send_elsewhere"]
 
@@ -115,19 +116,10 @@ def bring_back(tensor: Tensor, values: Tensor) -> None:
 
 def _first_description(args: Sequence[Any]) -> str:
     """Describe the first parameter of another process among nested arguments."""
-    for value in _flatten(args):
+    for value in leaves_of(args):
         if isinstance(value, ElsewhereParameter | _ElsewhereView):
             return _description(value)
     return ""
-
-
-def _flatten(values: Any) -> list[Any]:
-    if not isinstance(values, list | tuple):
-        return [values]
-    items = []
-    for value in values:
-        items += _flatten(value)
-    return items
 
 
 def _description(tensor: Tensor) -> str:

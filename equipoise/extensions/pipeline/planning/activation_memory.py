@@ -1,7 +1,7 @@
 """Activation memory of each call: storages kept for the backward, and peaks in between."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 
-__all__ = ["SavedTensors", "peak_bytes"]
+__all__ = ["SavedTensors", "addresses_of", "peak_bytes", "saved_storages"]
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
@@ -19,6 +19,29 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     return []
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages of tensors."""
+    return {storage.data_ptr() for tensor in tensors for storage in storages_of(tensor)}
+
+
+def saved_storages(nbytes_by_address: dict[int, int], existing: Container[int]) -> saved_tensors_hooks:
+    """Return a context that notes what autograd saves.
+
+    Args:
+        nbytes_by_address: Receives the address and the bytes of each saved storage.
+        existing: Addresses of storages that do not count.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        for storage in storages_of(tensor):
+            address = storage.data_ptr()
+            if address not in existing:
+                nbytes_by_address[address] = storage.nbytes()
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda packed: packed)
 
 
 def _address(tensor: Tensor) -> int:
@@ -35,7 +58,7 @@ class SavedTensors:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._parameters = {_address(parameter) for parameter in network.parameters()}
+        self._parameters = addresses_of(network.parameters())
         self._numbers: dict[int, int] = {}  # by address, of storages that are alive
         self._next_number = count()
         self._saved: set[int] = set()
@@ -46,15 +69,7 @@ class SavedTensors:
         Args:
             nbytes_by_address: Receives the address and the bytes of each saved storage.
         """
-
-        def pack(tensor: Tensor) -> Tensor:
-            for storage in storages_of(tensor):
-                address = storage.data_ptr()
-                if address not in self._parameters:
-                    nbytes_by_address[address] = storage.nbytes()
-            return tensor
-
-        return saved_tensors_hooks(pack, lambda packed: packed)
+        return saved_storages(nbytes_by_address, self._parameters)
 
     def add(self, nbytes_by_address: Mapping[int, int], outputs: Iterable[Tensor]) -> tuple[int, frozenset[int]]:
         """Count what a call saved.

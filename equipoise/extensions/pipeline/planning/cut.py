@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.pipeline.graph.call_names import modules_of, names_of, owners, with_parents
+from equipoise.extensions.pipeline.graph.call_names import modules_of, names_of, owner_of, with_parents
 from equipoise.extensions.pipeline.graph.stages import may_cut, taking_inputs
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.stage_costs import Stage, StageDevice
@@ -252,13 +252,6 @@ def cut_by_names(
 
 
 def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
-    """Return the reason why no stage may end at an index.
-
-    Args:
-        traced: The forward.
-        end: Index of the call after the stage's last.
-        is_behind_last: True if the index comes after that of the cut before.
-    """
     if end <= taking_inputs(traced):
         return "that is where it begins"
     if is_behind_last:
@@ -299,10 +292,10 @@ def _hint(traced: Traced, name: str, prefix: str) -> str:
             whole = public_name(parent, True, prefix)
             return f" {whole!r} stays whole, since it cannot be followed: {traced.opaque[parent]}."
     module_names: set[str] = set()
-    for names_of_call in owners(traced):
-        for name_of_call in names_of_call:
-            with_containers = with_parents(name_of_call)
-            module_names.update(with_containers)
+    for node in traced.calls:
+        name_of_call = owner_of(node)
+        if name_of_call is not None:
+            module_names.update(with_parents(name_of_call))
     candidates = sorted(module_names)
     if prefix and name.startswith(f"{prefix}."):
         # The user writes names of the module, not of the network.

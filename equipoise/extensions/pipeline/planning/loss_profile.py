@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.graph.stages import map_tensors
-from equipoise.extensions.pipeline.planning.activation_memory import peak_bytes
+from equipoise.extensions.pipeline.planning.activation_memory import addresses_of, peak_bytes, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.interop.torch.dispatch import tensors_in
@@ -97,7 +96,7 @@ class LossProfile:
                 if block is None:
                     return
                 if self.block is not None:
-                    block = _quicker(self.block, block)
+                    block = self.block.quicker(block)
                 self.block = block
         except Exception:
             # If the error is not one of measuring, the step itself raises it next.
@@ -133,20 +132,11 @@ class LossProfile:
         output = map_tensors(as_leaf, self._output)
 
         # Watch what autograd saves from here on.
-        parameters = self._module.parameters()
-        existing = [*leaves, *self._inputs, *parameters]
-        existing_addresses = {_address(tensor) for tensor in existing}
+        existing = addresses_of([*leaves, *self._inputs, *self._module.parameters()])
         self._saved = {}
-        hooks = saved_tensors_hooks(partial(self._on_save, existing_addresses), _same)
-        self._watch.enter_context(hooks)
+        self._watch.enter_context(saved_storages(self._saved, existing))
         self._begun = leaves, now(self._device)
         return output
-
-    def _on_save(self, existing_addresses: set[int], tensor: Tensor) -> Tensor:
-        address = _address(tensor)
-        if address not in existing_addresses:
-            self._saved[address] = tensor.untyped_storage().nbytes()
-        return tensor
 
     def _run_pass(self, *, measures_peak: bool) -> Block | None:
         """Run the step once. Return None if it does not call the network."""
@@ -187,18 +177,3 @@ class LossProfile:
             # Gradients of parameters stay; `trained` counts them.
             transient = max(0, peak - trainable_bytes)
         return replace(block, backward=backward, transient=transient)
-
-
-def _quicker(block: Block, other: Block) -> Block:
-    """Return the first block with the shorter times of both."""
-    forward = min(block.forward, other.forward)
-    backward = min(block.backward, other.backward)
-    return replace(block, forward=forward, backward=backward)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -275,12 +275,12 @@ def narrow_to_micro_batch(tensors: list[Tensor], options: CutOptions) -> list[Te
         options: The number of micro-batches, and the dimension of the samples.
     """
     dim = options.dim
-    sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
-    if len(sizes) != 1:
+    samples = samples_of(tensors, dim)
+    if samples is None:
         return tensors
 
     # Round up, as the split of a batch does.
-    size = -(-sizes.pop() // options.micro_batches)
+    size = -(-samples // options.micro_batches)
     micro_batch = []
     for tensor in tensors:
         if tensor.ndim > dim:

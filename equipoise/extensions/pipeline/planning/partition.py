@@ -50,7 +50,6 @@ def choose_cuts(
     schedule: Schedule = "1f1b",
     micro_batches: int = 1,
     stages_per_device: int = 1,
-    state_factor: float = 3.0,
 ) -> list[int]:
     """Choose the blocks with which stages end.
 
@@ -61,8 +60,6 @@ def choose_cuts(
         schedule: The schedule; it decides how many activations a stage holds.
         micro_batches: Number of micro-batches.
         stages_per_device: Number of stages on each device. Default: 1.
-        state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter. Default: 3,
-            as for Adam: one byte of gradients and two of state.
 
     Returns:
         For each stage the index of the block after its last.
@@ -76,7 +73,7 @@ def choose_cuts(
         >>> choose_cuts(blocks, [StageDevice(), StageDevice()])
         [3, 4]
     """
-    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
+    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device)
     if stages_per_device > 1:
         cuts = _cut_with_shared_memory(costs, stages_per_device)
     else:
@@ -98,10 +95,9 @@ def describe_stages(
     schedule: Schedule = "1f1b",
     micro_batches: int = 1,
     stages_per_device: int = 1,
-    state_factor: float = 3.0,
 ) -> tuple[list[Stage], list[int]]:
     """Return the costs of each stage of a cut, and for each device the bytes at its peak; see `choose_cuts`."""
-    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device, state_factor)
+    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device)
     stages = costs.stages(cuts)
     return stages, costs.peaks(stages)
 
@@ -188,12 +184,7 @@ class _Cost(NamedTuple):
 
 
 class _LastStage(NamedTuple):
-    """Best last stage of a partition.
-
-    Attributes:
-        cost: Cost of all stages up to its end.
-        first: Index of its first block.
-    """
+    """Best last stage of a partition."""
 
     cost: _Cost
     first: int
@@ -303,15 +294,10 @@ def _best_beginning(
             # Memory can only raise the cost.
             continue
         if memory is not None:
-            cost = _with_memory(cost, costs.stage(stage, first, end).memory, memory)
+            overrun = costs.stage(stage, first, end).memory / max(1, memory) - 1
+            cost = cost._replace(overrun=max(cost.overrun, overrun))
         if best is None or cost < best.cost:
             best = _LastStage(cost, first)
             if not cost.overrun:
                 limit = cost.slowest
     return best
-
-
-def _with_memory(cost: _Cost, needed: int, available: int) -> _Cost:
-    """Return a cost with the bytes that its last stage needs, and those that its device has."""
-    overrun = needed / max(1, available) - 1
-    return cost._replace(overrun=max(cost.overrun, overrun))

@@ -13,31 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.extensions.pipeline.forward.layer_lending import is_of_torch, lent
 from equipoise.extensions.pipeline.graph.call_names import names_of
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
+from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device, writes_in_place
-from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, peak_bytes
+from equipoise.extensions.pipeline.graph.traced import Traced, on_device
+from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, addresses_of, peak_bytes
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import (
-    attribute_of,
     layer_of,
     now,
     output_of,
-    placed,
-    placeholder_of,
+    part_of,
     run_call,
     used_tensors,
 )
-from equipoise.interop.torch.modules import buffers_of, versions
-from equipoise.parallel.snapshot.attributes import Attributes
-from equipoise.parallel.snapshot.state_snapshot import StateSnapshot, StepSnapshot
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["profile_calls"]
 
 # Limits for the number of passes.
 _LEAST_PASSES = 3
 _MOST_PASSES = 8
+# Seconds after which no pass begins, once there were so many.
+_SECONDS = 3.0
 
 # Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its
 # output.
@@ -50,7 +50,6 @@ def profile_calls(
     tensors: Sequence[Tensor],
     device: torch.device,
     *,
-    seconds: float = 3.0,
     split: bool = False,
     rest: MeasureRest | None = None,
 ) -> list[Block]:
@@ -60,65 +59,36 @@ def profile_calls(
         traced: The forward.
         module: The user's module, whose buffers and metrics are restored.
         tensors: Tensors of the call, with one micro-batch.
-        device: Device of the measurement. Parameters on other devices are moved there for their call.
-        seconds: Time after which no pass begins, once there were three. Default: 3.
+        device: Device of the measurement. Parameters on other devices are lent to it for their call.
         split: True if backwards are split into two halves. Default: False.
         rest: Called at the end with the identities of the used tensors and the output. Default: None.
 
     Returns:
         A block for each call.
     """
-    modules = list(module.modules())
-    snapshot = StateSnapshot(
-        [
-            Attributes(modules),
-            Attributes(modules, buffers_of),
-            StepSnapshot(module, [device]),
-        ]
-    )
-    snapshot.mark()
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
-            begin = time.perf_counter()
+    with preserve_state(module, containers=True), torch.inference_mode(False), torch.enable_grad():
+        inputs = tuple(tensor.detach().clone().to(device) for tensor in tensors)
+        begin = time.perf_counter()
 
-            # 1. The first pass also measures memory.
-            first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
-            blocks = first_pass.run()
+        # 1. The first pass also measures memory.
+        first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
+        blocks = first_pass.run()
 
-            # 2. The others measure time only.
-            for count in range(1, _MOST_PASSES):
-                elapsed = time.perf_counter() - begin
-                if count >= _LEAST_PASSES and elapsed > seconds:
-                    break
-                next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
-                blocks = list(map(_quicker, blocks, next_blocks))
+        # 2. The others measure time only.
+        for count in range(1, _MOST_PASSES):
+            elapsed = time.perf_counter() - begin
+            if count >= _LEAST_PASSES and elapsed > _SECONDS:
+                break
+            next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
+            blocks = list(map(Block.quicker, blocks, next_blocks))
 
-            if rest is not None:
-                rest(used_tensors(traced), first_pass.output)
-            return blocks
-    finally:
-        snapshot.restore()
-
-
-def _quicker(block: Block, other: Block) -> Block:
-    """Return the first block with the shorter times of both."""
-    return replace(
-        block,
-        forward=min(block.forward, other.forward),
-        backward=min(block.backward, other.backward),
-    )
+        if rest is not None:
+            rest(used_tensors(traced), first_pass.output)
+        return blocks
 
 
 class _Pass:
     """Run all calls of a forward once, and measure each of them.
-
-    Args:
-        traced: The forward.
-        inputs: Tensors of the call.
-        device: Device of the measurement.
-        measures_peaks: True to measure the peak of each call, which takes time.
-        split: True to measure what the first half of a split backward leaves.
 
     Attributes:
         output: Output of the forward; None before `run`.
@@ -138,7 +108,7 @@ class _Pass:
         self._device = device
         self._measures_peaks = measures_peaks
         self._split = split
-        self._values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
+        self._values: dict[fx.Node, Any] = {traced.only_node("placeholder"): inputs}
         self._storages = SavedTensors(traced.root)
         self._storages.keep_only(inputs)
 
@@ -155,6 +125,8 @@ class _Pass:
                 last_use[node] = index
         names = names_of(traced)
 
+        may_end = may_cut(traced)
+
         blocks = []
         for index, node in enumerate(calls):
             # 1. Measure the call.
@@ -170,6 +142,7 @@ class _Pass:
                 named=is_named,
                 boundary=sum(sent.values()),
                 passing=sent,
+                may_end=may_end[index],
             )
             blocks.append(block)
 
@@ -180,23 +153,20 @@ class _Pass:
             alive = tensors_of(list(values.values()))
             self._storages.keep_only(alive)
         self.output = output_of(traced, values)
-
-        # 4. Only now is it known which calls change their arguments in place.
-        for index, may_end in enumerate(may_cut(traced)):
-            blocks[index] = replace(blocks[index], may_end=may_end)
         return blocks
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
         """Return the costs of a call, without what passes to later ones, and its value."""
         layer = layer_of(node, self._traced.root)
-        parameters = _parameters_of(node, self._traced.root)
+        part = part_of(node, self._traced.root)
+        parameters = [tensor for tensor in parameters_and_buffers(part) if isinstance(tensor, nn.Parameter)]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         run = _Run(node, self._traced, self._values, trainable, self._device)
 
         # 1. Run the call with its layer on the device.
         peak = 0
         left = 0
-        with placed(layer, self._device):
+        with lent(layer, self._device):
             run.measure(self._storages)
             if self._measures_peaks:
                 existing = tensors_of(list(self._values.values()))
@@ -228,32 +198,12 @@ class _Pass:
         return block, map_tensors(_as_leaf, run.output)
 
 
-def _parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the layer that a call runs, or the parameter that it looks up."""
-    layer = layer_of(node, root)
-    if layer is not None:
-        return list(layer.parameters())
-    if node.op != "get_attr":
-        return []
-    attribute = attribute_of(node, root)
-    if isinstance(attribute, nn.Parameter):
-        return [attribute]
-    return []
-
-
 def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Run:
     """Run one call and its backward.
-
-    Args:
-        node: The call.
-        traced: The forward.
-        values: Values of the calls before.
-        trainable: Parameters of the call that require gradients.
-        device: Device of the measurement.
 
     Attributes:
         forward, backward: Seconds.
@@ -282,26 +232,16 @@ class _Run:
         self._device = device
 
     def measure(self, storages: SavedTensors) -> None:
-        """Measure time and saved storages.
-
-        Args:
-            storages: Watches what is saved.
-        """
+        """Measure time and saved storages."""
         self.output = None
         self.saved = {}
         args, kwargs, inputs = self._arguments()
-        arguments = tensors_of((args, kwargs))
-        versions_before = versions(arguments)
-        self.argument_addresses = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+        self.argument_addresses = addresses_of(tensors_of((args, kwargs)))
 
         begin = now(self._device)
         with storages.watch(self.saved):
             self.output = self._call(args, kwargs)
         self.forward = now(self._device) - begin
-
-        # The graph does not show which layers change their arguments in place.
-        if versions(arguments) != versions_before:
-            self._traced.changes.setdefault(self._node, set(self._node.all_input_nodes))
         self.backward = self._run_backward(inputs)
 
     def repeat(self) -> None:
@@ -332,14 +272,16 @@ class _Run:
         as_leaves = partial(_leaves, self._values, inputs)
         arguments = on_device(self._device, (node.args, node.kwargs))
         args, kwargs = fx.map_arg(arguments, as_leaves)
-        if node in self._traced.changes or _may_write(node, self._traced.root):
+        layer = layer_of(node, self._traced.root)
+        is_of_user = layer is not None and not is_of_torch(layer)
+        # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
+        if is_of_user or node in self._traced.changes:
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)
             kwargs = map_tensors(torch.clone, kwargs)
         return args, kwargs, inputs
 
     def _run_backward(self, inputs: Sequence[Tensor]) -> float:
-        """Return the seconds of the backward."""
         outputs = _requiring_grad(tensors_of(self.output))
         leaves = _requiring_grad(inputs)
         sources = [*leaves, *self._trainable]
@@ -363,22 +305,8 @@ def _requiring_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def _may_write(node: fx.Node, root: nn.Module) -> bool:
-    """Return True if a call may change its arguments in place. A layer that is not torch's own always may."""
-    layer = layer_of(node, root)
-    if layer is not None and not type(layer).__module__.startswith("torch."):
-        return True
-    return writes_in_place(node, root)
-
-
 def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:
-    """Return a value with its tensors as leaves of autograd.
-
-    Args:
-        values: Values of the calls before.
-        inputs: Receives the leaves.
-        node: The call whose value to return.
-    """
+    """Return the value of a call with its tensors as leaves of autograd, which are added to `inputs`."""
 
     def as_input(tensor: Tensor) -> Tensor:
         leaf = _as_leaf(tensor)

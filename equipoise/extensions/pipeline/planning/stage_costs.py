@@ -16,6 +16,9 @@ from equipoise.extensions.pipeline.schedule.schedule import (
 
 __all__ = ["Block", "Costs", "Stage", "StageDevice"]
 
+# Bytes of the optimiser's state for each byte of a trained parameter, as for Adam.
+_STATE_BYTES = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -54,6 +57,12 @@ class Block:
     def seconds(self) -> float:
         """Seconds forward and backward."""
         return self.forward + self.backward
+
+    def quicker(self, other: "Block") -> "Block":
+        """Return this block with the shorter times of this and another measurement."""
+        forward = min(self.forward, other.forward)
+        backward = min(self.backward, other.backward)
+        return replace(self, forward=forward, backward=backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +118,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class _Sums(list[_Number]):
-    """Sums of the first 0, 1, 2, ... values.
-
-    Args:
-        values: The values.
-    """
+    """Sums of the first 0, 1, 2, ... values."""
 
     def __init__(self, values: Sequence[_Number]) -> None:
         super().__init__([0, *accumulate(values)])
@@ -132,7 +137,6 @@ class Costs:
         schedule: The schedule.
         micro_batches: Number of micro-batches.
         stages_per_device: Number of stages on each device.
-        state_factor: Bytes of gradients and the optimiser's state for each byte of a trained parameter.
     """
 
     def __init__(
@@ -142,11 +146,9 @@ class Costs:
         schedule: Schedule,
         micro_batches: int,
         stages_per_device: int,
-        state_factor: float,
     ) -> None:
         self.blocks = blocks
         self.devices = devices
-        self._state_factor = state_factor
         self._schedule = schedule
         # Arguments of `actions_of` and `occupancy`.
         stages = len(devices)
@@ -182,28 +184,20 @@ class Costs:
         costs.devices = devices
         return costs
 
-    def stage(
-        self,
-        stage: int,
-        first: int,
-        end: int,
-        transient: int | None = None,
-    ) -> Stage:
+    def stage(self, stage: int, first: int, end: int) -> Stage:
         """Return the costs of a stage.
 
         Args:
             stage: Index of the stage.
             first: Index of its first block.
             end: Index of the block after its last.
-            transient: Bytes of the worst block's `transient`. Default: the maximum over the blocks.
         """
-        if transient is None:
-            transient = max(block.transient for block in self.blocks[first:end])
+        transient = max(block.transient for block in self.blocks[first:end])
 
         # 1. Memory that is there from the beginning, and memory of one micro-batch.
         parameters = self._parameters.between(first, end)
         trained = self._trained.between(first, end)
-        resting = int(parameters + (self._state_factor - 1) * trained)
+        resting = parameters + _STATE_BYTES * trained
         activations = self._activations(first, end)
         if first:
             left = self._left.between(first, end)

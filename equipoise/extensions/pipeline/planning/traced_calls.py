@@ -1,88 +1,23 @@
-"""Run the calls of a traced forward one after the other, on any device."""
+"""Calls of a traced forward, run one by one on any device."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.execution.placement import move
-from equipoise.extensions.pipeline.graph.stages import crossing
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device
+from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
+from equipoise.extensions.pipeline.graph.traced import Traced
 
 __all__ = [
-    "attribute_of",
-    "compute_uncut",
     "layer_of",
     "now",
     "output_of",
-    "placed",
-    "placeholder_of",
+    "part_of",
     "run_call",
     "used_tensors",
 ]
-
-PlaceLayer = Callable[[nn.Module | None, torch.device], AbstractContextManager[None]]
-
-
-@contextmanager
-def placed(layer: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Keep a layer on a device within the context, and move it back afterwards.
-
-    Args:
-        layer: The layer; None: nothing is moved.
-        device: The device.
-    """
-    if layer is None:
-        yield
-        return
-    with ExitStack() as stack:
-        tensors = [*layer.parameters(), *layer.buffers()]
-        for tensor in tensors:
-            if tensor.device != device:
-                stack.callback(move, tensor, tensor.device)
-                move(tensor, device)
-        yield
-
-
-def compute_uncut(
-    traced: Traced,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    *,
-    place_layer: PlaceLayer = placed,
-    on_value: Callable[[fx.Node, Any], None] | None = None,
-) -> Any:
-    """Return the output of a network whose layers are not placed yet: each layer is on the device while it is called.
-
-    Args:
-        traced: The forward.
-        tensors: Tensors of the call.
-        device: Device of the computation.
-        place_layer: Makes a context in which a layer is on the device. Default: `placed`, which moves it.
-        on_value: Receives each call and its value. Default: None.
-    """
-    calls = traced.calls
-    inputs = tuple(tensor.to(device) for tensor in tensors)
-    values: dict[fx.Node, Any] = {placeholder_of(traced): inputs}
-    ends = range(1, len(calls) + 1)
-    every_cut = crossing(traced, ends)
-    for node, needed_later in zip(calls, every_cut, strict=True):
-        # 1. Run the call with its layer on the device.
-        arguments = on_device(device, (node.args, node.kwargs))
-        args, kwargs = fx.map_arg(arguments, values.__getitem__)
-        layer = layer_of(node, traced.root)
-        with place_layer(layer, device):
-            value = run_call(node, traced.root, args, kwargs, device)
-        values[node] = value
-        if on_value is not None:
-            on_value(node, value)
-
-        # 2. Release what no later call uses.
-        values = {later: values[later] for later in needed_later}
-    return output_of(traced, values)
 
 
 def run_call(
@@ -110,18 +45,13 @@ def run_call(
         method = getattr(args[0], str(target))
         return method(*args[1:], **kwargs)
     if node.op == "get_attr":
-        value = attribute_of(node, root)
+        value = find_part(root, str(target))
         if not isinstance(value, Tensor):
             return value
         # A copy, so that the parameter itself does not move.
         return value.detach().to(device).requires_grad_(value.requires_grad)
     assert callable(target)
     return target(*args, **kwargs)
-
-
-def placeholder_of(traced: Traced) -> fx.Node:
-    """Return the node that stands for the tensors of the call."""
-    return _only_node(traced, "placeholder")
 
 
 def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
@@ -131,48 +61,31 @@ def output_of(traced: Traced, values: Mapping[fx.Node, Any]) -> Any:
         traced: The forward.
         values: Values of its calls.
     """
-    output = _only_node(traced, "output")
+    output = traced.only_node("output")
     tensors: Any = fx.map_arg(output.args[0], values.__getitem__)
-    if traced.output is None:
-        return tensors
     return traced.output.fill(tensors)
 
 
-def _only_node(traced: Traced, op: str) -> fx.Node:
-    """Return the node of this kind, of which a graph has one."""
-    nodes: list[fx.Node] = [node for node in traced.graph.nodes if node.op == op]
-    (node,) = nodes
-    return node
+def part_of(node: fx.Node, root: nn.Module) -> Any:
+    """Return the layer that a call runs, or what it looks up: a parameter, for instance; None for other calls."""
+    if node.op in ("call_module", "get_attr"):
+        return find_part(root, str(node.target))
+    return None
 
 
 def layer_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the layer that a call runs; None if it runs none."""
     if node.op != "call_module":
         return None
-    name = str(node.target)
-    return root.get_submodule(name)
-
-
-def attribute_of(node: fx.Node, root: nn.Module) -> Any:
-    """Return the parameter, buffer or other attribute that a call looks up."""
-    target = str(node.target)
-    owner_name, _, name = target.rpartition(".")
-    owner = root.get_submodule(owner_name)
-    return getattr(owner, name)
+    return root.get_submodule(str(node.target))
 
 
 def used_tensors(traced: Traced) -> set[int]:
     """Return the parameters and buffers that a forward uses, by their ids."""
     used: set[int] = set()
     for node in traced.calls:
-        layer = layer_of(node, traced.root)
-        if layer is not None:
-            tensors = [*layer.parameters(), *layer.buffers()]
-            used.update(id(tensor) for tensor in tensors)
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            attribute = attribute_of(node, traced.root)
-            used.add(id(attribute))
+        tensors = parameters_and_buffers(part_of(node, traced.root))
+        used.update(map(id, tensors))
     return used
 
 

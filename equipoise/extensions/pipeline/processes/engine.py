@@ -1,29 +1,25 @@
 """Run a step over stages in several processes, seen from the main process, which has the last stage."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.extensions.pipeline.execution.stage_actions import Forward, forward_of_steps
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram, map_tensors
 from equipoise.extensions.pipeline.messaging.commands import FORWARD, INPUT_GRADIENT, StepOrder, message_tag
 from equipoise.extensions.pipeline.messaging.messages import StageError
-from equipoise.extensions.pipeline.messaging.process_step import OutputGradients, ProcessStep
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.processes.main_process.worker_commands import WorkerCommands
-from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, splits
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, splits
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["ProcessPipeline"]
-
-# The worker with the stage before the main process's.
-_WORKER_BEFORE = 1
 
 
 class ProcessPipeline:
@@ -65,10 +61,6 @@ class ProcessPipeline:
         self.timeline = Timeline((), self._last + 1, self._stages_per_device)
         self.fresh = True
 
-    def begin_step(self, *, begins_window: bool) -> None:
-        """Note whether the next step begins an accumulation window."""
-        self.fresh = begins_window
-
     @property
     def failed(self) -> torch.device | None:
         """Device of the stage in which the last call failed; None if it has not."""
@@ -87,42 +79,37 @@ class ProcessPipeline:
         self._begin(StepOrder((self._program,), None, state_of_workers, seed), [tensors])
 
         # 2. Compute this process's stages.
-        output: Any = None
-        for stage, program in zip(self._stages(), self._programs, strict=True):
-            output = self._forward_stage(stage, program)
-            if stage < self._last:
-                tag = message_tag(stage + 1, FORWARD)
-                self._messenger.send_result(self._first_worker, tag, output, stage=stage, device=self._device)
+        graphs = self._graphs(split=False)
+        outputs: list[Any] = []
+
+        def compute(stage: int, micro_batch: int, inputs: Any) -> Any:
+            program = self._programs[stage // self._count]
+            is_last = stage == self._last
+            with torch.no_grad():
+                output = graphs[stage].forward(micro_batch, program, inputs, keep=False, last=is_last)
+            if is_last:
+                outputs.append(output)
+            return output
+
+        error, _ = self._compute(graphs, compute, None, 1)
         self._messenger.flush()
 
         # 3. Return the output, or raise the error that came in its place.
-        if isinstance(output, StageError):
-            raise self._commands.as_error(output)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame.
+                del error
+        (output,) = outputs
         if state.grad:
             return map_tensors(_NoBackward.wrap, output)
         return output
 
-    def _forward_stage(self, stage: int, program: StageProgram) -> Any:
-        """Return the output of a stage of this process, or the error to pass on."""
-        is_last = stage == self._last
-        received = self._messenger.receive(_WORKER_BEFORE, message_tag(stage, FORWARD))
-        if isinstance(received, StageError):
-            return received
-        try:
-            with torch.no_grad():
-                return self._graphs().forward(0, program, received, keep=False, last=is_last)
-        except BaseException as error:
-            if is_last:
-                self._commands.note_failure(self._device)
-                raise
-            return StageError.of(error, stage, self._device)
-
-    def _stages(self) -> range:
-        """Return the numbers of this process's stages."""
-        return range(self._count - 1, self._last + 1, self._count)
-
-    def _graphs(self, *, split: bool = False) -> StageGraphs:
-        return StageGraphs(self._device, self._device_before, split=split)
+    def _graphs(self, *, split: bool) -> dict[int, StageGraphs]:
+        """Return new graphs for each stage of this process."""
+        stages = range(self._count - 1, self._last + 1, self._count)
+        return {stage: StageGraphs(self._device, self._device_before, split=split) for stage in stages}
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Send the workers an order, and the first of them the inputs of all micro-batches."""
@@ -141,7 +128,7 @@ class ProcessPipeline:
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
         backward: Callable[[int], None],
-        pipelines: Sequence["ProcessPipeline"] | None = None,
+        pipelines: Sequence["ProcessPipeline"],
     ) -> None:
         """Compute micro-batches; see `Pipeline.run`.
 
@@ -153,14 +140,18 @@ class ProcessPipeline:
         assert state is not None
         input_gradients = any(tensor.requires_grad for tensors in inputs for tensor in tensors)
         seed = self._seeds.training_seed()
-        if pipelines is None:
-            pipelines = [self] * len(steps)
         numbers = tuple(pipeline._program for pipeline in pipelines)
         order = StepOrder(numbers, self._schedule, state.without_devices(), seed, self.fresh, input_gradients)
         self._begin(order, inputs)
 
         # 2. Compute this process's stages.
-        error, spans = self._compute(steps, backward, [pipeline._programs for pipeline in pipelines])
+        graphs = self._graphs(split=splits(self._schedule))
+
+        def program_of(stage: int, micro_batch: int) -> StageProgram:
+            return pipelines[micro_batch]._programs[stage // self._count]
+
+        forward = forward_of_steps(graphs, steps, program_of, self._last)
+        error, spans = self._compute(graphs, forward, self._schedule, len(steps), backward)
         if input_gradients:
             error = self._backward_inputs(inputs, error)
         self._messenger.flush()
@@ -183,25 +174,38 @@ class ProcessPipeline:
 
     def _compute(
         self,
-        steps: Sequence[SuspendedStep],
-        backward: Callable[[int], None],
-        programs: Sequence[Sequence[StageProgram]],
+        graphs: dict[int, StageGraphs],
+        forward: Forward,
+        schedule: Schedule | None,
+        micro_batches: int,
+        backward: Callable[[int], None] | None = None,
     ) -> tuple[BaseException | None, list[Span]]:
         """Compute the stages of this process, and return the error, if any, and the actions as they ran."""
-        split = splits(self._schedule)
-        step = _MainStep(
-            self._commands,
-            {stage: self._graphs(split=split) for stage in self._stages()},
+        errors: list[BaseException] = []
+
+        def note_error(error: BaseException) -> None:
+            # The error itself is raised in this process.
+            errors.append(error)
+            self._commands.note_failure(self._device)
+
+        step_here = ProcessStep(
+            self._messenger,
+            0,
+            self._count,
+            self._device,
+            graphs,
             self._last,
-            steps,
-            backward,
-            programs,
+            forward,
+            loss_backward=backward,
+            on_error=note_error,
         )
-        step.run(actions_of(self._schedule, self._count - 1, self._count, len(steps), self._stages_per_device))
-        error = step.take_error()
-        if error is None and step.failure is not None:
-            error = self._commands.as_error(step.failure)
-        return error, step.spans
+        step_here.run(tasks_of(schedule, self._count - 1, self._count, micro_batches, self._stages_per_device))
+        # An error's traceback refers to these objects, so none of them keeps it.
+        if errors:
+            return errors.pop(), step_here.spans
+        if step_here.failure is not None:
+            return self._commands.as_error(step_here.failure), step_here.spans
+        return None, step_here.spans
 
     def _backward_inputs(self, inputs: Sequence[Sequence[Tensor]], error: BaseException | None) -> BaseException | None:
         """Run the backward of what the step computed before the network.
@@ -224,67 +228,6 @@ class ProcessPipeline:
                     # These computations ran on this process's device.
                     error = failure
                     self._commands.note_failure(self._device)
-        return error
-
-
-class _MainStep(ProcessStep):
-    """A training step in the stages of the main process, of which the last ends with the user's step.
-
-    Args:
-        commands: Commands to the workers.
-        graphs: The graphs of each stage.
-        last_stage: Number of the last stage.
-        steps: For each micro-batch the user's step.
-        backward: Runs the backward of a step that has ended, given the index of its micro-batch.
-        programs: For each micro-batch the stages of this process.
-    """
-
-    def __init__(
-        self,
-        commands: WorkerCommands,
-        graphs: dict[int, StageGraphs],
-        last_stage: int,
-        steps: Sequence[SuspendedStep],
-        backward: Callable[[int], None],
-        programs: Sequence[Sequence[StageProgram]],
-    ) -> None:
-        count = len(commands.devices)
-        super().__init__(commands.messenger, 0, count, commands.devices[-1], graphs, last_stage)
-        self._commands = commands
-        self._count = count
-        self._steps = steps
-        self._backward = backward
-        self._programs = programs
-        self._error: BaseException | None = None
-
-    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        """Return the outputs of a stage; after the last stage continue the user's step."""
-        step = self._steps[micro_batch]
-        program = self._programs[micro_batch][stage // self._count]
-        is_last = stage == self._last_stage
-        assert step.state is not None
-        with step.state.entered():
-            output = self._graphs[stage].forward(micro_batch, program, inputs, keep=True, last=is_last)
-        if is_last:
-            step.resume(output)
-            return None
-        return output
-
-    def output_gradients(self, stage: int, micro_batch: int, received: Any) -> OutputGradients:
-        """Return the gradients of a stage's outputs, or of the last stage the backward of the loss."""
-        if stage == self._last_stage:
-            return partial(self._backward, micro_batch)
-        return super().output_gradients(stage, micro_batch, received)
-
-    def on_error(self, error: BaseException) -> None:
-        """Keep the error itself, which is raised in this process."""
-        self._error = error
-        self._commands.note_failure(self._device)
-
-    def take_error(self) -> BaseException | None:
-        """Return the error of a stage of this process, and forget it, since its traceback refers to this object."""
-        error = self._error
-        self._error = None
         return error
 
 

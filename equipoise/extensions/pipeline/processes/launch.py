@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,29 +39,6 @@ class FirstProcessFailed(dist.DistError):
     """Raised in a worker when the main process has failed; the main process reports the cause."""
 
 
-@dataclass
-class _Connection:
-    """Connection of a run, which stays in its process.
-
-    Attributes:
-        client: The workers, in the main process during a run; None otherwise.
-    """
-
-    client: StageClient | None = None
-
-    def open(self, client: StageClient) -> None:
-        """Note the workers of a run."""
-        self.client = client
-
-    def close(self) -> None:
-        """Refer to the workers no more."""
-        self.client = None
-
-    def __reduce__(self) -> tuple[type["_Connection"], tuple[()]]:
-        """Let a pickled or copied connection be without workers."""
-        return (_Connection, ())
-
-
 class StageLaunch(ConnectedProcesses):
     """A process for each device and its stages; the main process of each replica has the last device.
 
@@ -79,6 +55,7 @@ class StageLaunch(ConnectedProcesses):
     Attributes:
         count: Number of processes of a replica, on all machines.
         device: Device of this process; before the processes start, that of the main process.
+        processes: The workers, in the main process during a run; None otherwise.
 
     Raises:
         ConfigurationError: If the number of processes does not fit the devices or the replicas, or this system cannot
@@ -114,12 +91,11 @@ class StageLaunch(ConnectedProcesses):
                 require_workers("engine='processes'", "Take engine='threads', which computes all stages in one process")
         else:
             self._take_rank(self._launched_rank)
-        self._connection = _Connection()
+        self.processes: StageClient | None = None
 
-    @property
-    def processes(self) -> StageClient | None:
-        """The workers, in the main process during a run; None otherwise."""
-        return self._connection.client
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a pickled or copied object: the workers stay in the process of their run."""
+        return {**vars(self), "processes": None}
 
     def _take_rank(self, rank: Rank) -> None:
         """Set the device and the ranks of this process. Main processes have the first ranks."""
@@ -152,17 +128,14 @@ class StageLaunch(ConnectedProcesses):
         if self._launched_rank is not None:
             return self.run(self._launched_rank, None, function, known)
         with StoreServer() as store:
-            start = partial(_run_in_process, self, function, store.port)
+            start = partial(self._run_in_worker, function, store.port)
             result: T = launch(start, self._total, known=known, is_consequence=follows_from_another)
         return result
 
-    def place_in_worker(self, rank: int) -> Rank:
-        """Return the full rank of a process that the trainer has started.
-
-        Args:
-            rank: Its global rank.
-        """
-        return place_of_worker(rank, self._total, self._devices[0])
+    def _run_in_worker(self, function: Callable[[], T], port: int, rank: int) -> T:
+        """Run in a process that the trainer has started, with this global rank."""
+        place = place_of_worker(rank, self._total, self._devices[0])
+        return self.run(place, port, function, None)
 
     def run(
         self,
@@ -178,6 +151,9 @@ class StageLaunch(ConnectedProcesses):
             port: Port of a store on this machine; None: environment variables name the store.
             function: Function of the main process.
             shared_objects: Objects of this process to which the result may refer; None: workers return None.
+
+        Raises:
+            FirstProcessFailed: In a worker, if the main process has failed.
         """
         # 1. Join the other processes.
         self._take_rank(rank)
@@ -196,11 +172,15 @@ class StageLaunch(ConnectedProcesses):
                 if content is None and port is None:
                     # Launchers such as torchrun report the process that ends first: the one that names the cause.
                     await_end(links.beats, _FAREWELL)
-                return _result_of(content, shared_objects)  # type: ignore[no-any-return]
+                if content is None:
+                    raise FirstProcessFailed("connection closed by peer: the first process has failed.")
+                if shared_objects is None:
+                    return None  # type: ignore[return-value]
+                return loads(content, shared_objects)  # type: ignore[no-any-return]
 
             # 3. Lead as the main process, whose stages come last.
             client = StageClient(messenger, links.devices[::-1], self.rank)
-            self._connection.open(client)
+            self.processes = client
             self._on_joined()
             with sending(links.beats, self.count, self._timeout, lambda: messenger.waits):
                 return self._lead(client, function, shared_objects)
@@ -220,7 +200,6 @@ class StageLaunch(ConnectedProcesses):
         function: Callable[[], T],
         shared_objects: Sequence[Any] | None,
     ) -> T:
-        """Run a function in the main process, and end the workers with its result."""
         content: Any = None
         try:
             result = function()
@@ -238,40 +217,10 @@ class StageLaunch(ConnectedProcesses):
                 " lies in another process. Take engine='threads'."
             ) from error
         finally:
-            self._connection.close()
+            self.processes = None
             if not client.commands.messenger.broken:
                 client.commands.send_to_all("end", content)
                 client.commands.messenger.flush()
-
-
-def _result_of(
-    content: bytes | None,
-    shared_objects: Sequence[Any] | None,
-) -> Any:
-    """Return the result of the main process in a worker.
-
-    Args:
-        content: The result, pickled; None if the main process has failed.
-        shared_objects: Objects to which the result may refer; None: workers return None.
-
-    Raises:
-        FirstProcessFailed: If the main process has failed.
-    """
-    if content is None:
-        raise FirstProcessFailed("connection closed by peer: the first process has failed.")
-    if shared_objects is None:
-        return None
-    return loads(content, shared_objects)
-
-
-def _run_in_process(
-    stages: StageLaunch,
-    function: Callable[[], T],
-    port: int,
-    rank: int,
-) -> T:
-    """Run in a process that the trainer has started."""
-    return stages.run(stages.place_in_worker(rank), port, function, None)
 
 
 @contextmanager

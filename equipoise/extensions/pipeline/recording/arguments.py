@@ -110,12 +110,11 @@ class Arguments:
         return self._add_call(target.target, nodes)
 
     def _add_call(self, function: Any, arguments: list[Any]) -> fx.Node:
-        """Add a call that builds an argument, and return it."""
         node = self._graph.call_function(function, tuple(arguments))
-        facts = [self._tensors.facts(argument) for argument in node.all_input_nodes]
+        facts = [self._tensors.facts[argument] for argument in node.all_input_nodes]
         inputs = inputs_of(facts)
         facts_of_node = Facts(inputs, is_pure=False, sizes=sizes_of(facts))
-        self._tensors.set_facts(node, facts_of_node)
+        self._tensors.facts[node] = facts_of_node
         return node
 
 

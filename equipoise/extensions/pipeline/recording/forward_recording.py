@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.extensions.pipeline.forward.attribute_reads import attributes_read
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.conditions import AttributeCondition, IdentityCondition
+from equipoise.extensions.pipeline.graph.conditions import same_attributes, same_objects
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import Condition, Traced
 from equipoise.extensions.pipeline.recording.recorder import Recorder
 from equipoise.extensions.pipeline.recording.targets import encoded
 from equipoise.extensions.pipeline.recording.tensor_nodes import Obstacle
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on
 from equipoise.interop import call_patches
 from equipoise.interop.lightning.classes import module_classes
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -43,18 +43,6 @@ class NotTraceable(Exception):
     def __init__(self, obstacle: str) -> None:
         super().__init__(obstacle)
         self.obstacle = obstacle
-
-
-class _Root(nn.Module):
-    """Root of a graph.
-
-    Args:
-        network: The network.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
 
 
 class ForwardRecording:
@@ -121,9 +109,8 @@ class ForwardRecording:
             set_value(attribute, value)
 
     def _record(self) -> Traced:
-        """Run the forward, and return its calls."""
         # 1. One call for each tensor of the arguments.
-        root = _Root(self._network)
+        root = nn.ModuleDict({"network": self._network})
         graph = fx.Graph()
         placeholder = graph.placeholder("tensors")
         tensors = self._structure.copies_on(self._device)
@@ -154,12 +141,6 @@ class ForwardRecording:
     def _finished(self, recorder: Recorder, root: nn.Module, graph: fx.Graph, output: Any) -> Traced:
         """Return the calls, if they are the forward.
 
-        Args:
-            recorder: The recorder.
-            root: Root of the graph.
-            graph: The calls.
-            output: The network's output.
-
         Raises:
             NotTraceable: If the calls are not the forward.
         """
@@ -176,7 +157,7 @@ class ForwardRecording:
         # 2. Return the output.
         output_structure = OutputStructure.of(output)
         try:
-            values = [recorder.arguments_of(tensor) for tensor in output_structure.tensors]
+            values = [recorder.arguments.of(tensor) for tensor in output_structure.tensors]
         except Obstacle as error:
             raise NotTraceable(f"{kind}.forward {error}") from error
         graph.output(tuple(values))
@@ -214,20 +195,13 @@ class ForwardRecording:
 
 
 def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph: fx.Graph) -> list[Condition]:
-    """Return the conditions about attributes of modules.
-
-    Args:
-        followed: The modules whose calls were recorded.
-        root: Root of the graph.
-        graph: The calls.
-    """
+    """Return the conditions about attributes of modules."""
     # 1. Numbers, texts and truth values, by which a forward may decide.
     conditions: list[Condition] = []
     for submodule in followed:
         attributes = attributes_read(submodule)
         if attributes:
-            condition = AttributeCondition(submodule, attributes)
-            conditions.append(condition)
+            conditions.append(same_attributes(submodule, attributes))
 
     # 2. Tensors. Constants of the recording are attributes of the root alone, and stay the same.
     paths = []
@@ -236,7 +210,7 @@ def _conditions_of_modules(followed: Iterable[nn.Module], root: nn.Module, graph
         if node.op == "get_attr" and path.startswith("network."):
             paths.append(path)
     if paths:
-        conditions.append(IdentityCondition(root, paths))
+        conditions.append(same_objects(root, paths))
     return conditions
 
 

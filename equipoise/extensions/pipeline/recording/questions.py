@@ -12,14 +12,9 @@ from torch import Tensor, fx, nn
 
 from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_padding
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
-from equipoise.extensions.pipeline.graph.conditions import (
-    ShapeCondition,
-    TrainableCondition,
-    ValueCondition,
-    program_of,
-)
+from equipoise.extensions.pipeline.graph.conditions import program_of, same_answer, same_shapes, same_trainable
 from equipoise.extensions.pipeline.graph.output_structure import items_of_output
-from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition, on_device
+from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.targets import check_size, holds, target_of
 from equipoise.extensions.pipeline.recording.tensor_nodes import (
@@ -124,8 +119,7 @@ class Questions:
         if indices:
             # One condition serves for all shapes. It comes first, since it computes nothing.
             shapes = {index: self._shapes[index] for index in sorted(indices)}
-            shape_condition = ShapeCondition(shapes)
-            conditions.insert(0, shape_condition)
+            conditions.insert(0, same_shapes(shapes))
         return conditions
 
     def note(self, question: Question, frame: FrameType | None) -> None:
@@ -176,15 +170,13 @@ class Questions:
             if node is None:
                 self._tensors.check_origin(tensor)
                 continue
-            facts_of_tensor = self._tensors.facts(node)
+            facts_of_tensor = self._tensors.facts[node]
             facts.append(facts_of_tensor)
         return facts
 
     def _note_trainable(self) -> None:
         """Note a question whose answer depends on the parameters that require gradients."""
-        parameters = list(self._root.parameters())
-        condition = TrainableCondition(parameters)
-        self._noted.append(condition)
+        self._noted.append(same_trainable(list(self._root.parameters())))
 
     def note_length(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note that a function has returned a number of tensors that follows from the sizes of its arguments.
@@ -207,7 +199,7 @@ class Questions:
         """Record calls that check sizes which are only assumed to follow from those of the network's tensors."""
         for tensor in tensors:
             node = self._tensors.find_node(tensor)
-            if node is None or self._tensors.facts(node).sizes is not Sizes.ASSUMED:
+            if node is None or self._tensors.facts[node].sizes is not Sizes.ASSUMED:
                 continue
             is_checked = any(user.target is check_size for user in node.users)
             if is_checked:
@@ -215,21 +207,17 @@ class Questions:
             size = tuple(tensor.shape)
             check = self._graph.call_function(check_size, (node, size))
             check.meta[FOLLOWS] = True
-            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
+            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
 
     def _record_assertion(self, tensor: Tensor) -> None:
         """Record a call that checks an assertion, since an assertion decides nothing else."""
         node_of_tensor = self._tensors.node_of(tensor)
         node = self._graph.call_function(holds, (node_of_tensor,))
         facts = Facts(frozenset(), is_pure=False)
-        self._tensors.set_facts(node, facts)
+        self._tensors.facts[node] = facts
 
     def _note_value(self, question: Question, facts: Sequence[Facts]) -> None:
         """Note a question about values, which the tensors of the network's call must answer alone.
-
-        Args:
-            question: The question.
-            facts: Facts about those of its tensors that calls compute.
 
         Raises:
             Obstacle: If the answer follows from the network, or is another one in nearly every call.
@@ -246,28 +234,18 @@ class Questions:
             condition = self._value_condition(question, index)
             self._noted.append(condition)
 
-    def _value_condition(self, question: Question, index: int) -> ValueCondition:
-        """Return the condition that a question has the same answer, which it computes before the next call.
-
-        Args:
-            question: The question.
-            index: Index of a tensor of the network's call that the answer depends on.
-        """
+    def _value_condition(self, question: Question, index: int) -> Condition:
+        """Return the condition that a question has the same answer, which it computes before the next call."""
         # The functions below hold calls alone. The question itself would keep its tensors alive.
         root = self._root
         graph_arguments = self._arguments.of_call(question.args, question.kwargs)
         values = [self._tensors.node_of(tensor) for tensor in question.tensors]
-        target = target_of(question.function)
+        add_question = target_of(question.function).add_to
 
         def program_on(device: torch.device) -> Callable[[Any], Any]:
-            def add_question(graph: fx.Graph, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-                arguments = on_device(device, graph_arguments)
-                args, kwargs = fx.map_arg(arguments, copy_of)
-                return target.add_to(graph, args, dict(kwargs))
+            return program_of(root, values, device, graph_arguments, add_question)
 
-            return program_of(root, values, device, add_question)
-
-        return ValueCondition(program_on, question.result, index)
+        return same_answer(program_on, question.result, index)
 
 
 def _is_asserted(frame: FrameType | None) -> bool:

@@ -47,19 +47,13 @@ class ArgumentVersions:
 
     def __init__(self, arguments: Any) -> None:
         self.tensors = list(tensors_in(arguments, items_of_output))
-        self._before = versions(self.tensors)
+        # One by one: tensors of inference mode have no version, and do not change outside of it.
+        self._before = [versions([tensor]) for tensor in self.tensors]
 
     def changed(self) -> list[Tensor]:
         """Return the tensors that have changed."""
-        present = versions(self.tensors)
-        if self._before is None or present is None:
-            return []
-        changed = []
-        triples = zip(self.tensors, self._before, present, strict=True)
-        for tensor, version_before, version in triples:
-            if version != version_before:
-                changed.append(tensor)
-        return changed
+        pairs = zip(self.tensors, self._before, strict=True)
+        return [tensor for tensor, before in pairs if versions([tensor]) != before]
 
 
 class RecordedCalls:
@@ -119,12 +113,7 @@ class RecordedCalls:
         self._assign(node, computed.result, changed_ids)
 
     def _changed_values(self, node: fx.Node, changed: Sequence[Tensor]) -> set[fx.Node]:
-        """Return the values that a call has changed in place.
-
-        Args:
-            node: The call.
-            changed: Those of its tensors that have changed.
-        """
+        """Return the values that a call has changed in place."""
         arguments = node.all_input_nodes
         values: set[fx.Node] = set()
         for tensor in changed:
@@ -140,13 +129,8 @@ class RecordedCalls:
         return values
 
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
-        """Return the facts about the value of a call, which follow from those about its arguments.
-
-        Args:
-            node: The call.
-            computed: What it has computed.
-        """
-        facts_of_arguments = [self._tensors.facts(argument) for argument in node.all_input_nodes]
+        """Return the facts about the value of a call, which follow from those about its arguments."""
+        facts_of_arguments = [self._tensors.facts[argument] for argument in node.all_input_nodes]
         has_pure_arguments = all(facts.is_pure for facts in facts_of_arguments)
         is_random = Traits.RANDOM in computed.traits
         is_pure = computed.is_pure and not computed.changed and not is_random
@@ -164,14 +148,8 @@ class RecordedCalls:
         )
 
     def _describe(self, node: fx.Node, facts: Facts, place: Place) -> None:
-        """Note facts about a call, the line that makes it, and the modules in whose forwards it is.
-
-        Args:
-            node: The call.
-            facts: The facts about its value.
-            place: The modules.
-        """
-        self._tensors.set_facts(node, facts)
+        """Note facts about a call, the line that makes it, and the modules in whose forwards it is."""
+        self._tensors.facts[node] = facts
         # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
         node.meta["line"] = line_of_user(inspect.currentframe())
         # The form of torch.fx, which has the path twice.
@@ -179,13 +157,7 @@ class RecordedCalls:
         node.meta["nn_module_stack"] = module_stack
 
     def _assign(self, node: fx.Node, value: Any, changed_ids: set[int]) -> None:
-        """Note which tensors a call computes, with a call for each item of a container.
-
-        Args:
-            node: The call.
-            value: Its value, or an item of it.
-            changed_ids: Ids of the tensors that the recorded call has changed in place.
-        """
+        """Note which tensors a call computes, with a call for each item of a container."""
         # 1. A tensor is the value of the first call that computes it, or of the last one that changes it.
         if isinstance(value, Tensor):
             is_new = self._tensors.find_node(value) is None
@@ -201,8 +173,8 @@ class RecordedCalls:
                 continue
             node.meta[STAYS] = True
             item_node = self._graph.call_function(take_out, (node, key))
-            facts = self._tensors.facts(node)
-            self._tensors.set_facts(item_node, facts)
+            facts = self._tensors.facts[node]
+            self._tensors.facts[item_node] = facts
             for name in ("line", "nn_module_stack"):
                 item_node.meta[name] = node.meta[name]
             self._assign(item_node, item, changed_ids)

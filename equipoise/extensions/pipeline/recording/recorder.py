@@ -21,7 +21,7 @@ from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.extensions.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.extensions.pipeline.forward.packed_sequences import padded_call
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
-from equipoise.extensions.pipeline.graph.output_structure import items_of_output
+from equipoise.extensions.pipeline.graph.output_structure import items_of_output, structure_of
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.questions import Question, Questions
@@ -35,7 +35,6 @@ from equipoise.extensions.pipeline.recording.targets import (
     encoded,
     name_of,
     present_modes,
-    structure_of,
     target_of,
     under_modes,
 )
@@ -75,14 +74,7 @@ _Base: Any = TorchFunctionMode
 
 
 class _ModuleCall(NamedTuple):
-    """A call of a submodule.
-
-    Attributes:
-        original: The call that its class defines.
-        module: The submodule.
-        path: Its path in the root.
-        args, kwargs: The arguments.
-    """
+    """A call of a submodule."""
 
     original: Callable[..., Any]
     module: nn.Module
@@ -113,6 +105,7 @@ class Recorder(_Base):  # type: ignore[misc]
     Attributes:
         opaque: For each submodule that stayed whole the reason.
         followed: The modules whose calls were recorded.
+        arguments: Turns arguments into those of calls in the graph.
         questions: Questions that the forward has asked about its tensors.
         effects: Side effects of the forward.
         calls: The recorded calls.
@@ -143,10 +136,10 @@ class Recorder(_Base):  # type: ignore[misc]
         for index, (tensor, node) in enumerate(inputs):
             facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.add(tensor, node)
-            self._tensors.set_facts(node, facts)
+            self._tensors.facts[node] = facts
             self._tensors.note_operation(tensor, ())
-        self._arguments = Arguments(graph, self._tensors, device)
-        self.questions = Questions(graph, root, self._tensors, self._arguments, tensors)
+        self.arguments = Arguments(graph, self._tensors, device)
+        self.questions = Questions(graph, root, self._tensors, self.arguments, tensors)
         self.calls = RecordedCalls(graph, self._tensors, device)
 
         # 3. The state of the recording. Other threads may call modules meanwhile.
@@ -160,17 +153,6 @@ class Recorder(_Base):  # type: ignore[misc]
     def obstacle(self) -> str:
         """Reason why the network's calls alone would not be its forward; empty if there is none."""
         return self._running.network.obstacle
-
-    def arguments_of(self, value: Any) -> Any:
-        """Return the calls in the place of tensors.
-
-        Args:
-            value: A nested value.
-
-        Raises:
-            Obstacle: If a tensor was computed where it could not be followed.
-        """
-        return self._arguments.of(value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -251,13 +233,6 @@ class Recorder(_Base):  # type: ignore[misc]
         return computed.result
 
     def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Computed:
-        """Compute one call.
-
-        Args:
-            function: What is called.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
         argument_versions = ArgumentVersions((args, kwargs))
         self._traits = Traits(0)
         result = function(*args, **kwargs)
@@ -265,14 +240,6 @@ class Recorder(_Base):  # type: ignore[misc]
         return Computed(result, changed, self._traits)
 
     def _record_function(self, function: Any, args: Any, kwargs: Any, computed: Computed) -> None:
-        """Record the call of a function of torch, or its question.
-
-        Args:
-            function: The function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            computed: What it has computed.
-        """
         # 1. A function without tensors in its result asks a question.
         name = name_of(function)
         if name in _BACKWARDS:
@@ -303,7 +270,7 @@ class Recorder(_Base):  # type: ignore[misc]
             target = under_modes(target, modes)
 
         # 4. Record the call.
-        graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+        graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
         node = target.add_to(self._graph, graph_args, graph_kwargs)
         arguments = list(tensors_in((args, kwargs), items_of_output))
         if name in _SPLITS and len(arguments) > 1:
@@ -340,18 +307,14 @@ class Recorder(_Base):  # type: ignore[misc]
             # 2. Its record.
             _check_function_arguments(args)
             self._check_modes()
-            graph_args, graph_kwargs = self._arguments.of_call(args, kwargs)
+            graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
             node = applied(kind).add_to(self._graph, graph_args, graph_kwargs)
             _check_result(kind.__name__, computed.result)
             self.calls.finish(node, computed, self._running.place())
         return computed.result
 
     def _check_modes(self) -> None:
-        """Check that torch is in the same modes as around the forward. The recorded call would not have others.
-
-        Raises:
-            Obstacle: If it is not.
-        """
+        """Check that torch is in the same modes as around the forward. The recorded call would not have others."""
         if present_modes() != self._modes:
             raise Obstacle(_OTHER_MODES)
 
@@ -402,11 +365,10 @@ class Recorder(_Base):  # type: ignore[misc]
         return type(module).__module__.startswith("torch.")
 
     def _call_whole(self, call: _ModuleCall) -> Any:
-        """Call a submodule, and record the call."""
         # 1. The arguments, before the module may change them.
         with self._obstacles_noted():
             self._check_modes()
-            graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
+            graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
         if self._is_off:
             # An obstacle was noted just now.
             return call.run()
@@ -465,17 +427,11 @@ class Recorder(_Base):  # type: ignore[misc]
             Obstacle: If its call cannot be recorded either.
         """
         self._check_modes()
-        graph_args, graph_kwargs = self._arguments.of_call(call.args, call.kwargs)
+        graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
         self._add_whole(call, graph_args, graph_kwargs, computed)
 
     def _add_whole(self, call: _ModuleCall, graph_args: Any, graph_kwargs: Any, computed: Computed) -> None:
         """Add the call of a submodule to the graph, and a check of what it returns in later calls.
-
-        Args:
-            call: The call.
-            graph_args: Its arguments in the graph.
-            graph_kwargs: Its keyword arguments in the graph.
-            computed: What it has computed.
 
         Raises:
             Obstacle: If it returns something that may change from call to call.
@@ -490,7 +446,7 @@ class Recorder(_Base):  # type: ignore[misc]
             structure = structure_of(computed.result)
             check = self._graph.call_function(check_structure, (node, structure))
             check.meta[FOLLOWS] = True
-            self._tensors.set_facts(check, Facts(frozenset(), is_pure=False))
+            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
 
     def _recorded_of(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, fx.Node]]:
         """Return those of some tensors that are values of calls, and these calls."""
@@ -502,12 +458,7 @@ class Recorder(_Base):  # type: ignore[misc]
         return recorded
 
     def _remove_calls_of(self, running: RunningModule, path: str) -> None:
-        """Remove the calls and questions of a module that stays whole, and its submodules from the records.
-
-        Args:
-            running: The module.
-            path: Its path in the root.
-        """
+        """Remove the calls and questions of a module that stays whole, and its submodules from the records."""
         self.effects.accept(running.module)
         self.questions.forget_since(running.question_count)
         self.calls.remove_since(running.call_count)
@@ -521,12 +472,6 @@ class Recorder(_Base):  # type: ignore[misc]
                 del self.opaque[name_of_opaque]
 
     def _note_opaque(self, path: str, reason: str) -> None:
-        """Note that a submodule stays whole.
-
-        Args:
-            path: Its path in the root.
-            reason: The reason.
-        """
         name_in_network = path.removeprefix("network.")
         self.opaque[name_in_network] = reason
 
@@ -544,22 +489,16 @@ def _hooked_ids(network: nn.Module) -> set[int]:
 
 
 def _are_among(tensors: Sequence[Tensor], arguments: Any) -> bool:
-    """Return True if all of some tensors are among the tensors of nested arguments."""
     argument_ids = {id(tensor) for tensor in tensors_in(arguments, items_of_output)}
     return all(id(tensor) in argument_ids for tensor in tensors)
 
 
 def _requires_gradients(value: Any) -> bool:
-    """Return True if a tensor of a nested value requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors_in(value, items_of_output))
 
 
 def _check_function_arguments(args: Any) -> None:
-    """Check that an autograd function receives no function, whose layers would not be known.
-
-    Raises:
-        Obstacle: If it does.
-    """
+    """Check that an autograd function receives no function, whose layers would not be known."""
     for value in args:
         is_function = isinstance(value, nn.Module) or inspect.isroutine(value)
         # Partial functions have this attribute.
@@ -569,10 +508,6 @@ def _check_function_arguments(args: Any) -> None:
 
 def _check_result(name: str, result: Any) -> None:
     """Check that what stays whole returns nothing but tensors, in containers.
-
-    Args:
-        name: Name of the class of the module or autograd function.
-        result: What it returns.
 
     Raises:
         Obstacle: If it returns something that it may compute anew in each call.

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
@@ -11,40 +12,27 @@ from equipoise.extensions.pipeline.forward.user_lines import line_of_user
 __all__ = ["RunningModule", "RunningModules"]
 
 
+@dataclass
 class RunningModule:
     """A module whose forward is running.
 
-    Args:
+    Attributes:
         module: The module.
         call_count: Number of calls before it.
         question_count: Number of questions before it.
         followed_count: Number of modules before it whose calls were recorded.
         arguments: Its arguments that are values of calls, and these calls.
-
-    Attributes:
         traits: Traits of the operations that it has run.
         obstacle: Reason why its calls alone would not be its forward; empty if there is none.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call_count: int,
-        question_count: int,
-        followed_count: int,
-        arguments: Sequence[tuple[Tensor, fx.Node]],
-    ) -> None:
-        self.module = module
-        self.call_count = call_count
-        self.question_count = question_count
-        self.followed_count = followed_count
-        self.arguments = arguments
-        self.traits = Traits(0)
-        self.obstacle = ""
-
-    def note_traits(self, traits: Traits) -> None:
-        """Note traits of an operation that it runs."""
-        self.traits |= traits
+    module: nn.Module
+    call_count: int
+    question_count: int
+    followed_count: int
+    arguments: Sequence[tuple[Tensor, fx.Node]]
+    traits: Traits = field(default_factory=lambda: Traits(0))
+    obstacle: str = ""
 
     def note_obstacle(self, reason: str) -> None:
         """Note a reason why its calls alone would not be its forward. The first one counts."""
@@ -99,7 +87,7 @@ class RunningModules:
     def note_traits(self, traits: Traits) -> None:
         """Note traits of an operation that runs now."""
         for running in self._stack:
-            running.note_traits(traits)
+            running.traits |= traits
 
     def note_obstacle(self, reason: str) -> None:
         """Note that the calls of the innermost module would not be its forward. The first reason counts."""

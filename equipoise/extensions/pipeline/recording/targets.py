@@ -1,14 +1,15 @@
 """Functions of torch as calls of a graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, items_of_output
+from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, structure_of
 
 __all__ = [
     "Modes",
@@ -22,7 +23,6 @@ __all__ = [
     "name_of",
     "present_modes",
     "rebuilt",
-    "structure_of",
     "target_of",
     "under_modes",
 ]
@@ -100,40 +100,6 @@ def present_modes() -> Modes:
     return Modes(grad, tuple(autocast))
 
 
-class _UnderModes:
-    """A call in other modes than those around it.
-
-    Args:
-        target: The call.
-        modes: Its modes.
-    """
-
-    def __init__(self, target: Target, modes: Modes) -> None:
-        self._target = target
-        self._modes = modes
-        # The graph names the call after it.
-        name = str(getattr(target.target, "__name__", target.target))
-        self.__name__ = name.strip("_")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # 1. Find the function. A method is that of the first argument.
-        function = self._target.target
-        if self._target.op == "call_method":
-            function = getattr(args[0], function)
-            args = args[1:]
-
-        # 2. Call it in its modes.
-        with ExitStack() as stack:
-            grad_mode = torch.set_grad_enabled(self._modes.grad)
-            stack.enter_context(grad_mode)
-            for kind, is_enabled, dtype in self._modes.autocast:
-                is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
-                if is_other_mode:
-                    autocast = torch.autocast(kind, dtype, is_enabled)
-                    stack.enter_context(autocast)
-            return function(*args, **kwargs)
-
-
 def under_modes(target: Target, modes: Modes) -> Target:
     """Return a call that computes in its own modes, whatever the modes around it.
 
@@ -141,25 +107,26 @@ def under_modes(target: Target, modes: Modes) -> Target:
         target: The call.
         modes: Its modes.
     """
-    function = _UnderModes(target, modes)
-    return Target("call_function", function, target.extra)
+    name = str(getattr(target.target, "__name__", target.target))
+    return _named(name.strip("_"), partial(_call_under, target, modes))._replace(extra=target.extra)
 
 
-class _Rebuilt:
-    """Builds an argument from its tensors.
+def _call_under(target: Target, modes: Modes, *args: Any, **kwargs: Any) -> Any:
+    # 1. Find the function. A method is that of the first argument.
+    function = target.target
+    if target.op == "call_method":
+        function = getattr(args[0], function)
+        args = args[1:]
 
-    Args:
-        structure: The structure of the argument.
-    """
-
-    # The graph names the call after it.
-    __name__ = "rebuilt"
-
-    def __init__(self, structure: OutputStructure) -> None:
-        self._structure = structure
-
-    def __call__(self, *tensors: Any) -> Any:
-        return self._structure.fill(tensors)
+    # 2. Call it in its modes.
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for kind, is_enabled, dtype in modes.autocast:
+            is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
+            if is_other_mode:
+                autocast = torch.autocast(kind, dtype, is_enabled)
+                stack.enter_context(autocast)
+        return function(*args, **kwargs)
 
 
 def rebuilt(structure: OutputStructure) -> Target:
@@ -168,7 +135,25 @@ def rebuilt(structure: OutputStructure) -> Target:
     Args:
         structure: The structure of the argument.
     """
-    function = _Rebuilt(structure)
+    return _named("rebuilt", partial(_filled, structure))
+
+
+def _filled(structure: OutputStructure, *tensors: Any) -> Any:
+    return structure.fill(tensors)
+
+
+def applied(kind: Any) -> Target:
+    """Return the call of an autograd function."""
+    return _named(str(kind.__name__), partial(_apply, kind))
+
+
+def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    return kind.apply(*args, **kwargs)
+
+
+def _named(name: str, function: Any) -> Target:
+    """Return the call of a function that has no name; the graph names the call after it."""
+    function.__name__ = name
     return Target("call_function", function)
 
 
@@ -195,27 +180,6 @@ def assigned(tensor: Tensor, key: Any, value: Any) -> Tensor:
     """
     tensor[key] = value
     return tensor
-
-
-class _Applied:
-    """Applies an autograd function.
-
-    Args:
-        kind: Its class.
-    """
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-        # The graph names the call after it.
-        self.__name__ = str(kind.__name__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kind.apply(*args, **kwargs)
-
-
-def applied(kind: Any) -> Target:
-    """Return the call of an autograd function."""
-    return Target("call_function", _Applied(kind))
 
 
 def encoded(
@@ -262,22 +226,6 @@ def check_size(tensor: Tensor, size: tuple[int, ...]) -> None:
             " and the code around it asks for them. Let a submodule ask that stays whole, too; or choose another"
             " strategy."
         )
-
-
-def structure_of(value: Any) -> Any:
-    """Return a description of what a submodule returns: types, lengths, keys, dtypes, and what is no tensor."""
-    if isinstance(value, Tensor):
-        return ("tensor", str(value.dtype))
-    kind = type(value).__name__
-    items = items_of_output(value)
-    if items is None:
-        return (kind, repr(value))
-    keys: tuple[str, ...] = ()
-    if isinstance(value, Mapping):
-        keys = tuple(map(str, value))
-    # Tuples alone: a graph turns lists into lists of its own.
-    structures = tuple(structure_of(item) for item in items)
-    return (kind, keys, structures)
 
 
 def check_structure(value: Any, structure: Any) -> None:

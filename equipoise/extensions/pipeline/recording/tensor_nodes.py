@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,21 +32,18 @@ class Sizes(IntEnum):
     DYNAMIC = 2
 
 
-class Facts:
+class Facts(NamedTuple):
     """Facts about the value of a call.
 
-    Args:
+    Attributes:
         inputs: Indices of the network's tensors from which it follows.
         is_pure: True if it follows from these alone, by functions without random numbers and changes in place.
         sizes: Origin of its sizes. Default: they follow from those of the network's tensors.
     """
 
-    __slots__ = ("inputs", "is_pure", "sizes")
-
-    def __init__(self, inputs: frozenset[int], *, is_pure: bool, sizes: Sizes = Sizes.FIXED) -> None:
-        self.inputs = inputs
-        self.is_pure = is_pure
-        self.sizes = sizes
+    inputs: frozenset[int]
+    is_pure: bool
+    sizes: Sizes = Sizes.FIXED
 
 
 def sizes_of(facts: Iterable[Facts]) -> Sizes:
@@ -76,6 +73,9 @@ class TensorNodes:
     Args:
         graph: The graph of the calls.
         root: Its root; the attribute `network` is the network. Other tensors become its attributes.
+
+    Attributes:
+        facts: Facts about the value of each call.
     """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -83,7 +83,7 @@ class TensorNodes:
         self._root = root
         self._names = _names_of_tensors(root)
         self._nodes: Any = WeakIdKeyDictionary()
-        self._facts: dict[fx.Node, Facts] = {}
+        self.facts: dict[fx.Node, Facts] = {}
         # Storages that were allocated during the recording, by their addresses.
         self._new_storages: set[int] = set()
         # Names of the root's attributes for objects from outside, by the ids of these.
@@ -99,7 +99,7 @@ class TensorNodes:
         """Return the call whose value a tensor is; None for tensors of the network and from outside."""
         node: fx.Node | None = self._nodes.get(tensor)
         # Calls that were removed from the graph have no facts.
-        if node is None or node not in self._facts:
+        if node is None or node not in self.facts:
             return None
         return node
 
@@ -147,37 +147,24 @@ class TensorNodes:
         node = self._graph.create_node("get_attr", name)
         # Its values may be others in the next call.
         facts = Facts(frozenset(), is_pure=False)
-        self.set_facts(node, facts)
+        self.facts[node] = facts
         return node
-
-    def facts(self, node: fx.Node) -> Facts:
-        """Return the facts about the value of a call."""
-        return self._facts[node]
-
-    def set_facts(self, node: fx.Node, facts: Facts) -> None:
-        """Set the facts about the value of a call."""
-        self._facts[node] = facts
 
     def forget(self, nodes: Iterable[fx.Node]) -> None:
         """Forget calls that are removed from the graph."""
         for node in nodes:
-            self._facts.pop(node, None)
+            self.facts.pop(node, None)
 
     def note_change(self, tensor: Tensor) -> None:
         """Note that a tensor was changed in place: it and its views no longer follow from the network's tensors."""
         address = _address_of(tensor)
         entries = list(self._nodes.items())
         for recorded_tensor, node in entries:
-            facts = self._facts.get(node)
+            facts = self.facts.get(node)
             if facts is None:
                 continue
             if _address_of(recorded_tensor) == address:
-                changed_facts = Facts(
-                    facts.inputs,
-                    is_pure=False,
-                    sizes=facts.sizes,
-                )
-                self._facts[node] = changed_facts
+                self.facts[node] = facts._replace(is_pure=False)
 
     def note_operation(self, result: Any, args: Any) -> None:
         """Note the storages that an operation allocates.

@@ -94,10 +94,6 @@ def _recorded(recording: ForwardRecording) -> tuple[Traced | None, str]:
 def _traced(traced: Traced | None, obstacle: str) -> Traced:
     """Return the calls of a forward.
 
-    Args:
-        traced: The calls; None if there is an obstacle.
-        obstacle: The obstacle.
-
     Raises:
         NotTraceable: If there are no calls.
     """

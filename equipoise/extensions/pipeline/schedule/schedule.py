@@ -52,12 +52,6 @@ _SEVERAL_STAGES: dict[Schedule, Schedule] = {
     "1f1b": "interleaved_1f1b",
 }
 
-# Schedules of torch that are not supported, and the reason.
-_UNSUPPORTED = {
-    "zbv": "computes no evaluation in torch, and waits forever after the error.",
-    "dualpipe": "computes no evaluation in torch, and waits forever after the error.",
-}
-
 
 class Action(NamedTuple):
     """Next action of a stage.
@@ -88,20 +82,11 @@ def check_schedule(schedule: str) -> Schedule:
     for name in SCHEDULES:
         if schedule == name:
             return name
-    hint = _hint(schedule)
-    raise ConfigurationError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}.{hint}")
-
-
-def _hint(schedule: str) -> str:
-    """Return advice on an unknown name: the likeliest schedule, or why torch's is not supported."""
     plain = _plain(str(schedule))
-    for name in SCHEDULES:
-        if _plain(name) == plain:
-            return f" Did you mean {name!r}?"
-    for name_of_torch, reason in _UNSUPPORTED.items():
-        if name_of_torch in plain:
-            return f" {schedule!r} {reason}"
-    return ""
+    hints = [f" Did you mean {name!r}?" for name in SCHEDULES if _plain(name) == plain]
+    raise ConfigurationError(
+        f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}.{''.join(hints)}"
+    )
 
 
 def _plain(name: str) -> str:
@@ -248,10 +233,6 @@ def _zero_bubble_plans(devices: int, micro_batches: int, stages_per_device: int)
 class _GapFiller:
     """Fill the gaps of one device with gradients of weights.
 
-    Args:
-        plan: Forwards and backwards of the device.
-        stages: Number of stages of all devices.
-
     Attributes:
         tasks: Tasks so far, in their order.
     """
@@ -270,11 +251,7 @@ class _GapFiller:
         return bool(self._plan or self._weight_gradients)
 
     def next(self, done: set[Task]) -> Task | None:
-        """Return the next task of the device; None if it waits.
-
-        Args:
-            done: Tasks that all devices have finished.
-        """
+        """Return the next task of the device; None if it waits."""
         if self._plan and self._can_run(self._plan[0], done):
             task = self._plan.popleft()
             stage, action = task

@@ -57,7 +57,6 @@ def _stacks_of(network: nn.Module) -> Iterator[LayerStack]:
 
 
 def _size_of(stack: LayerStack) -> int:
-    """Return the number of parameters of all layers."""
     size = 0
     for layer in stack.layers:
         size += sum(parameter.numel() for parameter in layer.parameters())

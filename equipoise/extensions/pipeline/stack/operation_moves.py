@@ -47,6 +47,10 @@ class OperationMoves(_Base):  # type: ignore[misc]
         """
         self._device = device
 
+    def forget(self) -> None:
+        """Release the copies of tensors."""
+        self._copies.clear()
+
     def here(self, value: Any) -> Any:
         """Return a nested value with its tensors on the present device.
 
@@ -77,7 +81,6 @@ class OperationMoves(_Base):  # type: ignore[misc]
         return map_leaves(lambda leaf: self._copy(leaf, device), value)
 
     def _copy(self, leaf: Any, device: torch.device) -> Any:
-        """Return a tensor on a device, and anything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.device == device or _goes_anywhere(leaf):

@@ -20,11 +20,11 @@ def cut_stack(
     prefix: str,
     samples: int | None,
     rest: Block | None = None,
-) -> Cut | None:
-    """Return the best cut between the layers of a stack; None if there are fewer layers than stages.
+) -> Cut:
+    """Return the best cut between the layers of a stack.
 
     Args:
-        stack: The stack.
+        stack: The stack, with as many layers as stages or more.
         profile: Its costs.
         options: The user's options.
         prefix: The network's name in the user's module; empty if it is that module.
@@ -34,8 +34,6 @@ def cut_stack(
     Raises:
         ConfigurationError: If no cut fits into memory.
     """
-    if len(stack.layers) < len(options.devices):
-        return None
     # The last stage also computes the loss.
     blocks = profile.blocks
     beside = None
@@ -74,13 +72,7 @@ def cut_stack_by_names(stack: LayerStack, names: Sequence[str], prefix: str) -> 
 
 
 def _cut_at(stack: LayerStack, ends: Sequence[int], prefix: str) -> Cut:
-    """Return a cut without predictions.
-
-    Args:
-        stack: The stack.
-        ends: For each stage the index of the layer after its last.
-        prefix: The network's name in the user's module; empty if it is that module.
-    """
+    """Return a cut without predictions."""
     first_layers = ["", *(public_name(stack.names[end], True, prefix) for end in ends[:-1])]
     return Cut(ends=list(ends), first_blocks=first_layers, first_calls=first_layers, stages=[], idle=None)
 

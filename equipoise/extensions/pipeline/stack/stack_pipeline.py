@@ -12,43 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
-from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline, StepRun
+from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
+from equipoise.extensions.pipeline.execution.threaded_engine import Compute, Pipeline
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.schedule.schedule import Schedule
+from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule
 from equipoise.extensions.pipeline.stack.stacked_call import StackedCall, stages_noticed
 
-__all__ = ["StackPipeline", "StackedForward"]
-
-
-class StackedForward:
-    """The rest of a network's call, which runs in the thread of a step in place of the network's output.
-
-    Args:
-        forward: The network's own forward.
-        devices: The device of each stage.
-        step: The step.
-
-    Attributes:
-        stage: Number of the latest stage that the forward has reached.
-    """
-
-    def __init__(self, forward: Callable[..., Any], devices: Sequence[torch.device], step: SuspendedStep) -> None:
-        self.stage = 0
-        self._forward = forward
-        self._devices = devices
-        self._step = step
-
-    def _pause(self, stage: int) -> None:
-        self.stage = stage
-        self._step.pause()
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the network's output; see `StackedCall.run`."""
-        # The call has copies of tensors, so nothing refers to it afterwards.
-        call = StackedCall(self._forward, self._devices, self._pause)
-        with inside_stage():
-            return call.run(args, kwargs)
+__all__ = ["StackPipeline"]
 
 
 class StackPipeline(Pipeline):
@@ -88,7 +58,7 @@ class StackPipeline(Pipeline):
         # Outside of steps no other micro-batch computes, so the call waits for no turn.
         call = StackedCall(self.network_forward, self.devices, _pass)
         try:
-            with inside_stage(), self._stages_noticed():
+            with self._stages_noticed():
                 return call.run(args, kwargs)
         except BaseException:
             self.failed = self.devices[call.stage]
@@ -98,8 +68,8 @@ class StackPipeline(Pipeline):
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-        pipelines: Sequence[Pipeline] | None = None,
+        backward: Callable[[int], None],
+        pipelines: Sequence[Pipeline],
     ) -> None:
         """Compute micro-batches, each to the end of its step, and then backward; see `Pipeline.run`."""
         with self._stages_noticed():
@@ -108,67 +78,44 @@ class StackPipeline(Pipeline):
     def _stages_noticed(self) -> AbstractContextManager[None]:
         return stages_noticed(self._layers, self._stages_of_layers, self.devices)
 
-    def _new_run(
+    def _computation(
         self,
         steps: Sequence[SuspendedStep],
         inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
+        backward: Callable[[int], None],
         pipelines: Sequence[Pipeline],
-    ) -> StepRun:
-        return _StackRun(self, steps, inputs, backward)
+    ) -> Compute:
+        """Return how a stage computes: the step runs until it reaches a later stage, or to its end in the last one."""
+        calls = [StackedCall(self.network_forward, self.devices, step.pause) for step in steps]
+        last = len(self.devices) - 1
+
+        def compute(stage: int, action: Action, received: Any) -> Any:
+            index = action.micro_batch
+            if not action.backward:
+                _run_stage(steps[index], calls[index], stage, is_last=stage == last)
+            elif stage == last and not action.weights:
+                # This computes all gradients. Earlier stages only learn that it has ended, and begin the next one.
+                backward(index)
+            return _REACHED
+
+        return compute
 
 
-class _StackRun(StepRun):
-    """One step in stages at the layers of a stack.
-
-    Args:
-        pipeline, steps, inputs, backward: See `StepRun`.
-    """
-
-    def __init__(
-        self,
-        pipeline: StackPipeline,
-        steps: Sequence[SuspendedStep],
-        inputs: Sequence[Sequence[Tensor]],
-        backward: Callable[[int], None] | None,
-    ) -> None:
-        super().__init__(pipeline, steps, inputs, backward)
-        self._forwards_of_steps = [StackedForward(pipeline.network_forward, pipeline.devices, step) for step in steps]
-
-    def _run_forward(self, stage: int, index: int, received: Any) -> None:
-        """See `StepRun`: the step runs until it reaches a later stage, or to its end in the last stage."""
-        step = self._steps[index]
-        forward = self._forwards_of_steps[index]
-        # 1. The first stage begins the forward in the step's thread.
-        if stage == 0:
-            step.resume(forward)
-        # 2. The step pauses where it reaches a later stage. A forward may leave out all layers of a stage.
-        is_last = stage == self._last
-        while not step.ended:
-            has_passed = forward.stage > stage
-            if has_passed and not is_last:
-                break
-            step.resume(None)
-        # 3. The next stage has its turn.
-        if stage < self._last:
-            self._forwards[stage + 1].put(_REACHED)
-
-    def _run_backward(self, stage: int, index: int, received: Any) -> None:
-        """See `StepRun`: the last stage computes the gradients of all."""
-        assert self._backward is not None
-        if stage == self._last:
-            self._backward(index)
-        # Earlier stages only learn that the micro-batch has ended, and begin the next one.
-        if stage > 0:
-            self._backwards[stage - 1].put(_REACHED)
-
-    def _run_weights(self, stage: int, index: int) -> None:
-        """See `StepRun`: the backward has computed them."""
+def _run_stage(step: SuspendedStep, call: StackedCall, stage: int, *, is_last: bool) -> None:
+    # 1. The first stage begins the forward in the step's thread.
+    if stage == 0:
+        step.resume(call)
+    # 2. The step pauses where it reaches a later stage. A forward may leave out all layers of a stage.
+    while not step.ended:
+        has_passed = call.stage > stage
+        if has_passed and not is_last:
+            break
+        step.resume(None)
 
 
 # Passed on in the place of values, which stay in the step's thread.
 _REACHED = object()
 
 
-def _pass(stage: int) -> None:
+def _pass() -> None:
     """Go on at once: outside of steps there is one call at a time."""

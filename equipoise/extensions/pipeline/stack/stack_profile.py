@@ -4,25 +4,25 @@ The forward and its backward run several times on one device, and the quickest p
 before the first layer counts as a part of it, and what follows a layer as a part of that layer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on, lent
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import tensors_of
+from equipoise.extensions.pipeline.planning.activation_memory import addresses_of, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on, lent
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["StackProfile", "profile_stack"]
@@ -100,28 +100,16 @@ def profile_stack(
             backward=min(measurement.backward[index] for measurement in passes),
             saved=first_pass.saved[index],
             boundary=first_pass.boundaries[index],
+            parameters=sum(tensor.nbytes for tensor in tensors),
+            trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
         )
-        blocks.append(_with_tensors(block, tensors))
+        blocks.append(block)
     repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
     return StackProfile(blocks, before, after, first_pass.output, side_effect, repeats_random_layers)
 
 
-def _with_tensors(block: Block, tensors: Sequence[Tensor]) -> Block:
-    """Return a block with the bytes of its tensors."""
-    return replace(
-        block,
-        parameters=sum(tensor.nbytes for tensor in tensors),
-        trained=sum(tensor.nbytes for tensor in tensors if tensor.requires_grad),
-    )
-
-
 class _Pass:
     """One forward and backward.
-
-    Args:
-        stack: The stack.
-        network: The network.
-        device: Device of the computation.
 
     Attributes:
         forward, backward: Seconds of each layer.
@@ -149,7 +137,9 @@ class _Pass:
         self._has_entered = False
         self._in_backward = False
         self._since = 0.0
-        self._addresses = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+        # Storages that do not count for a layer: parameters, and what earlier layers have saved. Then those that do.
+        self._addresses = addresses_of(network.parameters())
+        self._newly_saved: dict[int, int] = {}
         # Modules whose first call came before the first layer; the network itself is called by its forward.
         self._before = {id(network)}
         # By layer, the time when the gradient of its first argument was there.
@@ -163,7 +153,7 @@ class _Pass:
                 args, kwargs = structure.fill(structure.copies_on(self._device))
                 random_state = _random_state(self._device)
                 self._since = now(self._device)
-                with saved_tensors_hooks(self._on_save, _same):
+                with saved_storages(self._newly_saved, self._addresses):
                     self.output = forward(*args, **kwargs)
                 self._end_layer()
                 self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
@@ -187,7 +177,6 @@ class _Pass:
             self._before.add(id(module))
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that the forward reaches a layer."""
         # Activation checkpointing computes layers again in the backward, and their times belong to it.
         if self._in_backward:
             self.repeats_layers = True
@@ -208,21 +197,13 @@ class _Pass:
                 break
 
     def _end_layer(self) -> None:
-        """Count the time since the last layer was entered as its own."""
+        """Count the time since the last layer was entered as its own, and what was saved since then."""
         present = now(self._device)
         self.forward[self._layer] += present - self._since
         self._since = present
-
-    def _on_save(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor
-        # A storage that several layers keep counts for the first of them.
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._addresses:
-            self._addresses.add(address)
-            self.saved[self._layer] += storage.nbytes()
-        return tensor
+        self.saved[self._layer] += sum(self._newly_saved.values())
+        self._addresses.update(self._newly_saved)
+        self._newly_saved.clear()
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
         """Note when the gradient of a layer's argument is there; that of the first call counts."""
@@ -269,12 +250,7 @@ def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
     return [module for module in network.modules() if id(module) not in inside]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator of random numbers."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()

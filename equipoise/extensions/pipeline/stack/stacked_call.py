@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.extensions.pipeline.execution.suspended_step import inside_stage
 from equipoise.extensions.pipeline.stack.operation_moves import OperationMoves
 from equipoise.parallel.device_work import on_device
 from equipoise.to_device import to_device
@@ -18,16 +19,9 @@ __all__ = ["StackedCall", "stages_noticed"]
 
 
 class _LocalState(threading.local):
-    """State of each thread.
-
-    Attributes:
-        call: The call that runs in the thread; None if there is none.
-    """
+    """State of each thread."""
 
     call: "StackedCall | None" = None
-
-    def set_call(self, call: "StackedCall | None") -> None:
-        self.call = call
 
 
 _local = _LocalState()
@@ -39,7 +33,7 @@ class StackedCall:
     Args:
         forward: The network's own forward.
         devices: The device of each stage.
-        on_stage: Function that is called when the call reaches a layer of a later stage than before, with its number.
+        on_stage: Function that is called when the call reaches a layer of a later stage than before.
 
     Attributes:
         stage: Number of the latest stage that the call has reached.
@@ -49,7 +43,7 @@ class StackedCall:
         self,
         forward: Callable[..., Any],
         devices: Sequence[torch.device],
-        on_stage: Callable[[int], None],
+        on_stage: Callable[[], object],
     ) -> None:
         self.stage = 0
         self._forward = forward
@@ -66,9 +60,9 @@ class StackedCall:
         """
         # A call may run within another one.
         outer = _local.call
-        _local.set_call(self)
+        _local.call = self
         try:
-            with self._moves, on_device(self._devices[0]):
+            with inside_stage(), self._moves, on_device(self._devices[0]):
                 args = self._moves.here(args)
                 kwargs = self._moves.here(kwargs)
                 output = self._forward(*args, **kwargs)
@@ -76,7 +70,8 @@ class StackedCall:
                 self._moves.go_to(self._devices[-1])
                 return self._moves.here(output)
         finally:
-            _local.set_call(outer)
+            _local.call = outer
+            self._moves.forget()
 
     def enter_layer(self, stage: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Go to the device of a layer, and return its arguments there.
@@ -89,7 +84,7 @@ class StackedCall:
         # 1. Wait for the turn of a stage that the call reaches for the first time.
         if stage > self.stage:
             self.stage = stage
-            self._on_stage(stage)
+            self._on_stage()
         # 2. Compute on its device from now on.
         device = self._devices[stage]
         if device.type == "cuda":
@@ -136,7 +131,6 @@ def stages_noticed(
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    """Return a tensor on a device, and anything else as it is."""
     if isinstance(leaf, Tensor):
         return to_device(leaf, device)
     return leaf

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
@@ -17,7 +16,6 @@ from equipoise.extensions.pipeline.stack.layer_stack import LayerStack, largest_
 from equipoise.extensions.pipeline.stack.stack_cut import cut_stack, cut_stack_by_names, stages_of_layers
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
 from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on
 
 __all__ = ["StackedNetwork"]
 
@@ -58,18 +56,6 @@ class StackedNetwork:
         if stack is None or len(stack.layers) < len(options.devices):
             return None
         return cls(network, name, module, options, stack)
-
-    def uncut_output(self, forward: Callable[..., Any], structure: CallStructure, device: torch.device) -> Any:
-        """Return the output of a call on one device, before the network is placed.
-
-        Args:
-            forward: The network's own forward.
-            structure: The call.
-            device: The device.
-        """
-        args, kwargs = structure.fill([tensor.to(device) for tensor in structure.tensors])
-        with computed_on(device, self._network, self._module):
-            return forward(*args, **kwargs)
 
     def cut(
         self,

@@ -70,7 +70,6 @@ def check_arguments(
 
 
 def _are_positive(values: Any) -> bool:
-    """Return whether all values are finite numbers above 0."""
     return all_are(Real, values) and all(0 < value < float("inf") for value in values)
 
 

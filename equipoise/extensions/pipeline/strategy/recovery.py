@@ -31,10 +31,6 @@ class FinerBatch(tuple[Any, ...]):
         finer.factor = factor
         return finer
 
-    def note_micro_batches(self, count: int) -> None:
-        """Note the number of micro-batches into which the batch was split."""
-        self.indices = range(count)
-
 
 class PipelineRecovery(RecoverySupport):
     """Computes a batch that does not fit in more micro-batches.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from equipoise.extensions.pipeline.common_cut import CommonCut
+from equipoise.extensions.pipeline.cut_choice import CommonCut
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend

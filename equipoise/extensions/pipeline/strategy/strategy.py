@@ -18,7 +18,6 @@ from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.extensions.pipeline.strategy.checks import all_are, check_arguments, check_entries, check_module
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
 from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
-from equipoise.extensions.pipeline.strategy.portable_state import PipelineState
 from equipoise.extensions.pipeline.strategy.recovery import FinerBatch, PipelineRecovery
 from equipoise.extensions.pipeline.strategy.run import PipelineRun, ProcessParts
 from equipoise.extensions.planning.description.devices import PlannedDevice
@@ -316,7 +315,7 @@ class PipelineStrategy(Strategy):
         """Full states of the module and the optimisers; see `Strategy.portable`."""
         if self._run is None or self._run.backend is None:
             return super().portable
-        return PipelineState(self._run.backend)
+        return self._run.backend
 
     # Computation.
 
@@ -384,7 +383,7 @@ class PipelineStrategy(Strategy):
                 count *= parts.factor
             sizes = [samples for samples in even_sizes(size, min(size, count)) if samples]
         if isinstance(parts, FinerBatch):
-            parts.note_micro_batches(len(sizes))
+            parts.indices = range(len(sizes))
         return sizes
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

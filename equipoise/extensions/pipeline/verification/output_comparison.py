@@ -1,21 +1,20 @@
 """Compare two outputs of a network: structure, values and graphs."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise import tree
+from equipoise.extensions.pipeline.graph.output_structure import items_of_output, structure_of
 from equipoise.interop.torch.dispatch import tensors_in
 from equipoise.precision import wide_dtype
 
 __all__ = ["Output", "fingerprints_of"]
 
 
-# Types of values that are compared by their text. Of other objects only the type is compared.
-_COMPARED = (int, float, complex, str, type(None))
 # Functions that are not counted: parameters may be looked up twice, and casts may be cached.
 _NOT_COUNTED = {"torch::autograd::AccumulateGrad", "ToCopyBackward0"}
 
@@ -29,8 +28,9 @@ class Output:
     """
 
     def __init__(self, value: Any, *, with_graph: bool) -> None:
-        tensors: list[Tensor] = []
-        self._structure = _describe(value, tensors)
+        tensors = list(tree.tensors_in(value, items_of_output))
+        shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
+        self._structure = (structure_of(value), shapes)
         self._connections: Counter[tuple[str, str]] = Counter()
         if with_graph:
             self._connections = _connections_of(tensors)
@@ -43,31 +43,6 @@ class Output:
         if self._connections != other._connections:
             return False
         return all(map(_is_close, self._tensors, other._tensors))
-
-
-def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a description of a value's structure.
-
-    Args:
-        value: The value.
-        tensors: Receives its tensors.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return "tensor", tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, Mapping):
-        return [(repr(key), _describe(item, tensors)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [_describe(item, tensors) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        description = []
-        for field in fields(value):
-            attribute = getattr(value, field.name)
-            description.append((field.name, _describe(attribute, tensors)))
-        return description
-    if isinstance(value, _COMPARED):
-        return repr(value)
-    return type(value).__name__
 
 
 def _connections_of(tensors: Sequence[Tensor]) -> Counter[tuple[str, str]]:
@@ -116,7 +91,6 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as a dense and real one."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -126,7 +100,6 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the widest dtype of its device."""
     return tensor.to(wide_dtype(tensor.device))
 
 

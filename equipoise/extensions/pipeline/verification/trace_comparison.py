@@ -13,15 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on, is_of_torch, lent
 from equipoise.extensions.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.extensions.pipeline.forward.user_lines import line_of_user
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.planning.traced_calls import compute_uncut
-from equipoise.extensions.pipeline.verification.layer_lending import computed_on, is_of_torch, lent
+from equipoise.extensions.pipeline.graph.stages import crossing
+from equipoise.extensions.pipeline.graph.traced import Traced, on_device
+from equipoise.extensions.pipeline.planning.traced_calls import layer_of, output_of, run_call
 from equipoise.extensions.pipeline.verification.output_comparison import Output, fingerprints_of
 from equipoise.interop.call_patches import patched_logging
 from equipoise.interop.lightning.classes import module_classes
@@ -136,7 +137,6 @@ class Comparison:
     # Computation.
 
     def _outcome(self, compute: Callable[[], Any]) -> tuple[Output | None, Exception | None]:
-        """Return the output of a computation, or the error that it raised."""
         try:
             return without_saved_tensors(partial(self._compute, compute)), None
         except Exception as error:
@@ -152,13 +152,7 @@ class Comparison:
             return Output(value, with_graph=self._compares_graphs)
 
     def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
-        return compute_uncut(
-            traced,
-            self._structure.copies_on(self._device),
-            self._device,
-            place_layer=lent,
-            on_value=on_value,
-        )
+        return _compute_traced(traced, self._structure.copies_on(self._device), self._device, on_value)
 
     def _call_forward(self, on_operation: OnOperation | None = None) -> Any:
         tensors = self._structure.copies_on(self._device)
@@ -217,13 +211,7 @@ class Comparison:
     def _first_difference(
         self, operations: "Sequence[_Operation]", calls: Sequence[tuple[fx.Node, list[Any]]], traced: Traced
     ) -> tuple[fx.Node | None, int]:
-        """Return the first call whose value the forward does not compute, and the index of its next operation.
-
-        Args:
-            operations: Operations of the forward.
-            calls: Calls of the trace, each with the fingerprints of its values.
-            traced: The trace.
-        """
+        """Return the first call whose value the forward does not compute, and the index of its next operation."""
         # 1. Look for each new value of the trace among the operations after the last match.
         visited = set(fingerprints_of(self._structure.tensors))
         index = 0
@@ -258,6 +246,30 @@ class _Operation:
     owners: list[nn.Module]
 
 
+def _compute_traced(
+    traced: Traced,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    on_value: Callable[[fx.Node, Any], None] | None,
+) -> Any:
+    """Return the output of the calls of a trace; each layer is lent to the device while it is called."""
+    calls = traced.calls
+    values: dict[fx.Node, Any] = {traced.only_node("placeholder"): tuple(tensors)}
+    ends = range(1, len(calls) + 1)
+    for node, needed_later in zip(calls, crossing(traced, ends), strict=True):
+        # 1. Run the call with its layer on the device.
+        arguments = on_device(device, (node.args, node.kwargs))
+        args, kwargs = fx.map_arg(arguments, values.__getitem__)
+        with lent(layer_of(node, traced.root), device):
+            values[node] = run_call(node, traced.root, args, kwargs, device)
+        if on_value is not None:
+            on_value(node, values[node])
+
+        # 2. Release what no later call uses.
+        values = {later: values[later] for later in needed_later}
+    return output_of(traced, values)
+
+
 def _index_of(fingerprint: Any, operations: Sequence[_Operation], begin: int) -> int | None:
     """Return the index of the first operation from `begin` on that computes a value; None if there is none."""
     for index in range(begin, len(operations)):
@@ -267,12 +279,7 @@ def _index_of(fingerprint: Any, operations: Sequence[_Operation], begin: int) ->
 
 
 def _owners_of_frame(frame: FrameType | None, module_ids: set[int]) -> list[nn.Module]:
-    """Return the modules in whose methods a frame is, the innermost first.
-
-    Args:
-        frame: The frame of an operation.
-        module_ids: Ids of the network's modules.
-    """
+    """Return the modules in whose methods a frame is, the innermost first."""
     owners = []
     while frame is not None and frame.f_code is not Comparison._call_forward.__code__:
         owner = frame.f_locals.get("self")

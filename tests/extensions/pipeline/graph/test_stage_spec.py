@@ -55,9 +55,7 @@ def test_graphs_end_where_the_stage_begins() -> None:
     torch.manual_seed(0)
     layer, value = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     graphs = StageGraphs(torch.device("cpu"))
-    program = StageProgram(
-        lambda given, flag: [layer(given), given, flag], ["given", "flag"], ["made", "given", "flag"]
-    )
+    program = StageProgram(lambda given, flag: [layer(given), given, flag], ["made", "given", "flag"])
     made = graphs.forward(0, program, [value * 1, "flag"], keep=True, last=False)
     (found,) = graphs.backward(0, [torch.ones(2, 3), None])
     assert made[2] == "flag"
@@ -70,7 +68,7 @@ def test_graphs_end_where_the_stage_begins() -> None:
 
 def test_without_a_backward_nothing_is_held() -> None:
     graphs = StageGraphs(torch.device("cpu"))
-    program = StageProgram(lambda given: [given * 2], ["given"], ["made"])
+    program = StageProgram(lambda given: [given * 2], ["made"])
     (made,) = graphs.forward(0, program, [torch.ones(1, requires_grad=True)], keep=False, last=False)
     assert not made.requires_grad
     graphs.forget(0)

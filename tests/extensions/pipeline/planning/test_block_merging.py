@@ -10,7 +10,7 @@ from equipoise.extensions.pipeline.planning.partition import describe_stages
 from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
 from tests.extensions.pipeline.planning.test_partition import random_blocks
 
-OPTIONS = {"schedule": "1f1b", "micro_batches": 4, "state_factor": 2.0}
+OPTIONS = {"schedule": "1f1b", "micro_batches": 4}
 
 
 def test_stages_of_merged_blocks_cost_as_much():

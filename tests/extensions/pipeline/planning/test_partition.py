@@ -48,7 +48,7 @@ def test_against_all_cuts():
             )
             for _ in range(draw.randint(1, 4))
         ]
-        options = {"schedule": draw.choice(SCHEDULES[:2]), "micro_batches": draw.randint(1, 6), "state_factor": 2.0}
+        options = {"schedule": draw.choice(SCHEDULES[:2]), "micro_batches": draw.randint(1, 6)}
         count, stages = len(blocks), len(devices)
         all_cuts = [
             [*inner, count]

@@ -20,7 +20,7 @@ def test_copies_of_a_launch_have_no_workers() -> None:
     launch = StageLaunch([CPU, CPU], 1, 60.0, on_joined=do_nothing)
     assert launch.processes is None
     client = StageClient(Messenger(60.0), [CPU, CPU])
-    launch._connection.open(client)
+    launch.processes = client
     assert launch.processes is client
     for other in (pickle.loads(pickle.dumps(launch)), copy.deepcopy(launch)):
         assert other.processes is None

@@ -56,16 +56,12 @@ class StageSender:
         """
         # 1. Find the layers that each process needs.
         count = len(self._commands.devices)
-        stages_of_processes = []
         layers_of_processes = []
         keys_of_processes = []
         for index in range(count):
-            programs = stages[index::count]
-            layers = _layers_of(programs, root)
-            keys = self._placement.keys_of_layers(layers)
-            stages_of_processes.append(programs)
+            layers = _layers_of(stages[index::count], root)
             layers_of_processes.append(layers)
-            keys_of_processes.append(keys)
+            keys_of_processes.append(self._placement.keys_of_layers(layers))
 
         # 2. Move their tensors. `placement.tensors` then stand for them in what is pickled.
         self._transfer.move(keys_of_processes)
@@ -73,9 +69,7 @@ class StageSender:
         # 3. Send the layers and the calls.
         self._programs += 1
         for stage in range(self._commands.last):
-            programs = stages_of_processes[stage]
-            layers = layers_of_processes[stage]
-            self._send_to(stage, programs, layers)
+            self._send_to(stage, stages[stage::count], layers_of_processes[stage])
         self._commands.messenger.flush()
         return self._programs
 
@@ -85,13 +79,7 @@ class StageSender:
         programs: Sequence[StageProgram],
         layers: Mapping[str, Any],
     ) -> None:
-        """Send a worker its calls, and the layers that it does not have yet.
-
-        Args:
-            stage: First stage of the worker.
-            programs: Its stages.
-            layers: The layers that these use, by their names in the calls.
-        """
+        """Send a worker its calls, and the layers that it does not have yet."""
         # 1. Name the layers as all programs do, and find those that are new.
         sent_layers = self._sent_layers[stage]
         names = {}
@@ -122,7 +110,6 @@ class StageSender:
 
 
 def _layers_of(programs: Sequence[StageProgram], root: nn.Module) -> dict[str, Any]:
-    """Return the layers that stages use, by their names in the calls."""
     layers: dict[str, Any] = {}
     for program in programs:
         layers |= used_parts(program, root)

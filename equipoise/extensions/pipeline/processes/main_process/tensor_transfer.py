@@ -7,7 +7,6 @@ Of tensors that only workers use, the main process keeps the shapes. Reading the
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
@@ -108,7 +107,6 @@ class TensorTransfer:
         return values
 
     def _send_values(self, stage: int, keys: Iterable[int]) -> None:
-        """Send a worker values of tensors, and whether they are trainable."""
         values = {}
         trainable = {}
         for key in keys:
@@ -149,28 +147,24 @@ class TensorTransfer:
             tensor = self._placement.tensors[key]
             bring_back(tensor, value)
         self._placement.need_here(needed_here)
-        if not moving:
-            # What was fetched lies on the device on which it has arrived.
-            self._move_to_device(self._commands.devices[-1])
-            return
 
         # 3. Send values.
-        for stage, missing in enumerate(missing_of_workers):
-            self._send_values(stage, sorted(missing))
-            self._placement.add_worker(stage, missing)
-        self._send_gradients(sorted(moving))
-        self._commands.messenger.flush()
+        if moving:
+            for stage, missing in enumerate(missing_of_workers):
+                self._send_values(stage, sorted(missing))
+                self._placement.add_worker(stage, missing)
+            self._send_gradients(sorted(moving))
+            self._commands.messenger.flush()
 
-        # 4. Move what this process needs to its device, and drop the rest.
-        self._move_to_device(self._commands.devices[-1])
-        self.release_parameters()
+        # 4. Move what this process needs to its device, and drop the rest. What was fetched may lie on another one.
+        for key in self._placement.needed_here:
+            tensor = self._placement.tensors[key]
+            tensor.data = tensor.data.to(self._commands.devices[-1])
+        if moving:
+            self.release_parameters()
 
     def _send_gradients(self, keys: Iterable[int]) -> None:
-        """Send gradients of an open accumulation window with the parameters that leave this process.
-
-        Args:
-            keys: Keys of tensors that workers have received.
-        """
+        """Send gradients of an open accumulation window with the parameters that leave this process."""
         for key in keys:
             tensor = self._placement.tensors[key]
             gradient = tensor.grad
@@ -188,18 +182,8 @@ class TensorTransfer:
                 missing.add(key)
         return missing
 
-    def _move_to_device(self, device: torch.device) -> None:
-        """Move the tensors that this process needs to its device."""
-        for key in self._placement.needed_here:
-            tensor = self._placement.tensors[key]
-            tensor.data = tensor.data.to(device)
-
     def _check_hooks(self, keys: set[int]) -> None:
-        """Check that no hook of the user watches a gradient that is about to be computed in another process.
-
-        Raises:
-            ConfigurationError: If one does.
-        """
+        """Check that no hook of the user watches a gradient that is about to be computed in another process."""
         if any(has_gradient_hooks(self._placement.tensors[key]) for key in keys):
             raise ConfigurationError(
                 "A parameter of the network has a hook on its gradient, but under engine='processes' it lies in another"

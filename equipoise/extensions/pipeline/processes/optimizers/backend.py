@@ -18,11 +18,12 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["ProcessBackend"]
 
 
-class ProcessBackend:
+class ProcessBackend(PortableState):
     """Optimisers and states, of which every process has those of its stage's parameters.
 
     The user's optimiser stays as it is, and steps the parameters of the main process: all others have no gradient
@@ -104,20 +105,17 @@ class ProcessBackend:
         self._drop_states_elsewhere(optimizer)
 
     def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:
-        """Remove the state of parameters that only workers have."""
         for parameter in optimizer_parameters(optimizer):
             if self._is_elsewhere(parameter):
                 optimizer.state.pop(parameter, None)
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
-        """Return True if only workers have a parameter."""
         key = self._placement.key_of(parameter)
         if key is None:
             return False
         return self._placement.is_elsewhere(key)
 
     def _has(self, stage: int, parameter: Tensor) -> bool:
-        """Return True if a worker has a parameter."""
         key = self._placement.key_of(parameter)
         if key is None:
             return False
@@ -133,13 +131,7 @@ class ProcessBackend:
         self._sent.clear()
 
     def _take_states(self, optimizer: Optimizer, stage: int, states: Mapping[int, Any]) -> None:
-        """Set the states of an optimiser that a worker owns.
-
-        Args:
-            optimizer: The optimiser.
-            stage: The worker.
-            states: States of all parameters that the worker has, by key.
-        """
+        """Set the states of an optimiser that a worker owns."""
         placement = self._placement
         for key, state in states.items():
             # The state of tied parameters is the same in all of their stages.
@@ -203,7 +195,7 @@ class ProcessBackend:
                 self._drop_states_elsewhere(candidate)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimiser."""
+        """Return the whole state of an optimiser; see `PortableState.optimizer_state`."""
         with self._gathered_state(optimizer):
             return optimizer.state_dict()
 
@@ -242,8 +234,14 @@ class ProcessBackend:
             self._commands.send_to_all("scale", index, factor)
             self._commands.messenger.flush()
 
-    def gradients_of(self, optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters of optimisers, summed over the processes, in order."""
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of a window, summed over the stages; see `PortableState.gradients`.
+
+        They are loaded before the first step of a run, when all parameters are in the main process. A gradient then
+        moves to the process of its stage with the parameter.
+        """
+        if not window_is_open:
+            return []
         parameters: list[nn.Parameter] = []
         for optimizer in optimizers:
             parameters.extend(optimizer_parameters(optimizer))
@@ -285,15 +283,15 @@ class ProcessBackend:
 
     # State.
 
-    def module_state(self) -> dict[str, Any]:
-        """Return the whole state of the module."""
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole state of the module; see `PortableState.module_state`."""
         with self._transfer.gathered_parameters():
-            return self._module.state_dict()
+            return module.state_dict()
 
-    def load_module_state(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Load the whole state of the module during a run."""
+    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load the whole state of the module during a run; see `PortableState.load_module_state`."""
         with self._transfer.gathered_parameters(changed=True):
-            self._module.load_state_dict(state, strict=strict)
+            module.load_state_dict(state, strict=strict)
 
     def end(self) -> None:
         """Take back all parameters and states at the end of a run."""
@@ -303,7 +301,6 @@ class ProcessBackend:
 
 
 def _identities_of(optimizer: Optimizer) -> list[list[int]]:
-    """Return for each parameter group the identities of its parameters."""
     groups = []
     for group in optimizer.param_groups:
         identities = [id(parameter) for parameter in group["params"]]
@@ -312,11 +309,7 @@ def _identities_of(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimiser can step its parameters in several processes.
-
-    Raises:
-        ConfigurationError: If it cannot.
-    """
+    """Check that an optimiser can step its parameters in several processes."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(_several_evaluations(optimizer))
     if type(optimizer).__getstate__ is not Optimizer.__getstate__:
@@ -341,7 +334,6 @@ def _called_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[
 
 
 def _several_evaluations(optimizer: Optimizer) -> str:
-    """Return the text of an error."""
     return (
         f"{type(optimizer).__name__} computes a batch several times in a step, which a pipeline over processes does not"
         " do. Take engine='threads', or another optimiser."
@@ -349,7 +341,6 @@ def _several_evaluations(optimizer: Optimizer) -> str:
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
     options = dict(group)
     del options["params"]
     return options

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.processes.main_process.tensor_placement import TensorPlacement
 from equipoise.parallel.gradient_sums import sum_gradients
 
 __all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
@@ -24,31 +23,28 @@ def sum_tied_gradients(
     """
     # 1. Find the tied parameters.
     commands = processes.commands
-    tied = _tied_among(parameters, processes.placement)
+    placement = processes.placement
+    keys = {placement.key_of(parameter) for parameter in parameters}
+    tied = {key: stages for key, stages in placement.tied_parameters().items() if key in keys}
     if not tied:
         return
 
-    # 2. Fetch the gradients of each worker.
-    keys_of_stages = _keys_of_stages(tied, commands.last)
-    requests = {}
-    for stage, keys in keys_of_stages.items():
-        requests[stage] = ("gradients", keys)
-    gradients_of_stages = commands.request(requests)
+    # 2. Sum their gradients, and give each worker its sums.
+    totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
+    sums = dict(zip(tied, totals, strict=True))
+    for stage in range(commands.last):
+        sums_of_stage = {key: sums[key] for key, stages in tied.items() if stage in stages}
+        if sums_of_stage:
+            commands.send_command(stage, "set_gradients", sums_of_stage)
 
-    # 3. Sum them.
-    sums: dict[int, Tensor | None] = {}
-    for key, stages in tied.items():
-        gradients = [gradients_of_stages[stage][key] for stage in stages]
-        sums[key] = _sum_with_main(key, gradients, processes.placement)
-
-    # 4. Return the sums.
-    for stage, keys in keys_of_stages.items():
-        sums_of_stage = {key: sums[key] for key in keys}
-        commands.send_command(stage, "set_gradients", sums_of_stage)
+    # 3. Set the gradients of this process. The sums are about to be sent, so they must not change.
+    for key, total in sums.items():
+        if not placement.is_elsewhere(key):
+            placement.tensors[key].grad = None if total is None else total.clone()
     commands.messenger.flush()
 
 
-def summed_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradient of each parameter, summed over the processes. The processes keep theirs.
 
     Args:
@@ -58,7 +54,12 @@ def summed_gradients(processes: StageClient, parameters: Sequence[nn.Parameter])
     # 1. Fetch the gradients of each worker.
     commands = processes.commands
     placement = processes.placement
-    requests = {stage: ("gradients", placement.keys_of_worker(stage)) for stage in range(commands.last)}
+    needed = {placement.key_of(parameter) for parameter in parameters}
+    requests = {}
+    for stage in range(commands.last):
+        keys = [key for key in placement.keys_of_worker(stage) if key in needed]
+        if keys:
+            requests[stage] = ("gradients", keys)
     gradients_of_stages = commands.request(requests)
 
     # 2. Add those of this process, which has the last stage.
@@ -107,64 +108,4 @@ def gradient_norm(
         return torch.zeros(())
     stacked_norms = torch.stack(norms)
     total: Tensor = torch.linalg.vector_norm(stacked_norms)
-    return total
-
-
-def _tied_among(
-    parameters: Sequence[nn.Parameter],
-    placement: TensorPlacement,
-) -> dict[int, list[int]]:
-    """Return for the key of each tied parameter among some the workers that have it."""
-    keys = set()
-    for parameter in parameters:
-        key = placement.key_of(parameter)
-        keys.add(key)
-    tied = {}
-    for key, stages in placement.tied_parameters().items():
-        if key in keys:
-            tied[key] = stages
-    return tied
-
-
-def _keys_of_stages(tied: dict[int, list[int]], count: int) -> dict[int, list[int]]:
-    """Return for each worker with tied parameters their keys.
-
-    Args:
-        tied: For the key of each tied parameter the workers that have it.
-        count: Number of workers.
-    """
-    keys_of_stages: dict[int, list[int]] = {}
-    for stage in range(count):
-        keys = []
-        for key, stages in tied.items():
-            if stage in stages:
-                keys.append(key)
-        if keys:
-            keys_of_stages[stage] = keys
-    return keys_of_stages
-
-
-def _sum_with_main(
-    key: int,
-    gradients: Sequence[Tensor | None],
-    placement: TensorPlacement,
-) -> Tensor | None:
-    """Return the sum of a parameter's gradients in all processes; if this process has the parameter, set its gradient.
-
-    Args:
-        key: Key of the parameter.
-        gradients: Gradients of the workers, in the order of their stages.
-        placement: The processes that have each tensor.
-    """
-    parameter = placement.tensors[key]
-    if placement.is_elsewhere(key):
-        return sum_gradients(gradients, parameter.device)
-    # This process has the last stage, so its gradient comes last.
-    all_gradients = [*gradients, parameter.grad]
-    total = sum_gradients(all_gradients, parameter.device)
-    gradient = None
-    if total is not None:
-        # `total` is about to be sent, so it must not change.
-        gradient = total.clone()
-    parameter.grad = gradient
     return total

@@ -23,6 +23,8 @@ __all__ = ["ProcessOptimizer"]
 class ProcessOptimizer(StrategyOptimizer):
     """Step an optimiser in all processes, or in none.
 
+    A scaler sees it as an optimiser with one more gradient, for those of the workers.
+
     Args:
         optimizer: The user's optimiser, which steps the parameters of this process.
         backend: Steps the parameters of the other processes.
@@ -31,34 +33,6 @@ class ProcessOptimizer(StrategyOptimizer):
     def __init__(self, optimizer: Optimizer, backend: ProcessBackend) -> None:
         super().__init__(optimizer)
         self._backend = backend
-        self._joined = _JoinedOptimizer(optimizer, backend)
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the optimiser in all processes."""
-        return self._backend.optimizer_step(self.optimizer, closure, **kwargs)
-
-    def unscale(self, scaler: GradScaler) -> None:
-        """Unscale the gradients of all processes, and note whether all of them are finite."""
-        self._joined.unscale(scaler)
-
-    def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
-        """Step the optimiser in all processes, or in none if a gradient of any process is not finite."""
-        # The trainer does not unscale where an optimiser's step could do so itself.
-        self._joined.unscale(scaler)
-        return self._joined.scaled_step(scaler, **kwargs)
-
-
-class _JoinedOptimizer:
-    """An optimiser as a scaler sees it: its gradients, one more for those of the workers, and a step in all processes.
-
-    Args:
-        optimizer: The optimiser, which has a part of the gradients.
-        backend: Unscales and steps the parameters of the other processes.
-    """
-
-    def __init__(self, optimizer: Optimizer, backend: ProcessBackend) -> None:
-        self._optimizer = optimizer
-        self._backend = backend
         self._worker_parameter = nn.Parameter(torch.zeros((), device=backend.device))
         self._is_unscaled = False
 
@@ -66,13 +40,17 @@ class _JoinedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, and one for the workers."""
         group_of_workers = {"params": [self._worker_parameter]}
-        return [*self._optimizer.param_groups, group_of_workers]
+        return [*self.optimizer.param_groups, group_of_workers]
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimiser in all processes."""
+        return self._backend.optimizer_step(self.optimizer, closure, **kwargs)
 
     def unscale(self, scaler: GradScaler) -> None:
-        """Unscale gradients, once for each step."""
+        """Unscale the gradients of all processes, once for each step, and note whether all of them are finite."""
         if self._is_unscaled:
             return
-        are_finite = self._backend.unscale_workers(self._optimizer, scaler.get_scale())
+        are_finite = self._backend.unscale_workers(self.optimizer, scaler.get_scale())
         value = 0.0 if are_finite else float("inf")
         self._worker_parameter.grad = torch.full_like(self._worker_parameter, value)
         # The scaler reads the groups only.
@@ -80,11 +58,9 @@ class _JoinedOptimizer:
         self._is_unscaled = True
 
     def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
-        """Step in all processes, or in none if a gradient of any is not finite."""
+        """Step the optimiser in all processes, or in none if a gradient of any process is not finite."""
+        # The trainer does not unscale where an optimiser's step could do so itself.
+        self.unscale(scaler)
         result = scaler.step(self, **kwargs)  # type: ignore[arg-type]
         self._is_unscaled = False
         return result
-
-    def step(self, **kwargs: Any) -> Any:
-        """Step the optimiser in all processes; the scaler calls this."""
-        return self._backend.optimizer_step(self._optimizer, None, **kwargs)

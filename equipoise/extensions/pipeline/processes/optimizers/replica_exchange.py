@@ -5,6 +5,9 @@ each tensor in the processes of the same stages. A tensor moves to the process o
 replicas may make different calls. So they agree on the places before each exchange.
 """
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +24,8 @@ from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
 __all__ = ["ReplicaExchange"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 class ReplicaExchange:
@@ -60,16 +65,13 @@ class ReplicaExchange:
         factor = window.correction(total)
         self._backend.gather(optimizer, factor)
         if factor is not None:
-            gradients = [parameter.grad for parameter in self._parameters_here(optimizer) if parameter.grad is not None]
+            parameters = self._those_here(optimizer_parameters(optimizer))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             foreach.multiply_(gradients, factor)
         return False
 
     def _total_weight(self, weight: Weight) -> float:
-        """Return Σw of a window over all replicas, and let all of them have their tensors in the same processes.
-
-        Args:
-            weight: Σw of this replica.
-        """
+        """Return Σw of a window over all replicas, and let all of them have their tensors in the same processes."""
         has_moved = self._processes.placement.places() != self._agreed_places
         values = torch.tensor([float(weight), float(has_moved)], dtype=torch.float64)
         dist.all_reduce(values, group=host_group())
@@ -95,31 +97,26 @@ class ReplicaExchange:
         self._agreed_places = placement.places()
 
     def _sum_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the gradients of an optimiser over all replicas, stage by stage.
-
-        Args:
-            optimizer: The optimiser.
-        """
+        """Sum the gradients of an optimiser over all replicas, stage by stage."""
         # A replica without a batch has not sent its workers which parameters are frozen.
         self._processes.transfer.send_trainable()
         index = self._backend.number_of(optimizer)
         commands = self._processes.commands
         commands.send_to_all("sum", index)
         commands.messenger.flush()
-        self._sums.sum(self._parameters_here(optimizer))
+        self._sums.sum(self._those_here(optimizer_parameters(optimizer)))
 
-    def _parameters_here(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimiser whose values are in this process."""
+    def _those_here(self, tensors: Iterable[T]) -> list[T]:
+        """Return the parameters or buffers whose values are in this process."""
         placement = self._processes.placement
-        parameters = []
-        for parameter in optimizer_parameters(optimizer):
-            key = placement.key_of(parameter)
+        here = []
+        for tensor in tensors:
+            key = placement.key_of(tensor)
             if key is None or not placement.is_elsewhere(key):
-                parameters.append(parameter)
-        return parameters
+                here.append(tensor)
+        return here
 
     def _clear_gradients(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of a window without weight."""
         self._processes.commands.send_to_all("clear")
         for parameter in optimizer_parameters(optimizer):
             parameter.grad = None
@@ -130,14 +127,5 @@ class ReplicaExchange:
         commands = self._processes.commands
         commands.send_to_all("copy_buffers")
         commands.messenger.flush()
-        copy_from_first(self._buffers_here())
-
-    def _buffers_here(self) -> list[Tensor]:
-        """Return the buffers whose values are in this process; a step may have replaced some by other tensors."""
-        placement = self._processes.placement
-        buffers = []
-        for buffer in self._module.buffers():
-            key = placement.key_of(buffer)
-            if key is None or not placement.is_elsewhere(key):
-                buffers.append(buffer)
-        return buffers
+        # A step may have replaced some buffers by other tensors.
+        copy_from_first(self._those_here(self._module.buffers()))

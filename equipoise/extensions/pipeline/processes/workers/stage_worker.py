@@ -32,10 +32,10 @@ from equipoise.extensions.pipeline.graph.training_modes import set_modes
 from equipoise.extensions.pipeline.messaging.commands import COMMAND, REPLY, StepOrder, TensorSpec, rank_of
 from equipoise.extensions.pipeline.messaging.link_times import answer_link, time_link
 from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError, as_late
-from equipoise.extensions.pipeline.messaging.process_step import ProcessStep
+from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
 from equipoise.extensions.pipeline.processes.workers.worker_optimizers import WorkerOptimizers
-from equipoise.extensions.pipeline.schedule.schedule import Task, actions_of, splits
+from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.timeline import Span
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.communication.tensor_copies import copy_from_first
@@ -45,12 +45,7 @@ __all__ = ["StageWorker"]
 
 
 class _Programs(NamedTuple):
-    """The stages of a worker for one kind of call.
-
-    Attributes:
-        stages: The stages.
-        modes: For each layer the training mode of each of its submodules.
-    """
+    """The stages of a worker for one kind of call."""
 
     stages: list[StageProgram]
     modes: dict[str, list[bool]]
@@ -117,7 +112,6 @@ class StageWorker:
                 self._reply(result)
 
     def _all_commands(self) -> dict[str, Callable[..., Any]]:
-        """Return for the name of each command what runs it."""
         return {
             "begin": self._begin,
             "take": self._tensors.load,
@@ -219,15 +213,10 @@ class StageWorker:
     # Steps.
 
     def _spans_of_step(self) -> list[Span]:
-        """Return the actions of the last step as they ran."""
         return self._spans
 
     def _step(self, *fields: Any) -> None:
-        """Compute the stages of this process for all micro-batches of a step.
-
-        Args:
-            *fields: Fields of a `StepOrder`.
-        """
+        """Compute the stages of this process for all micro-batches of a step, given the fields of a `StepOrder`."""
         order = StepOrder(*fields)
 
         # 1. Prepare. If that fails, the failure passes in place of all values.
@@ -238,7 +227,7 @@ class StageWorker:
 
         # 2. Compute.
         step = self._new_step(order)
-        step.run(self._actions_of(order))
+        step.run(tasks_of(order.schedule, self._stage, self._count, len(order.programs), order.stages_per_device))
         self._failure = step.failure
         self._spans = step.spans
 
@@ -257,23 +246,30 @@ class StageWorker:
             self._begin_window()
         torch.manual_seed(order.seed)
 
-    def _new_step(self, order: StepOrder) -> "_WorkerStep":
+    def _new_step(self, order: StepOrder) -> ProcessStep:
         split = order.schedule is not None and splits(order.schedule)
+        keep = order.schedule is not None
         graphs = {}
         for index in range(order.stages_per_device):
             stage = self._stage + index * self._count
             graphs[stage] = StageGraphs(self._device, self._device_before, split=split)
         programs = [self._stages_of(number) for number in order.programs]
-        rank = rank_of(self._stage, self._count)
-        return _WorkerStep(
+
+        def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
+            program = programs[micro_batch][stage // self._count]
+            with order.state.entered():
+                return graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
+
+        return ProcessStep(
             self._messenger,
-            rank,
+            rank_of(self._stage, self._count),
             self._count,
             self._device,
             graphs,
-            order,
-            programs,
-            self._failure,
+            self._count * order.stages_per_device - 1,
+            forward,
+            failure=self._failure,
+            input_gradients=order.input_gradients,
         )
 
     def _stages_of(self, number: int) -> list[StageProgram]:
@@ -282,14 +278,6 @@ class StageWorker:
         if programs is None:
             return []
         return programs.stages
-
-    def _actions_of(self, order: StepOrder) -> list[Task]:
-        count = len(order.programs)
-        schedule = order.schedule or "gpipe"
-        actions = actions_of(schedule, self._stage, self._count, count, order.stages_per_device)
-        if order.schedule is None:
-            return [(stage, action) for stage, action in actions if not action.backward]
-        return actions
 
     def _restore_buffers(self) -> None:
         """Put buffers back that a forward has replaced by other tensors, with the values of those."""
@@ -308,11 +296,7 @@ class StageWorker:
         copy_from_first(buffers.values())
 
     def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
-        """Step an optimiser; see `WorkerOptimizers.step`.
-
-        Raises:
-            WorkerError: If an earlier command failed.
-        """
+        """Step an optimiser; see `WorkerOptimizers.step`."""
         if self._failure is not None:
             raise WorkerError("An earlier command failed.")
         self._optimizers.step(index, options, kwargs)
@@ -320,7 +304,6 @@ class StageWorker:
     # Accumulation windows.
 
     def _begin_window(self) -> None:
-        """Begin an accumulation window without gradients."""
         self._tensors.clear_gradients()
         if self._may_recover:
             self._earlier_buffers = self._tensors.copy_buffers()
@@ -334,50 +317,3 @@ class StageWorker:
         self._tensors.clear_gradients()
         for key, value in self._earlier_buffers.items():
             self._tensors[key].data.copy_(value)
-
-
-class _WorkerStep(ProcessStep):
-    """A step in the stages of a worker.
-
-    Args:
-        messenger, rank, count, device, graphs: See `ProcessStep`.
-        order: The order.
-        programs: For each micro-batch the stages of this worker.
-        failure: An earlier failure; None if there is none.
-    """
-
-    def __init__(
-        self,
-        messenger: Messenger,
-        rank: int,
-        count: int,
-        device: torch.device,
-        graphs: dict[int, StageGraphs],
-        order: StepOrder,
-        programs: Sequence[Sequence[StageProgram]],
-        failure: StageError | None,
-    ) -> None:
-        last_stage = count * order.stages_per_device - 1
-        super().__init__(
-            messenger,
-            rank,
-            count,
-            device,
-            graphs,
-            last_stage,
-            failure=failure,
-            input_gradients=order.input_gradients,
-        )
-        self._count = count
-        self._order = order
-        self._programs = programs
-
-    def forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        """Return the outputs of a stage."""
-        program = self._programs[micro_batch][stage // self._count]
-        keep = self._order.schedule is not None
-        with self._order.state.entered():
-            return self._graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
-
-    def on_error(self, error: BaseException) -> None:
-        """Do nothing: the main process raises the error."""

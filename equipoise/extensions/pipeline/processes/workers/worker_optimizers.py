@@ -103,17 +103,10 @@ class WorkerOptimizers:
 
     def _parameters_here(self, index: int) -> dict[int, nn.Parameter]:
         """Return the parameters of an optimiser that are in this process, by key."""
-        optimizer = self._optimizers[index]
-        identities = set()
-        for parameter in optimizer_parameters(optimizer):
-            identities.add(id(parameter))
-        parameters = {}
-        for key in sorted(self._tensors.present):
-            tensor = self._tensors[key]
-            if id(tensor) in identities:
-                assert isinstance(tensor, nn.Parameter)
-                parameters[key] = tensor
-        return parameters
+        keys = self._tensors.keys_by_identity()
+        parameters = {keys[id(parameter)]: parameter for parameter in optimizer_parameters(self._optimizers[index])}
+        # All replicas sum their gradients in the same order.
+        return dict(sorted(parameters.items()))
 
     def _parameters_of(self, index: int) -> dict[int, nn.Parameter]:
         """Return those parameters of an optimiser in this process that have a gradient, by key."""
@@ -206,15 +199,7 @@ def unscale(
 
 
 class _StepRecorder:
-    """The part of an optimiser that a scaler needs. It records whether the scaler steps it.
-
-    Args:
-        parameters: Parameters whose gradients the scaler checks.
-
-    Attributes:
-        param_groups: One group with the parameters.
-        was_stepped: True after a step.
-    """
+    """The part of an optimiser that a scaler needs. It records whether the scaler steps it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": parameters}]

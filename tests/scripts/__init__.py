@@ -1,0 +1,1 @@
+"""Tests of the programs for maintainers, and of the files that describe the project."""

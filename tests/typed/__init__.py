@@ -1,0 +1,1 @@
+"""Tests of the annotations that a user's type checker reads."""
