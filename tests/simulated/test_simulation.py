@@ -277,3 +277,14 @@ def test_a_lent_layer_gets_its_own_values_back() -> None:
     with computed_on(SECOND, network, network):
         assert network(torch.ones(1, 2, device=SECOND)).device == SECOND
     assert [(tensor.device, tensor.data_ptr()) for tensor in network.parameters()] == before
+
+
+def test_a_call_of_lent_layers_changes_their_running_statistics() -> None:
+    network, alone = nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)
+    batch = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    network.to(FIRST)
+    with computed_on(SECOND, network, network), torch.no_grad():
+        network(batch.to(SECOND))
+    alone(batch)
+    assert torch.equal(network[0].running_mean.cpu(), alone.running_mean)
+    assert network[0].num_batches_tracked == 1

@@ -45,6 +45,9 @@ def _values_on(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None
     finally:
         with unwatched(), torch.inference_mode(False), torch.no_grad():
             for tensor, values in zip(elsewhere, original_values, strict=True):
+                # A call in training mode changes running statistics.
+                if not isinstance(tensor, nn.Parameter):
+                    values.copy_(tensor.data)
                 tensor.data = values
 
 
