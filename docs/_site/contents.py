@@ -62,7 +62,14 @@ GROUPS = {
         "docs/reference/interfaces",
         "docs/reference/errors",
     ],
-    "Design": ["docs/design", "CONTRIBUTING", "tests/simulated/README", "CHANGELOG"],
+    "Design": [
+        "docs/design",
+        "docs/decisions/index",
+        "docs/private_names",
+        "CONTRIBUTING",
+        "tests/simulated/README",
+        "CHANGELOG",
+    ],
 }
 
 # Titles in the table, where that of the page is long or does not name what one searches for.
@@ -81,7 +88,11 @@ TITLES = {
 }
 
 # Pages below others.
-CHILDREN = {"benchmarks/README": ["benchmarks/*/README"], "docs/techniques/index": ["docs/techniques/*"]}
+CHILDREN = {
+    "benchmarks/README": ["benchmarks/*/README"],
+    "docs/techniques/index": ["docs/techniques/*"],
+    "docs/decisions/index": ["docs/decisions/*"],
+}
 
 
 def pages_by_group(pages: set[str]) -> dict[str, list[str]]:
