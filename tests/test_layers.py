@@ -41,6 +41,24 @@ NAMING_THE_TRAINER = {
 }
 
 
+# Which extension imports which others. All of them import the core.
+EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
+    "comparison": {"pipeline", "planning", "report", "tuning"},
+    "compiled": set(),
+    "ensemble": set(),
+    "fsdp": {"planning"},
+    "hogwild": set(),
+    "leaks": set(),
+    "pipeline": {"planning"},
+    "planning": {"comparison", "leaks", "report"},
+    "pool": set(),
+    "ray": set(),
+    "report": {"pipeline"},
+    "savers": set(),
+    "tuning": {"fsdp", "pipeline", "planning"},
+}
+
+
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -70,6 +88,12 @@ def folder_of(path: Path) -> str:
     """Return the folder of a file; of a file beside the folders, the file itself."""
     folder = path.parent.relative_to(PACKAGE).as_posix()
     return path.stem if folder == "." else folder
+
+
+def extension_of(path: Path) -> str | None:
+    """Return the name of the extension to which a file belongs; None for the core."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[1] if parts[0] == "extensions" and len(parts) > 2 else None
 
 
 @cache
@@ -225,3 +249,20 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
     assert not {folder: names for folder, names in subfolders.items() if len(names) > MOST_SUBFOLDERS}
     alone = {folder for folder, count in files.items() if count + len(subfolders[folder]) < FEWEST_ENTRIES}
     assert alone == {"conf"}  # its other files are YAML
+
+
+def test_extensions_import_each_other_only_as_listed() -> None:
+    edges: dict[str, set[str]] = {name: set() for name in EDGES_BETWEEN_EXTENSIONS}
+    for path, targets in arrows(typing=True).items():
+        name = extension_of(path)
+        if name is not None:
+            others = {extension_of(target) for target in targets} - {name, None}
+            edges.setdefault(name, set()).update(str(other) for other in others)
+    assert edges == EDGES_BETWEEN_EXTENSIONS
+
+
+def test_the_design_shows_the_same_edges() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in text.partition("| Extension |")[2].partition("\n\n")[0].splitlines()[2:]]
+    shown = {row[0].strip(" `"): set(row[-1].strip().replace("none", "").split(", ")) - {""} for row in rows}
+    assert shown == EDGES_BETWEEN_EXTENSIONS

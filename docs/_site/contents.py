@@ -67,6 +67,8 @@ GROUPS = {
         "CHANGELOG",
         "SECURITY",
         "docs/design",
+        "docs/decisions/index",
+        "docs/private_names",
         "CONTRIBUTING",
         "CODE_OF_CONDUCT",
         "docs/releasing",
@@ -90,7 +92,11 @@ TITLES = {
 }
 
 # Pages below others.
-CHILDREN = {"benchmarks/README": ["benchmarks/*/README"], "docs/techniques/index": ["docs/techniques/*"]}
+CHILDREN = {
+    "benchmarks/README": ["benchmarks/*/README"],
+    "docs/techniques/index": ["docs/techniques/*"],
+    "docs/decisions/index": ["docs/decisions/*"],
+}
 
 
 def pages_by_group(pages: set[str]) -> dict[str, list[str]]:

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs"
 PACKAGES = [
     "equipoise",
-    *(f"equipoise.{name}" for name in ("callbacks", "planning", "report", "strategies", "trainer")),
+    *(
+        f"equipoise.{name}"
+        for name in ("callbacks", "extensions.planning", "extensions.report", "strategies", "trainer")
+    ),
 ]
 # Classes that the documentation shows, each as a file of its own.
 SHOWN = {

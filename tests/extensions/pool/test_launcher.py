@@ -195,9 +195,9 @@ def test_a_program_of_the_users_own(project):
 
 
 IMPATIENT = """
-from equipoise.extensions.sweeps import pool
+from equipoise.extensions.pool import launcher
 
-pool._LEAVING = 1.0  # seconds
+launcher._LEAVING = 1.0  # seconds
 """
 
 
