@@ -227,7 +227,7 @@ class FSDPStrategy(ProcessStrategy):
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse callbacks and plugins that need whole weights, or the file immediately; see `Strategy.check_module`."""
+        """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
         if not training or self.processes.world_size == 1:
             return
         trainer = getattr(module, "trainer", None)
