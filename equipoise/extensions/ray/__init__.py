@@ -1,1 +1,1 @@
-"""Other programs in which a trainer runs. Each module needs its package, which is imported on first use."""
+"""Ray: runs in workers of Ray Train, jobs of a sweep as trials of Ray Tune. Ray is imported on first use."""
