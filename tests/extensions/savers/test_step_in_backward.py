@@ -281,7 +281,7 @@ def hooked(parameters: Any) -> Optimizer:
         ({"gradient_clip_val": 1.0}, "gradient_clip_val by norm"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),
-        ({"compile": True}, "compile gives all gradients at once"),
+        ({"compile": True}, "compile gives all gradients together"),
         ({"strategy": "dp", "devices": ["cpu", "cpu"]}, "strategy='dp'"),
         ({"strategy": "pipeline", "devices": ["cpu", "cpu"]}, "strategy='pipeline'"),
         ({"callbacks": [OOMRecovery()]}, "OOMRecovery"),
