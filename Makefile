@@ -7,12 +7,13 @@ READY := $(VENV)/.ready
 # Modules are compiled once, not in each process anew, even where the machine's environment asks for the latter.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all test-versions update lint format docs bench release-check clean
+.PHONY: help train test test-all test-core test-versions update lint format docs bench release-check clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
 	@echo "make test    create the environment and run the tests but the slow ones"
 	@echo "make test-all all tests, as continuous integration does"
+	@echo "make test-core  the quick tests of the core, in a copy without extensions"
 	@echo "make test-versions  the quick tests with each Python and torch that is promised; ROWS='NAME ...' chooses some"
 	@echo "make update  propose newer versions of all dependencies in constraints.txt"
 	@echo "make lint    ruff and mypy"
@@ -40,6 +41,10 @@ test: $(READY)
 # A third process computes while tests of the other two wait for processes of their own.
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+# A copy of the package from which the folder of every extension is deleted.
+test-core: $(READY)
+	$(BIN)/python -m tests.core_alone
 
 # Environments lie side by side in .versions/, and are kept.
 test-versions: $(READY)

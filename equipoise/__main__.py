@@ -415,7 +415,9 @@ def _complete(arguments: Sequence[str]) -> None:
     if len(complete_words) < 2:
         _print_beginning_with(word, (*STAGES, *other_commands()))
     elif word.startswith("-"):
-        _print_beginning_with(word, flags_of(complete_words[1]))
+        # An unknown or broken command has none.
+        with contextlib.suppress(ConfigurationError):
+            _print_beginning_with(word, flags_of(complete_words[1]))
     elif complete_words[1] in (*STAGES, *names_of_extensions("commands")):
         # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):

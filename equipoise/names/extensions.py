@@ -99,7 +99,6 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a kind by name. A name that packages offer twice has several."""
     group = f"{_PACKAGE}.{kind}"
     points: dict[str, list[EntryPoint]] = {}
-    # A later entry of the same project replaces an earlier one.
     for point in _points_in_checkout(group):
         points[point.name] = [point]
     has_own = bool(points)
@@ -113,11 +112,11 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
 
 def _points_in_checkout(group: str) -> Iterator[EntryPoint]:
     """Yield Equipoise's own entry points if it runs from a checkout, which need not be installed."""
-    # Other projects may hold a copy of the package.
     path = Path(__file__).parents[2] / "pyproject.toml"
     if not path.is_file():
         return
     project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
+    # The project of a user may hold a copy of the package.
     if project.get("name") != _PACKAGE:
         return
     for name, value in project.get("entry-points", {}).get(group, {}).items():

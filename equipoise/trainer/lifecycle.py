@@ -29,6 +29,7 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
+from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
@@ -137,12 +138,6 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
             result = _run(parts, request)
             return result if collect is None else collect(result)
         except BaseException as error:
-            from equipoise.trainer.diagnostics.error_notes import (
-                add_note_on_limits,
-                add_note_on_loading,
-                add_note_on_mesh,
-            )
-
             add_note_on_loading(error)
             add_note_on_mesh(error)
             add_note_on_limits(error)

@@ -244,6 +244,7 @@ def asked(equipoise, monkeypatch, line, point=None):
         ("equipoise compare --st", ["--steps=", "--strategies="]),
         ("equipoise compare trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise savings --j", ["--json"]),
+        ("equipoise nonsense --", []),
     ],
 )
 def test_completion(project, equipoise, monkeypatch, line, offered):

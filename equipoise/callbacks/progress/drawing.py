@@ -14,7 +14,7 @@ from equipoise.callbacks.progress.track import Track
 __all__ = ["Drawing"]
 
 # Changes that are drawn immediately in one refresh interval; further changes wait for the next redraw.
-_CHANGES_AT_ONCE = 4
+_IMMEDIATE_CHANGES = 4
 
 
 class Drawing:
@@ -49,7 +49,7 @@ class Drawing:
         self._description = ""
         self._totals: list[float] = []
         # Times of the last changes that were drawn immediately.
-        self._changes: deque[float] = deque(maxlen=_CHANGES_AT_ONCE)
+        self._changes: deque[float] = deque(maxlen=_IMMEDIATE_CHANGES)
 
     # Tracks
 
@@ -162,7 +162,7 @@ class Drawing:
         if not self.display.animated:
             return False
         changes = self._changes
-        if len(changes) == _CHANGES_AT_ONCE and not at_once:
+        if len(changes) == _IMMEDIATE_CHANGES and not at_once:
             since_oldest = now - changes[0]
             if since_oldest < interval:
                 return False

@@ -8,10 +8,10 @@ from typing import IO, Any
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, set_permissions, umask
 
-__all__ = ["write_at_once"]
+__all__ = ["write_atomically"]
 
 
-def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
+def write_atomically(target: Path, write: Callable[[Any], None]) -> None:
     """Write a file; after a crash at any moment, the path holds the complete file or its earlier content.
 
     Args:
@@ -22,14 +22,14 @@ def write_at_once(target: Path, write: Callable[[Any], None]) -> None:
         CheckpointError: If the disk is full, or a quota or a limit of the process is reached.
     """
     try:
-        _write_at_once(target, write)
+        _write_atomically(target, write)
     except OSError as error:
         if not is_limit(error):
             raise
         raise limit_error(target, error, _size_of(write)) from error
 
 
-def _write_at_once(target: Path, write: Callable[[Any], None]) -> None:
+def _write_atomically(target: Path, write: Callable[[Any], None]) -> None:
     # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
     replaces_folder = target.is_dir() and not target.is_symlink()

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
-from equipoise.trainer.checkpointing.atomic_file import write_at_once
+from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 __all__ = [
     "check_contents",
@@ -71,7 +71,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -
         if _is_remote(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
         else:
-            write_at_once(Path(path), lambda file: torch.save(checkpoint, file))
+            write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
 
 
 def pack_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bytes:

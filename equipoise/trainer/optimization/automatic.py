@@ -29,13 +29,13 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOpt
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep, RepeatableStep
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
 from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.optimization.manual import ManualOptimization
+    from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
     from equipoise.trainer.recovery.recovery import Recovery
     from equipoise.trainer.runtime.run_context import RunContext
 
@@ -76,6 +76,13 @@ def make_optimization(
         count_skipped=count_skipped,
         step_class=step_class,
     )
+
+
+def _make_scaled_steps(scaler: GradScaler) -> "ScaledSteps":
+    """Return the steps of a scaler, whose module only runs in 16 bits load."""
+    from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
+
+    return ScaledSteps(scaler)
 
 
 def _make_recovery(context: "RunContext", step: Any) -> "Recovery":
@@ -122,7 +129,7 @@ class AutomaticOptimization:
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps: ScaledSteps | None = None
         if self._scaler is not None:
-            self._scaled_steps = ScaledSteps(self._scaler)
+            self._scaled_steps = _make_scaled_steps(self._scaler)
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
         self._is_alone = strategy.processes.world_size == 1

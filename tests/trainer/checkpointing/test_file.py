@@ -149,7 +149,7 @@ def write(file):
     print("now", flush=True)
     sys.stdin.read()
 
-atomic_file.write_at_once(Path(sys.argv[1]), write)
+atomic_file.write_atomically(Path(sys.argv[1]), write)
 """
 
 

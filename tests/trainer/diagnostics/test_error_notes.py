@@ -1,6 +1,10 @@
 """Errors of a step, a backward, a loader and a hook say what torch leaves out."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -285,3 +289,59 @@ def test_what_is_missing_is_named(kind: Any, error: Any, note: str) -> None:
     with pytest.raises(error) as caught:
         run.fit(kind(), DataLoader([torch.ones(1)]))
     assert any(note in text for text in caught.value.__notes__)
+
+
+WITHOUT_FILES = """
+import os
+import resource
+import sys
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from equipoise import Trainer
+
+class Exhausting(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.open_files = []
+
+    def training_step(self, batch, batch_idx):
+        try:
+            while True:
+                self.open_files.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            if sys.argv[1] == "ValueError":
+                raise ValueError("the user's error") from None
+            raise
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+trainer = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+try:
+    trainer.fit(Exhausting(), DataLoader(torch.rand(4, 2)))
+except Exception as error:
+    print(repr(error), getattr(error, "__notes__", []))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [("OSError", "OSError(24, 'Too many open files')"), ("ValueError", "the user's error")],
+)
+def test_a_process_without_free_files_reports_the_error_of_the_step(error: str, expected: str) -> None:
+    """No module can be loaded any more, also none that explains errors."""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES, error],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert expected in done.stdout
+    assert ("ulimit -n" in done.stdout) == (error == "OSError")

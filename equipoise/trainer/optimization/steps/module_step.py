@@ -37,9 +37,11 @@ _MOST_REPLICAS = 32
 
 def explain_error(error: Exception, module: nn.Module, part: Any) -> None:
     """Raise a better error than that of a step, or add notes to it; see `explain_device_mismatch`."""
-    # No step of most runs fails.
-    from equipoise.trainer.diagnostics.device_mismatch import explain_device_mismatch
-
+    # No step of most runs fails. A process that may open no more files cannot load a module: then the error stays.
+    try:
+        from equipoise.trainer.diagnostics.device_mismatch import explain_device_mismatch
+    except OSError:
+        return
     explain_device_mismatch(error, module, part)
 
 
