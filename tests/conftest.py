@@ -22,6 +22,7 @@ import lightning_utilities.core.rank_zero as rank_zero_module
 import numpy
 import psutil
 import pytest
+import rich
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
@@ -46,6 +47,8 @@ _NEED_HYDRA = [
 ]
 collect_ignore = [] if importlib.util.find_spec("hydra") else _NEED_HYDRA
 
+# The console of rich keeps what the environment says when it is made, which a test may have changed for itself.
+rich.get_console()
 torch.set_num_threads(1)  # small tensors: more threads would only wait for each other, and results would depend on them
 
 # Versions that nobody has tried are what a test of them is about. The one warning about them would fail any test.
@@ -70,21 +73,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_further_cases(items)
+    for item in items:
+        if not _HAS_EXTENSIONS and item.get_closest_marker("whole_package") is not None:
+            item.add_marker(pytest.mark.skip(reason="it is about the whole package, of which extensions are missing"))
 
 
 # A copy of the package without extensions: `python -m tests.core_alone`
 
 _HAS_EXTENSIONS = importlib.util.find_spec("equipoise.extensions") is not None
-_MISSING = "missing from this installation"
+_MISSING = (
+    "missing from this installation",
+    "No module named 'equipoise.extensions",
+    "No module named 'tests.extensions",
+)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """Skips modules that import an extension, where none is there."""
     report: Any = yield
-    if not _HAS_EXTENSIONS and report.failed and _MISSING in str(report.longrepr):
+    if report.failed and _lacks_extension(report):
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, f"Skipped: an extension is {_MISSING}")
+        report.longrepr = (str(collector.path), 0, "Skipped: it imports an extension, which is missing")
     return report
 
 
@@ -92,10 +102,15 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Skips tests that ask for an extension, where none is there."""
     report: Any = yield
-    if not _HAS_EXTENSIONS and report.failed and _MISSING in str(report.longrepr):
+    if report.failed and _lacks_extension(report):
         report.outcome = "skipped"
-        report.longrepr = (str(item.path), 0, f"Skipped: an extension is {_MISSING}")
+        report.longrepr = (str(item.path), 0, "Skipped: it asks for an extension, which is missing")
     return report
+
+
+def _lacks_extension(report: Any) -> bool:
+    text = str(report.longrepr)
+    return not _HAS_EXTENSIONS and any(part in text for part in _MISSING)
 
 
 # Chance
@@ -192,6 +207,7 @@ class Surroundings:
         self.messages = rank_zero_module.log.name
         self.rank = getattr(rank_zero_only, "rank", 0)
         self.folder = os.getcwd()
+        self.console = vars(rich.get_console())
 
     def complaints(self) -> Iterator[str]:
         """Yield a sentence for everything that is not as it was."""
@@ -252,6 +268,10 @@ class Surroundings:
             os.environ.pop(name, None)
             if name in self.environment:
                 os.environ[name] = self.environment[name]
+
+    def restore_console(self) -> None:
+        """Takes back that Lightning's bar configures the console of rich anew, by what the environment then says."""
+        rich.get_console().__dict__ = self.console
 
 
 def threads_that_stay(known: Collection[threading.Thread], *, daemons: bool = False) -> list[threading.Thread]:
@@ -388,6 +408,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     complaints = list(before.complaints())
     before.restore_environment()
+    before.restore_console()
     if complaints:
         before.restore()
         pytest.fail("The test left something behind. " + "; ".join(complaints) + ".", pytrace=False)

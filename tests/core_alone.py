@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTENSIONS = ("equipoise/extensions", "tests/extensions")
+EXTENSIONS = ("equipoise/extensions", "tests/extensions", "examples/ensemble/tests", "examples/extension/tests")
 OPTIONS = ["-n", "2", "--dist", "worksteal", "-m", "not slow", "-q"]
 
 

@@ -229,6 +229,7 @@ def names_taken(path: Path) -> Iterator[tuple[str, str]]:
             yield modules[node.value.id], node.attr
 
 
+@pytest.mark.whole_package
 def test_what_others_take_is_exported() -> None:
     """Names that a module of ours takes from another stand in that one's `__all__`."""
     taken = {(relative(path), *what) for path in FILES for what in names_taken(path)}
@@ -265,6 +266,7 @@ def test_every_public_name_is_there(package: str, name: str) -> None:
     assert vars(module)[name] is value  # the second access finds it without a call
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize("package", PACKAGES_WITH_NAMES)
 def test_type_checkers_see_the_names_that_are_there(package: str) -> None:
     path = Path(str(importlib.import_module(package).__file__))

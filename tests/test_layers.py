@@ -198,6 +198,7 @@ def test_every_form_of_import_is_seen(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.whole_package
 def test_every_file_stands_on_a_floor() -> None:
     named = {name for names in FLOORS for name in names}
     assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES} == {*named, "__init__"}
@@ -251,6 +252,7 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
     assert alone == {"conf"}  # its other files are YAML
 
 
+@pytest.mark.whole_package
 def test_extensions_import_each_other_only_as_listed() -> None:
     edges: dict[str, set[str]] = {name: set() for name in EDGES_BETWEEN_EXTENSIONS}
     for path, targets in arrows(typing=True).items():

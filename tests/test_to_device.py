@@ -56,6 +56,7 @@ def asynchronous_copies(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+@pytest.mark.whole_package
 def test_no_other_file_copies_asynchronously() -> None:
     found: dict[str, Any] = {}
     for path in PACKAGE.rglob("*.py"):

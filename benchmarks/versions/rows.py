@@ -16,7 +16,7 @@ OLDEST = {
     "rich": "14.1.0",
     "cloudpickle": "3.0.0",
     "psutil": "5.9.0",
-    "packaging": "23.2.0",
+    "packaging": "24.2",
 }
 
 

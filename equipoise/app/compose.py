@@ -54,6 +54,9 @@ _NOT_OFFERED = {
     "LambdaCallback",
 }
 
+# Groups of the configuration whose options are extensions, with the kind of these.
+_KINDS = {"strategy": "strategies", "launcher": "launchers"}
+
 
 class _SearchPath(SearchPathPlugin):
     """Places the package's configurations behind the user's."""
@@ -132,6 +135,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         ConfigurationError: If the command line or the configuration is wrong; it names the nearest right key or option.
     """
+    _refuse_missing(arguments)
     arguments = translate(arguments, folders)
     failures: list[Exception] = []
     # Jobs of a sweep leave their results there, whatever process they run in.
@@ -172,6 +176,19 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         if message is None:
             raise
         raise ConfigurationError(message) from error
+
+
+def _refuse_missing(arguments: Sequence[str]) -> None:
+    """Refuse names of extensions of Equipoise that were removed from this installation, such as `strategy=fsdp`."""
+    for argument in arguments:
+        group, _, name = argument.partition("=")
+        if group not in _KINDS:
+            continue
+        kind = _KINDS[group]
+        present = names_of_extensions(kind)
+        if name not in present and name in names_of_extensions(kind, missing=True):
+            # It raises the error that names the extension.
+            load_extension(kind, name)
 
 
 def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:

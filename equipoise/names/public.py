@@ -7,11 +7,9 @@ module, and the same imports under `TYPE_CHECKING`, from which type checkers and
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
-__all__ = ["lazy_dir", "lazy_getattr", "names_of", "public_classes"]
-
-T = TypeVar("T")
+__all__ = ["lazy_dir", "lazy_getattr", "names_of"]
 
 # By package: the modules that define its names. `equipoise` offers those of the packages in `_COLLECTED` as well.
 _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
@@ -113,24 +111,6 @@ def names_of(package: str) -> list[str]:
         ['CLITrainer', 'Trainer', 'merge_shards', 'split_ensemble']
     """
     return sorted(_modules_by_name(package))
-
-
-def public_classes(package: str, base: type[T]) -> list[type[T]]:
-    """Return the public classes of a package that derive from a class, in the order of their modules here.
-
-    Args:
-        package: Its full name. It must have been imported.
-        base: The class, which is left out itself.
-
-    Example:
-        >>> import equipoise.callbacks
-        >>> from equipoise import Callback, OOMRecovery
-        >>> OOMRecovery in public_classes("equipoise.callbacks", Callback)
-        True
-    """
-    get = lazy_getattr(package)
-    values = [get(name) for name in _modules_by_name(package)]
-    return [value for value in values if isinstance(value, type) and issubclass(value, base) and value is not base]
 
 
 def lazy_getattr(package: str) -> Callable[[str], Any]:

@@ -28,6 +28,7 @@ def test_version(equipoise, arguments):
     assert equipoise(*arguments)[:2] == (0, f"equipoise {__version__}\n")
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd, flag):
     with pytest.raises(SystemExit) as ended:
@@ -59,6 +60,7 @@ def test_help_of_a_key(project, equipoise):
     assert equipoise("fit", "module.lr=0.5", "-h", "module.lr")[1].startswith("module.lr: type float, here 0.5")
 
 
+@pytest.mark.whole_package
 def test_help_of_a_part_explains_its_arguments(project, equipoise):
     code, out, _ = equipoise("fit", "--help", "callbacks.run_summary", "seed")
     assert code == 0
@@ -123,6 +125,7 @@ def test_init_says_what_the_project_needs(tmp_path, equipoise, monkeypatch):
     assert "not installed: pip install scikit-learn" in out
 
 
+@pytest.mark.whole_package
 def test_a_subfolder_of_a_project_is_not_the_place_of_the_example(project, equipoise, monkeypatch):
     below = project / "data" / "raw"
     below.mkdir(parents=True)
@@ -221,14 +224,15 @@ def asked(equipoise, monkeypatch, line, point=None):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        (
+        pytest.param(
             "equipoise ",
             [
                 *("fit", "validate", "test", "predict", "devices", "doctor", "plan", "savings", "compare", "init"),
                 "completion",
             ],
+            marks=pytest.mark.whole_package,
         ),
-        ("equipoise plan --h", ["--help", "--html="]),
+        pytest.param("equipoise plan --h", ["--help", "--html="], marks=pytest.mark.whole_package),
         ("equipoise f", ["fit"]),
         ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),
@@ -241,9 +245,9 @@ def asked(equipoise, monkeypatch, line, point=None):
         ("equipoise devices ", []),
         ("equipoise doctor ", []),
         ("equipoise doctor --", ["--debug", "--help", "--json"]),
-        ("equipoise compare --st", ["--steps=", "--strategies="]),
-        ("equipoise compare trainer.max_e", ["trainer.max_epochs="]),
-        ("equipoise savings --j", ["--json"]),
+        pytest.param("equipoise compare --st", ["--steps=", "--strategies="], marks=pytest.mark.whole_package),
+        pytest.param("equipoise compare trainer.max_e", ["trainer.max_epochs="], marks=pytest.mark.whole_package),
+        pytest.param("equipoise savings --j", ["--json"], marks=pytest.mark.whole_package),
         ("equipoise nonsense --", []),
     ],
 )

@@ -47,6 +47,7 @@ def test_the_first_module_prints_no_warning_and_fits_a_pipeline(tmp_path, monkey
     assert "train_loss" in capfd.readouterr().out
 
 
+@pytest.mark.whole_package
 def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {}

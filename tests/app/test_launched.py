@@ -86,6 +86,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[arguments[0] for arguments, _ in REFUSED])
 def test_refused_in_several_processes(
     arguments: tuple[str, ...], message: str, project: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch

@@ -224,6 +224,7 @@ def test_callbacks_may_be_left_out(project, equipoise):
     assert "Fit finished" not in out
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize(
     ("command", "feature"),
     [

@@ -33,6 +33,7 @@ def rows(run: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if any(row[name] for name in row if not name.startswith(others))]
 
 
+@pytest.mark.whole_package
 def test_one_folder_holds_everything_and_the_working_directory_stays(project, equipoise):
     code, _, _ = equipoise("fit", "callbacks.memory_logger.leaks=true")
     assert code == 0
@@ -63,6 +64,7 @@ def test_constructors_take_plain_values(project, equipoise, monkeypatch):
     assert not any(OmegaConf.is_config(value) for value in dict(modules[0].hparams).values())
 
 
+@pytest.mark.whole_package
 def test_overrides_reach_the_trainer(project, equipoise, monkeypatch):
     trainers = []
     monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: trainers.append(self))
@@ -368,6 +370,7 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
         assert actual == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize(
     ("override", "told"),
     [

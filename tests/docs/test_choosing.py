@@ -1,14 +1,14 @@
 """The decision page and its picture speak of every strategy."""
 
 import re
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
-from equipoise import Strategy
-from equipoise.names.public import public_classes
-
-DOCS = Path(__file__).parents[2] / "docs"
-NAMES = {strategy.name for strategy in public_classes("equipoise.strategies", Strategy)}
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NAMES = set(PROJECT["entry-points"]["equipoise.strategies"])
 
 
 def test_the_page_names_every_strategy() -> None:

@@ -25,6 +25,7 @@ def missing_paths(text: str) -> list[str]:
     return missing
 
 
+@pytest.mark.whole_package
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_exist(page: Path) -> None:
     assert missing_paths(page.read_text(encoding="utf-8")) == []

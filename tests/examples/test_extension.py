@@ -90,6 +90,7 @@ def imported_names(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
+@pytest.mark.whole_package
 def test_it_uses_public_names_alone() -> None:
     for path in sources():
         for module, name in imported_names(path):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.examples.test_mnist import write_idx
@@ -10,6 +11,7 @@ CONF = Path(__file__).parents[2] / "examples" / "gan" / "conf"
 QUICK = ("module.channels=2", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")
 
 
+@pytest.mark.whole_package
 def test_digits(equipoise, tmp_path, monkeypatch):
     monkeypatch.chdir(CONF.parent)
     code, _, err = equipoise(

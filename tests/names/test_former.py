@@ -22,6 +22,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, former, raising=False)
 
 
+@pytest.mark.whole_package
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("former", FORMER_NAMES)
 def test_a_former_name_is_the_module_of_today(former: str) -> None:
@@ -59,6 +60,7 @@ def test_a_name_that_never_was_is_not_found() -> None:
         import_module("equipoise.callbacks.memory_loggr")
 
 
+@pytest.mark.whole_package
 def test_what_is_due_has_been_removed() -> None:
     """No name, and no argument of which a warning says so, outlives the version that removes it."""
     due = [version for version in REMOVALS if Version(version) <= Version(equipoise.__version__)]

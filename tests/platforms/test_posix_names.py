@@ -84,6 +84,7 @@ def test_no_import_needs_posix() -> None:
     assert not found
 
 
+@pytest.mark.whole_package
 def test_only_some_files_use_names_of_posix() -> None:
     assert {file for file, used in uses_by_file().items() if used} == USERS.keys()
 

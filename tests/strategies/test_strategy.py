@@ -2,6 +2,7 @@
 
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +69,7 @@ def test_copies_of_subclasses_keep_their_methods() -> None:
     assert copy._run() == "called"
 
 
+@pytest.mark.whole_package
 def test_built_in_strategies_are_found_by_their_names() -> None:
     built_in = ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline", "ensemble", "hogwild"]
     assert strategy_names()[: len(built_in)] == built_in
