@@ -20,6 +20,7 @@ from equipoise.app.config.checks import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
 from equipoise.names.extensions import names_of_extensions
+from equipoise.names.imports import collector_paused
 from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
 
 __all__ = ["main"]
@@ -307,7 +308,8 @@ def _announce_example() -> None:
 
 def _app() -> ModuleType:
     try:
-        from equipoise.app import compose
+        with collector_paused():
+            from equipoise.app import compose
     except ModuleNotFoundError as error:
         missing = error.name or ""
         package = missing.partition(".")[0]

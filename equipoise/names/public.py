@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from equipoise.names.imports import collector_paused
+
 __all__ = ["lazy_dir", "lazy_getattr", "names_of"]
 
 # By package: the modules that define its names. `equipoise` offers those of the packages in `_COLLECTED` as well.
@@ -128,7 +130,8 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
         if name not in modules_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            module = import_module(modules_by_name[name])
+            with collector_paused():
+                module = import_module(modules_by_name[name])
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("equipoise.extensions"):
                 raise

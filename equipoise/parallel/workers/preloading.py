@@ -14,6 +14,8 @@ __all__ = ["preload", "preloaded_modules", "preloading"]
 
 # Modules of torch that take long to import.
 _TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
+_BEGIN = "equipoise.parallel.workers.server_imports.begin"
+_END = "equipoise.parallel.workers.server_imports.end"
 _registered: list[str] = []
 
 
@@ -53,7 +55,7 @@ def preloading() -> Iterator[None]:
     for name in user_modules:
         if name != "__main__" and name not in modules:
             modules.append(name)
-    set_forkserver_preload(modules)
+    set_forkserver_preload([_BEGIN, *modules, _END])
     try:
         yield
     finally:

@@ -466,6 +466,8 @@ class Mistake(Exception):
     pass
 
 def work(rank):
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000  # what the server has imported
     os.write(1, f"rank {rank} runs\\n".encode())
     if rank == 1 and FAILS:
         raise Mistake("on purpose")

@@ -1,0 +1,27 @@
+"""Imports of many modules at once."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector during imports of large packages.
+
+    It would look through all that torch and Lightning have created several times, and find nothing to free: about a
+    fifth of the time of their imports.
+
+    Example:
+        >>> with collector_paused():
+        ...     import equipoise.trainer.trainer
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""The first and the last import of the server of worker processes."""

@@ -1,0 +1,12 @@
+"""The last import of the server of worker processes: what it has imported is never collected.
+
+The collections of a worker then neither look through these objects nor copy their pages of memory, which all workers
+share (see `gc.freeze` in Python's documentation).
+"""
+
+import gc
+
+__all__: list[str] = []
+
+gc.freeze()
+gc.enable()
