@@ -361,6 +361,7 @@ class TestReturnValues:
         torch.testing.assert_close(module.weight.data, expected, rtol=1e-15, atol=0)
 
 
+@pytest.mark.usefixtures("quick_collections")
 class TestOutOfMemory:
     class Splits(Callback):
         """Splits a batch in two when memory runs out."""
