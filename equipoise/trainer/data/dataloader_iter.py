@@ -76,9 +76,6 @@ class DataLoaderIter(Iterator[Pulled]):
 def check_batch_size(batch: Any) -> None:
     """Check that the size of a batch can be found, which is the weight of a value in the mean of the epoch.
 
-    Args:
-        batch: The first argument of the step.
-
     Raises:
         MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is
             meant.
@@ -92,11 +89,7 @@ def check_batch_size(batch: Any) -> None:
 
 
 def checking_batches(size_of: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
-    """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself.
-
-    Args:
-        size_of: Finds the size of a batch.
-    """
+    """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself."""
 
     def checked(batch: Any) -> int | None:
         check_batch_size(batch)

@@ -61,12 +61,7 @@ def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
 
 
 def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
-    """Set the private generators of loaders and samplers back.
-
-    Args:
-        loaders: The loaders.
-        states: States that `generator_states` returned.
-    """
+    """Set the generators back whose states `generator_states` returned."""
     generators = _generators(loaders)
     # There may be fewer loaders now than there were.
     for generator, state in zip(generators, states, strict=False):
@@ -107,12 +102,7 @@ def _separate_worker(worker: int, rank: int) -> None:
 
 
 def load_random_state(loaders: list[Any], state: RandomStates) -> None:
-    """Set these generators back.
-
-    Args:
-        loaders: The loaders.
-        state: States that `random_state_of` returned.
-    """
+    """Set the generators back whose states `random_state_of` returned."""
     load_generator_states(loaders, state["generators"])
     of_process = random_state.RandomState.from_state_dict(state["global"])
     of_process.restore()
@@ -144,11 +134,7 @@ class PersistentWorkers:
         self._started_earlier: dict[int, RandomStates] = {}
 
     def starter(self, stream: int) -> Starter | None:
-        """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers.
-
-        Args:
-            stream: Index of the stream.
-        """
+        """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers."""
         if not self._persists_in_stream[stream]:
             return None
         return partial(self._start, stream)
@@ -183,11 +169,7 @@ class PersistentWorkers:
         return pairs
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Let workers that do not run yet start as they did in an earlier process.
-
-        Args:
-            state: Pairs that `state_dict` returned.
-        """
+        """Let workers that do not run yet start as they did in an earlier process."""
         self._started_earlier = dict(state)
 
 

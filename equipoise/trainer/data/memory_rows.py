@@ -145,11 +145,7 @@ def _taken(tensors: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
 
 
 class _TensorRows:
-    """Rows of a TensorDataset.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Rows of a TensorDataset."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
@@ -164,11 +160,7 @@ class _TensorRows:
 
 
 class _RowsOfTensor:
-    """Rows of a tensor that is a member of a StackDataset.
-
-    Args:
-        tensor: The tensor.
-    """
+    """Rows of a tensor that is a member of a StackDataset."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -208,12 +200,7 @@ class _SubsetRows:
 
 
 class _JoinedRows:
-    """Rows of a ConcatDataset.
-
-    Args:
-        dataset: The dataset.
-        parts: Rows of the datasets in it.
-    """
+    """Rows of a ConcatDataset."""
 
     def __init__(self, dataset: ConcatDataset[Any], parts: Sequence[Rows]) -> None:
         self._dataset = dataset
@@ -246,12 +233,7 @@ class _JoinedRows:
 
 
 class _StackedRows:
-    """Rows of a StackDataset.
-
-    Args:
-        dataset: The dataset.
-        rows: Rows of its members.
-    """
+    """Rows of a StackDataset."""
 
     def __init__(self, dataset: StackDataset[Any], rows: Sequence[Rows]) -> None:
         self._dataset = dataset

@@ -87,11 +87,7 @@ class LogReduction:
                 entry.set_step_value(step.to(self.device))
 
     def sync_step_values(self, collection: Collection) -> None:
-        """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
-
-        Args:
-            collection: What this process has logged.
-        """
+        """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them."""
         # 1. Exchange the values of this step.
         entries = {}
         values_here = {}
@@ -159,12 +155,7 @@ class LogReduction:
 
 
 def _report_of(entry: Entry, names: dict[int, str]) -> _Report:
-    """Describe an entry to other processes.
-
-    Args:
-        entry: The entry.
-        names: Names of the module's metrics, by identity.
-    """
+    """Describe an entry to other processes."""
     metric = None
     if entry.metric is not None:
         metric = names.get(id(entry.metric), "")

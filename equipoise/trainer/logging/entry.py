@@ -175,11 +175,7 @@ class Entry:
         return mean
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Any]:
-        """Return all values, in plain containers.
-
-        Args:
-            names: The names of the module's metrics, by identity.
-        """
+        """Return all values, in plain containers."""
         values = on_cpu({"total": self.total, "step": self.step})
         metric = None
         if self.metric is not None:
@@ -196,12 +192,7 @@ class Entry:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
-        """Return an entry that continues a saved one.
-
-        Args:
-            state: The result of `state_dict`.
-            metrics: The module's metrics, by name.
-        """
+        """Return an entry that continues a saved one."""
         hook, name, _ = state["key"]
         metric = metrics.get(state["metric"])
         options = LogOptions(*state["options"])
@@ -219,9 +210,6 @@ class Entry:
 
 def reduction_name(reduce_fx: Any) -> str:
     """Return the name of a reduction: mean, sum, min or max.
-
-    Args:
-        reduce_fx: A name, or a function of torch or Python.
 
     Raises:
         MisconfigurationException: For any other reduction.
@@ -241,11 +229,7 @@ def reduction_name(reduce_fx: Any) -> str:
 
 
 def neutral_value(reduction: Any) -> float:
-    """Return the value that changes nothing in a reduction.
-
-    Args:
-        reduction: "mean", "sum", "min" or "max".
-    """
+    """Return the value that changes nothing in a reduction."""
     return _START.get(reduction, 0.0)
 
 

@@ -380,24 +380,13 @@ class Logs:
     # State.
 
     def state_dict(self, collection: Collection, names: dict[int, str]) -> dict[str, Any]:
-        """Return what the epoch has logged so far, for a run that resumes within it.
-
-        Args:
-            collection: The values of the training loop.
-            names: The names of the module's metrics, by identity.
-        """
+        """Return what the epoch has logged so far, for a run that resumes within it."""
         self.refresh()
         entries = [entry.state_dict(names) for entry in collection.entries.values() if entry.live]
         return {"callback_metrics": on_cpu(self._shown.callback), "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any], collection: Collection, metrics: dict[str, Any]) -> None:
-        """Load what the epoch of an earlier run has logged.
-
-        Args:
-            state: The result of `state_dict`.
-            collection: The values of the training loop.
-            metrics: The module's metrics, by name.
-        """
+        """Load what the epoch of an earlier run has logged."""
         self._shown.callback.update(state["callback_metrics"])
         for saved in state["entries"]:
             collection.add(Entry.from_state_dict(saved, metrics))

@@ -28,12 +28,7 @@ class ShownMetrics:
         self.progress_bar: dict[str, Any] = {}
 
     def update(self, names: frozenset[str], values: Iterable[tuple[str, Tensor, Entry]]) -> None:
-        """Write values into dictionaries.
-
-        Args:
-            names: The names of the dictionaries.
-            values: Name, value and entry of each.
-        """
+        """Write values into dictionaries."""
         for name, value, entry in values:
             if "logged" in names and entry.options.logger:
                 self.logged[name] = value
@@ -58,11 +53,7 @@ class ShownMetrics:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Replace the contents of the dictionaries.
-
-        Args:
-            state: The result of `state_dict`.
-        """
+        """Replace the contents of the dictionaries."""
         self.callback = dict(state["callback"])
         self.logged = dict(state["logged"])
         self.progress_bar = dict(state["progress_bar"])

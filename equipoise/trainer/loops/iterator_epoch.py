@@ -116,9 +116,6 @@ class IteratorEpoch(TrainingEpoch):
     def _run_step(self, last: bool) -> Any:
         """Run the training step and what belongs to its optimisation.
 
-        Args:
-            last: Whether the optimiser steps.
-
         Raises:
             StopIteration: If the step asked for more batches than there are.
             StepError: If the step raised a StopIteration that has another cause.
@@ -134,11 +131,7 @@ class IteratorEpoch(TrainingEpoch):
             ) from error
 
     def _leave_step(self, index: int) -> None:
-        """End the epoch after a step that asked for more batches than there are.
-
-        Args:
-            index: The index of the step.
-        """
+        """End the epoch after a step that asked for more batches than there are."""
         # The step did not return.
         vars(self.context.module)[CURRENT_HOOK] = None
         pulled = self.pulled.ready

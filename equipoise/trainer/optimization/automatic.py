@@ -246,9 +246,6 @@ class AutomaticOptimization:
     def end_window(self, batch_idx: int) -> None:
         """Step the optimiser with the gradients of a window that ends before its last batch.
 
-        Args:
-            batch_idx: The number of the epoch's last batch.
-
         Raises:
             StepError: If the optimiser is LBFGS, which computes batches again.
         """

@@ -141,11 +141,7 @@ class MicroBatcher:
         return Measure(kind, self.size(parts))
 
     def note_success(self, measure: Measure | None) -> None:
-        """Note that a batch went well.
-
-        Args:
-            measure: The result of `measure` for the batch.
-        """
+        """Note that a batch went well."""
         self._repeats = 0
         if measure is None:
             return
@@ -167,13 +163,7 @@ class MicroBatcher:
     # Computation
 
     def run(self, step: Any, parts: Sequence[Any], count: int) -> StepResult:
-        """Compute a batch in micro-batches.
-
-        Args:
-            step: The user's step.
-            parts: The batch, as the strategy has placed it.
-            count: The number of micro-batches.
-        """
+        """Compute a batch in micro-batches."""
         micro_batches = self._strategy.recovery.split(parts, count, self._splitter)
         # Before a step takes something out of them.
         sizes = [self.size(micro_batch) for micro_batch in micro_batches]

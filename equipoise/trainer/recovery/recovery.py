@@ -97,12 +97,7 @@ class _OpenWindow:
 
 
 class Recovery:
-    """Compute gradients like the strategy's `forward_backward`, also when memory runs out.
-
-    Args:
-        context: The run.
-        step: The user's training step.
-    """
+    """Compute gradients like the strategy's `forward_backward`, also when memory runs out."""
 
     def __init__(self, context: "RunContext", step: Any) -> None:
         self._context = context

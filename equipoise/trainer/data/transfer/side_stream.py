@@ -19,9 +19,6 @@ class SideStream:
 
     Memory of the copies belongs to this stream. The allocator gives it away again when the computation, too, has done
     with it.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -110,11 +110,6 @@ def _check_automatic(entries: dict[str, Any]) -> None:
 def check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], module: LightningModule) -> None:
     """Check the scheduler of a configuration.
 
-    Args:
-        config: The configuration.
-        optimizers: All optimisers that `configure_optimizers` returned.
-        module: The user's module.
-
     Raises:
         ConfigurationError: If it is no scheduler, the trainer cannot step it, or its optimiser is another one.
     """
