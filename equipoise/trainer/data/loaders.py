@@ -269,19 +269,16 @@ class Loaders:
         extents = [replace(extent, limit=min(extent.limit, most)) for extent in self.extents]
         # 1. One loader after another.
         if self.single or self.sequential:
-            streams = []
-            for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True)):
-                starter = self.workers.starter(index)
-                streams.append(
-                    BatchStream(
-                        loader,
-                        extent,
-                        before_opening=starter,
-                        on_wrong_length=self.report_wrong_length,
-                        seed=self._seed_of_pass([loader]),
-                    )
+            return [
+                BatchStream(
+                    loader,
+                    extent,
+                    before_opening=self.workers.starter(index),
+                    on_wrong_length=self.report_wrong_length,
+                    seed=self._seed_of_pass([loader]),
                 )
-            return streams
+                for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True))
+            ]
         # 2. All of them together.
         return [self.stream_of_all(replace(self.extent, limit=min(self.extent.limit, most)))]
 

@@ -80,18 +80,8 @@ class FitLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
-        return {
-            "state": self.state,
-            "val_loop": self.val_loop,
-            "fit": self.fit,
-            "resumption": None,
-            "loss_watch": None,
-            "step_class": None,
-            "uncounted_steps": None,
-            "later_files": set(),
-            "last_writes": {},
-            "_close_epoch_hooks": None,
-        }
+        without_run = FitLoop(self.state, self.val_loop)
+        return {**vars(without_run), "fit": self.fit}
 
     # One run.
 
