@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from equipoise.errors import StepError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.evaluation.evaluation_step import EvaluationStep, evaluator
@@ -146,37 +144,18 @@ class IteratorSteps(BatchSteps):
             try:
                 output = self.context.strategy.evaluate(self.step, (iterator,))
             except StopIteration as error:
-                self._leave(iterator, error, fetched)
+                # The step did not return.
+                vars(self.context.module)[CURRENT_HOOK] = None
+                iterator.end_pass(self.name, error, fetched)
+                self.context.logs.end_batch()
+                progress.rewind()
+                progress.mark_last(self.final)
                 return
             counts.process()
             progress.mark_last(self.final and iterator.done)
             self.end_batch(output, iterator.batch, (iterator.batch_idx, *self.loader_index), after)
             # Its memory is free before the next step.
             del output
-
-    def _leave(self, iterator: DataLoaderIter, error: StopIteration, fetched: int) -> None:
-        """End the loader after a step that asked for more batches than there are.
-
-        Raises:
-            StepError: If it has another cause.
-        """
-        # The step did not return.
-        vars(self.context.module)[CURRENT_HOOK] = None
-        if not iterator.is_overdrawn:
-            raise StepError(
-                f"`{self.name}` raised StopIteration, though `dataloader_iter` was not asked for more batches than"
-                " there are. Catch it in the step, or call `next(iterator, None)` of whatever iterator has ended."
-            ) from error
-        lost = iterator.fetched - fetched
-        if lost:
-            rank_zero_warn(
-                f"`{self.name}` asked for more batches than its loader has, so its last step was not completed; {lost}"
-                f" of {iterator.fetched} batches were pulled in it. Call `next(dataloader_iter, None)` to evaluate"
-                " what is left, or choose a number of batches that is a multiple of those of a step."
-            )
-        self.context.logs.end_batch()
-        self.progress.rewind()
-        self.progress.mark_last(self.final)
 
 
 def run_steps(context: "RunContext", stage: str, *arguments: Any, after: Callable[[Any], None], **options: Any) -> None:
