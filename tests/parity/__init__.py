@@ -1,6 +1,6 @@
 """The same programs under Lightning's Trainer and under Equipoise's, compared to the bit.
 
-    harness.py      a case, how it is run on both sides, and the pytest parameters made of cases
+    harness.py      a case, how it is run on both sides, and the test made of cases
     recording.py    writes down every hook with its arguments and the state of the run
     outputs.py      reads the folder a run leaves behind
     comparison.py   names what differs

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import lightning as L
@@ -33,7 +33,6 @@ from .recording import Watch
 __all__ = ["Case", "Record", "check", "column", "columns", "execute", "fit", "parity"]
 
 Record = dict[str, Any]
-Test = TypeVar("Test", bound=Callable[..., object])
 SEED = 7
 AFTER_ERRORS = ("generators", "metrics")
 """Sections that say nothing once a run has failed: how much was drawn and computed before the error was noticed."""
@@ -91,18 +90,17 @@ class Case:
         return self.name
 
 
-def parity(cases: Sequence[Case]) -> Callable[[Test], Test]:
-    """Run a test with every case, `test(case, tmp_path)`; half of the cases are quick."""
+def parity(cases: Sequence[Case]) -> Callable[[Case, Path], None]:
+    """Return a test of every case; a quarter of the cases is quick."""
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), f"two cases have one name: {sorted(names)}"
-    half = (len(cases) + 1) // 2
 
-    def decorate(test: Test) -> Test:
-        with_cases: Test = pytest.mark.parametrize("case", cases, ids=str)(test)
-        marked: Test = pytest.mark.quick_cases(half)(with_cases)
-        return marked
+    @pytest.mark.quick_cases(-(-len(cases) // 4))
+    @pytest.mark.parametrize("case", cases, ids=str)
+    def test(case: Case, tmp_path: Path) -> None:
+        check(case, tmp_path)
 
-    return decorate
+    return test
 
 
 TABLE = "csv/version_0/metrics.csv"

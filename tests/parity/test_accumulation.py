@@ -18,7 +18,7 @@ import equipoise
 
 from . import data
 from .data import CLASSES, FEATURES
-from .harness import DEFAULTS, Case, Record, check, parity
+from .harness import DEFAULTS, Case, Record, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -75,10 +75,7 @@ CASES = [
     Case(name="every-second-epoch-short-limit", options=windows(2, limit_train_batches=4, check_val_every_n_epoch=2)),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)
 
 
 class Plain(Classifier):

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from . import data
 from .data import FEATURES
-from .harness import Case, Record, check, columns, parity
+from .harness import Case, Record, columns, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -286,7 +286,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

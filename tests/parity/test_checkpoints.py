@@ -124,6 +124,7 @@ def augmented() -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized, resumable])
 def test_random_draws_go_on_where_they_were(loaders: Any, tmp_path: Path) -> None:
     """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""

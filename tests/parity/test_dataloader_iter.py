@@ -4,7 +4,6 @@ Where they are not, on purpose, `tests/trainer/loops/test_iterator_epoch.py` say
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from . import data
-from .harness import Case, Record, check, column, parity
+from .harness import Case, Record, column, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -263,10 +262,7 @@ CASES += [
     ),
 ]
 
-
-@parity(CASES)
-def test_dataloader_iter(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_dataloader_iter = parity(CASES)
 
 
 COUNTERS = ["_progress"]
@@ -298,7 +294,4 @@ OVERDRAWN = [
     ),
 ]
 
-
-@parity(OVERDRAWN)
-def test_stop_iteration_in_the_step(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_stop_iteration_in_the_step = parity(OVERDRAWN)

@@ -189,6 +189,7 @@ REPRESENTATIVE = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
 def test_lightnings_results_do_not_depend_on_being_watched(case: Case, tmp_path: Path) -> None:
     """So one watched run of Lightning is what both runs of Equipoise have to equal."""

@@ -1,6 +1,5 @@
 """Data modules, data hooks and the order in which everything is set up and torn down."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from . import data
 from .data import CLASSES, FEATURES
-from .harness import Case, check, parity
+from .harness import Case, parity
 from .modules import Classifier
 
 
@@ -262,7 +261,4 @@ CASES = [
     *(Case(name=f"profiler-{name}", options={"profiler": name}, watch=False) for name in ("simple", "advanced")),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

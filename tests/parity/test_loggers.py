@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from . import data
 from .data import FEATURES
-from .harness import Case, check, parity
+from .harness import Case, parity
 from .modules import Classifier
 
 
@@ -248,7 +248,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

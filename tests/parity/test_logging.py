@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from . import data
-from .harness import Case, check, columns, parity
+from .harness import Case, columns, parity
 from .modules import Classifier
 
 Log = Callable[[Any, Tensor, int], Any]
@@ -266,7 +265,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

@@ -1,6 +1,5 @@
 """Manual optimisation: the user's own backward, steps, closures, toggling and schedulers."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from .harness import Case, check, parity
+from .harness import Case, parity
 from .modules import Classifier
 
 
@@ -214,7 +213,4 @@ CASES = [
     Case(name="max-steps", module=Pair, options={"max_epochs": -1, "max_steps": 10}),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

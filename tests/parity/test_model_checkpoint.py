@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from . import data
-from .harness import Case, Record, check, parity
+from .harness import Case, Record, parity
 from .modules import Classifier
 
 
@@ -174,7 +174,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

@@ -1,6 +1,5 @@
 """Modules of unusual build: nested, compiled, mocked, shared, with hooks on the instance."""
 
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from . import data
 from .data import CLASSES
-from .harness import Case, check, parity
+from .harness import Case, parity
 from .modules import Classifier, network
 
 
@@ -210,7 +209,4 @@ CASES = [
     Case(name="recurrent", module=Recurrent, data=lambda: {"train_dataloaders": data.loader(5)}),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

@@ -1,6 +1,5 @@
 """Overrides of a module in the optimisation step, alone and together."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from . import data
-from .harness import Case, check, parity
+from .harness import Case, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -250,7 +249,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

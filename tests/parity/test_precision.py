@@ -1,6 +1,5 @@
 """The precisions that Lightning has too, on the CPU."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 
 from . import data
-from .harness import Case, check, column, parity
+from .harness import Case, column, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -102,7 +101,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

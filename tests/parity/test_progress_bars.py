@@ -95,6 +95,7 @@ def fit_in_several_processes() -> None:
     run.validate(Shown(), loader(2), verbose=False)
 
 
+@pytest.mark.slow
 def test_lightnings_bar_in_several_processes() -> None:
     """The main process shows it; what is on the terminal does not come back to the program."""
     # In a program of its own: the output of workers is that of the server which an earlier test may have started.

@@ -1,7 +1,6 @@
 """Learning-rate schedulers: by step, by epoch, by frequency, monitored, one's own."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import (
 from equipoise import ConfigurationError
 
 from . import data
-from .harness import Case, Record, check, parity
+from .harness import Case, Record, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -179,7 +178,4 @@ CASES = [
     Case(name="by-epoch-without-length", module=schedule(halve), data=data.unsized, proves=lambda r: rate(r) == 0.025),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

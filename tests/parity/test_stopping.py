@@ -1,13 +1,12 @@
 """Ends of a run: epochs, steps, time, `should_stop`, errors and interrupts."""
 
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Timer
 
 from . import data
-from .harness import Case, Record, check, parity
+from .harness import Case, Record, parity
 from .modules import Classifier
 
 
@@ -192,7 +191,4 @@ CASES = [
     ),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

@@ -1,6 +1,5 @@
 """When validation runs inside `fit`, how much of it, and in which mode."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from equipoise import ConfigurationError
 
 from . import data
-from .harness import Case, Record, check, column, parity
+from .harness import Case, Record, column, parity
 from .modules import Classifier
 
 
@@ -174,7 +173,4 @@ CASES = [
     Case(name="outputs", module=ReturnsOutputs, observe=lambda t: [entry[:2] for entry in t.lightning_module.gathered]),
 ]
 
-
-@parity(CASES)
-def test_parity(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+test_parity = parity(CASES)

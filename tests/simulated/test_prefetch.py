@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
-from equipoise.trainer.data.transfer.side_stream import SideStream
+from equipoise.trainer.data.transfer import prefetch as prefetching
 from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
 from tests.simulated.test_recovery import SIZES, Second, Wide
@@ -356,7 +356,7 @@ def test_a_batch_without_memory_of_its_own_is_copied_in_turn(monkeypatch: pytest
     def copy(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(SideStream, "copy", copy)
+    monkeypatch.setattr(prefetching, "_copied", copy)
     assert streams_of(True).writers == [MAIN] * 6
     assert_same(train(True), expected)
 

@@ -202,12 +202,7 @@ class BatchStream:
         self._iterator = self._read_ahead(batches, read)
 
     def _of_certain_length(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
-        """Return batches whose number is certain: without look ahead, and no code in Python between them and the loop.
-
-        Args:
-            batches: The batches that are left.
-            read: Number of batches that were read before.
-        """
+        """Return batches whose number is certain: without look ahead, and no code in Python before the loop."""
         here, everywhere = self._find_length()
         # Each number is drawn after its batch.
         numbers = itertools.count(read + 1)

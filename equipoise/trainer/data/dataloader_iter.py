@@ -5,6 +5,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from equipoise.errors import StepError
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.state.progress import Counts
 
@@ -72,12 +74,34 @@ class DataLoaderIter(Iterator[Pulled]):
         self._counts.ready += 1
         return batch, self.batch_idx, self._dataloader_idx
 
+    def end_pass(self, step: str, error: StopIteration, fetched_before: int) -> int:
+        """End the pass after a step that has raised StopIteration, and return the number of batches that are lost.
+
+        Args:
+            step: The name of the step.
+            error: What it has raised.
+            fetched_before: Number of batches that were pulled before it.
+
+        Raises:
+            StepError: If the step has not asked for more batches than there are.
+        """
+        if not self.is_overdrawn:
+            raise StepError(
+                f"`{step}` raised StopIteration, though `dataloader_iter` was not asked for more batches than there"
+                " are. Catch it in the step, or call `next(iterator, None)` of whatever iterator has ended."
+            ) from error
+        lost = self.fetched - fetched_before
+        if lost:
+            rank_zero_warn(
+                f"`{step}` asked for more batches than its loader has, so its last step was not completed; {lost} of"
+                f" {self.fetched} batches were pulled in it. Call `next(dataloader_iter, None)` to use what is left, or"
+                " choose a number of batches that is a multiple of those of a step."
+            )
+        return lost
+
 
 def check_batch_size(batch: Any) -> None:
     """Check that the size of a batch can be found, which is the weight of a value in the mean of the epoch.
-
-    Args:
-        batch: The first argument of the step.
 
     Raises:
         MisconfigurationException: If the step pulls batches by itself. The trainer cannot know which of them is
@@ -92,11 +116,7 @@ def check_batch_size(batch: Any) -> None:
 
 
 def checking_batches(size_of: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
-    """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself.
-
-    Args:
-        size_of: Finds the size of a batch.
-    """
+    """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself."""
 
     def checked(batch: Any) -> int | None:
         check_batch_size(batch)

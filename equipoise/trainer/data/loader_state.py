@@ -46,40 +46,25 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
         for owner in (loader, sampler, batch_sampler, inner_sampler):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
-                key = id(generator)
-                generators[key] = generator
+                generators[id(generator)] = generator
     return list(generators.values())
 
 
 def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
     """Return the states of the private generators of loaders and samplers."""
-    states = []
-    for generator in _generators(loaders):
-        state = generator.get_state()
-        states.append(state)
-    return states
+    return [generator.get_state() for generator in _generators(loaders)]
 
 
 def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
-    """Set the private generators of loaders and samplers back.
-
-    Args:
-        loaders: The loaders.
-        states: States that `generator_states` returned.
-    """
-    generators = _generators(loaders)
+    """Set the generators back whose states `generator_states` returned."""
     # There may be fewer loaders now than there were.
-    for generator, state in zip(generators, states, strict=False):
+    for generator, state in zip(_generators(loaders), states, strict=False):
         generator.set_state(state)
 
 
 def random_state_of(loaders: list[Any]) -> RandomStates:
     """Return the states of all generators that the next batches of these loaders depend on."""
-    of_process = random_state.capture()
-    return {
-        "global": of_process.state_dict(),
-        "generators": generator_states(loaders),
-    }
+    return {"global": random_state.capture().state_dict(), "generators": generator_states(loaders)}
 
 
 def separate_workers(loader: Any, rank: int) -> None:
@@ -107,15 +92,9 @@ def _separate_worker(worker: int, rank: int) -> None:
 
 
 def load_random_state(loaders: list[Any], state: RandomStates) -> None:
-    """Set these generators back.
-
-    Args:
-        loaders: The loaders.
-        state: States that `random_state_of` returned.
-    """
+    """Set the generators back whose states `random_state_of` returned."""
     load_generator_states(loaders, state["generators"])
-    of_process = random_state.RandomState.from_state_dict(state["global"])
-    of_process.restore()
+    random_state.RandomState.from_state_dict(state["global"]).restore()
 
 
 class PersistentWorkers:
@@ -137,18 +116,13 @@ class PersistentWorkers:
         self._persists_in_stream = [_keeps_workers(loader) for loader in loaders]
         if several_at_once:
             # The only stream opens all loaders.
-            persists = any(self._persists_in_stream)
-            self._persists_in_stream = [persists]
+            self._persists_in_stream = [any(self._persists_in_stream)]
         # Generators at the start of the workers, by stream: in this process, and in the one that this run resumes.
         self._started: dict[int, RandomStates] = {}
         self._started_earlier: dict[int, RandomStates] = {}
 
     def starter(self, stream: int) -> Starter | None:
-        """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers.
-
-        Args:
-            stream: Index of the stream.
-        """
+        """Return the function that a stream calls before it opens its loader; None if the loader keeps no workers."""
         if not self._persists_in_stream[stream]:
             return None
         return partial(self._start, stream)
@@ -177,17 +151,10 @@ class PersistentWorkers:
     def state_dict(self) -> list[Any]:
         """Return pairs of a stream's index and the generators with which its workers started."""
         starts = {**self._started_earlier, **self._started}
-        pairs = []
-        for stream, state in starts.items():
-            pairs.append([stream, state])
-        return pairs
+        return [[stream, state] for stream, state in starts.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Let workers that do not run yet start as they did in an earlier process.
-
-        Args:
-            state: Pairs that `state_dict` returned.
-        """
+        """Let workers that do not run yet start as they did in an earlier process."""
         self._started_earlier = dict(state)
 
 

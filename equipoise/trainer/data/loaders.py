@@ -60,9 +60,6 @@ class Source:
     def request(self, call: Callable[[str], Any]) -> Any:
         """Return the loaders as the user passed them, or as the method returns them.
 
-        Args:
-            call: Calls a method of the owner by name, as a hook.
-
         Raises:
             ConfigurationError: If torch refuses an argument of a loader, such as `batch_size=0`.
         """
@@ -106,12 +103,7 @@ class Source:
         )
 
     def report_different_data(self, index: int, lengths: list[int | None]) -> None:
-        """Warn once in a run that processes have loaders of different lengths, each of which is divided among all.
-
-        Args:
-            index: Number of the loader.
-            lengths: Length of its data in each process.
-        """
+        """Warn once in a run that processes have loaders of different lengths, each of which is divided among all."""
         if self._has_reported_difference:
             return
         self._has_reported_difference = True
@@ -243,9 +235,6 @@ class Loaders:
     def _check_not_empty(self, limit: float) -> None:
         """Check that each loader has batches in a process.
 
-        Args:
-            limit: The limit of the stage.
-
         Raises:
             ConfigurationError: If all processes have none, or the limit leaves none. Also if one process lacks those of
                 one loader alone, where its loaders begin anew until all are read.
@@ -265,11 +254,7 @@ class Loaders:
                 )
 
     def _warn_of_different_data(self, lengths_everywhere: list[list[int | None]]) -> None:
-        """Warn that the trainer divides loaders which are not the same in all processes.
-
-        Args:
-            lengths_everywhere: Length of each loader's data before they are divided, in each process.
-        """
+        """Warn that the trainer divides loaders which are not the same in all processes."""
         # Processes may have unequal numbers of loaders. Those that all of them have are compared.
         for index, lengths in enumerate(zip(*lengths_everywhere, strict=False)):
             if len(set(lengths)) > 1:
@@ -284,19 +269,16 @@ class Loaders:
         extents = [replace(extent, limit=min(extent.limit, most)) for extent in self.extents]
         # 1. One loader after another.
         if self.single or self.sequential:
-            streams = []
-            for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True)):
-                starter = self.workers.starter(index)
-                streams.append(
-                    BatchStream(
-                        loader,
-                        extent,
-                        before_opening=starter,
-                        on_wrong_length=self.report_wrong_length,
-                        seed=self._seed_of_pass([loader]),
-                    )
+            return [
+                BatchStream(
+                    loader,
+                    extent,
+                    before_opening=self.workers.starter(index),
+                    on_wrong_length=self.report_wrong_length,
+                    seed=self._seed_of_pass([loader]),
                 )
-            return streams
+                for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True))
+            ]
         # 2. All of them together.
         return [self.stream_of_all(replace(self.extent, limit=min(self.extent.limit, most)))]
 

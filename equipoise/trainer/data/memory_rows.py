@@ -6,8 +6,9 @@ step that trains on it. One operation for each tensor returns the same batch, to
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,25 +25,22 @@ _LARGEST_JOINED_SAMPLE = 1 << 12  # bytes
 _FEWEST_SAMPLES_OF_PART = 16
 
 
-class Rows(Protocol):
-    """Rows of a dataset in memory. Classes can be pickled, for workers of loaders.
+# Returns the collated batch of the samples with some numbers.
+Take = Callable[[Sequence[int]], Any]
+
+
+class Rows(NamedTuple):
+    """Rows of a dataset in memory. It can be pickled, for workers of loaders.
 
     Attributes:
+        take: Returns the collated batch of the samples with some numbers: a tensor, or lists and dictionaries of
+            tensors. It raises an error if the batch must be read sample by sample, which also reports what is wrong
+            with the numbers.
         sample_size: Bytes of one sample.
     """
 
+    take: Take
     sample_size: int
-
-    def take(self, indices: Sequence[int]) -> Any:
-        """Return the collated batch of some samples: a tensor, or lists and dictionaries of tensors.
-
-        Args:
-            indices: Numbers of the samples.
-
-        Raises:
-            Exception: If the batch must be read sample by sample. That also reports what is wrong with the indices.
-        """
-        ...
 
 
 def rows_of(dataset: Any) -> Rows | None:
@@ -65,21 +63,26 @@ def rows_of(dataset: Any) -> Rows | None:
     if kind is TensorDataset:
         if not all(map(_lies_in_memory, dataset.tensors)):
             return None
-        return _TensorRows(dataset)
+        return Rows(partial(_take_of_tensors, dataset, dataset.tensors), sum(map(_size_of_row, dataset.tensors)))
     if kind is Subset:
         rows = rows_of(dataset.dataset)
-        return None if rows is None else _SubsetRows(dataset, rows)
+        if rows is None:
+            return None
+        return Rows(partial(_take_of_subset, dataset, dataset.dataset, rows.take), rows.sample_size)
     members = _members_of(dataset)
-    member_rows = []
+    takes = []
+    sizes = []
     for member in members:
         rows = _rows_of_member(member)
         if rows is None:
             return None
-        member_rows.append(rows)
+        takes.append(rows.take)
+        sizes.append(rows.sample_size)
     if kind is StackDataset:
-        return _StackedRows(dataset, member_rows)
-    joined = _JoinedRows(dataset, member_rows)
-    return joined if joined.sample_size <= _LARGEST_JOINED_SAMPLE else None
+        return Rows(partial(_take_of_stack, dataset, members, takes), sum(sizes))
+    if max(sizes) > _LARGEST_JOINED_SAMPLE:
+        return None
+    return Rows(partial(_take_of_joined, dataset, members, takes), max(sizes))
 
 
 def _methods_of(kind: type) -> tuple[Any, Any]:
@@ -102,7 +105,7 @@ def _members_of(dataset: Any) -> tuple[Any, ...]:
 def _rows_of_member(member: Any) -> Rows | None:
     """Return the rows of a dataset, or of a tensor in its place."""
     if isinstance(member, Tensor):
-        return _RowsOfTensor(member) if _lies_in_memory(member) else None
+        return Rows(partial(_take_of_tensor, member), _size_of_row(member)) if _lies_in_memory(member) else None
     return rows_of(member)
 
 
@@ -144,130 +147,69 @@ def _taken(tensors: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
     return [tensor.index_select(0, chosen) for tensor in tensors]
 
 
-class _TensorRows:
-    """Rows of a TensorDataset.
-
-    Args:
-        dataset: The dataset.
-    """
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self._dataset = dataset
-        self._tensors = dataset.tensors
-        self.sample_size = sum(map(_size_of_row, dataset.tensors))
-
-    def take(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return a batch; see `Rows`."""
-        if self._dataset.tensors is not self._tensors:
-            raise LookupError("The dataset has other tensors now.")
-        return _taken(self._tensors, indices)
+def _take_of_tensors(dataset: TensorDataset, tensors: tuple[Tensor, ...], indices: Sequence[int]) -> list[Tensor]:
+    """Return rows of a TensorDataset, whose tensors have been these."""
+    if dataset.tensors is not tensors:
+        raise LookupError("The dataset has other tensors now.")
+    return _taken(tensors, indices)
 
 
-class _RowsOfTensor:
-    """Rows of a tensor that is a member of a StackDataset.
-
-    Args:
-        tensor: The tensor.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.sample_size = _size_of_row(tensor)
-
-    def take(self, indices: Sequence[int]) -> Tensor:
-        """Return a batch; see `Rows`."""
-        (rows,) = _taken([self._tensor], indices)
-        return rows
+def _take_of_tensor(tensor: Tensor, indices: Sequence[int]) -> Tensor:
+    """Return rows of a tensor that is a member of a StackDataset."""
+    (rows,) = _taken([tensor], indices)
+    return rows
 
 
-class _SubsetRows:
-    """Rows of a Subset.
-
-    Args:
-        subset: The subset.
-        rows: Rows of the dataset from which it selects.
-    """
-
-    def __init__(self, subset: Subset[Any], rows: Rows) -> None:
-        self._subset = subset
-        self._rows = rows
-        self._selected = subset.dataset
-        self.sample_size = rows.sample_size
-
-    def take(self, indices: Sequence[int]) -> Any:
-        """Return a batch; see `Rows`."""
-        if self._subset.dataset is not self._selected:
-            raise LookupError("The subset selects from another dataset now.")
-        _check_indices(indices)
-        selection: Any = self._subset.indices
-        if not isinstance(selection, Tensor):
-            return self._rows.take([selection[index] for index in indices])
-        if selection.dtype not in _INDEX_DTYPES:
-            raise TypeError(f"A {selection.dtype} is no number of a sample.")
-        return self._rows.take(selection[list(indices)].tolist())
+def _take_of_subset(subset: Subset[Any], selected: Any, take: Take, indices: Sequence[int]) -> Any:
+    """Return rows of a Subset, which has selected from this dataset."""
+    if subset.dataset is not selected:
+        raise LookupError("The subset selects from another dataset now.")
+    _check_indices(indices)
+    selection: Any = subset.indices
+    if not isinstance(selection, Tensor):
+        return take([selection[index] for index in indices])
+    if selection.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"A {selection.dtype} is no number of a sample.")
+    return take(selection[list(indices)].tolist())
 
 
-class _JoinedRows:
-    """Rows of a ConcatDataset.
-
-    Args:
-        dataset: The dataset.
-        parts: Rows of the datasets in it.
-    """
-
-    def __init__(self, dataset: ConcatDataset[Any], parts: Sequence[Rows]) -> None:
-        self._dataset = dataset
-        self._members = _members_of(dataset)
-        self._parts = parts
-        self.sample_size = max(part.sample_size for part in parts)
-
-    def take(self, indices: Sequence[int]) -> Any:
-        """Return a batch; see `Rows`."""
-        if _members_of(self._dataset) != self._members:
-            raise LookupError("The dataset consists of other parts now.")
-        _check_indices(indices)
-        # 1. Find the samples of each part, and their positions in the batch.
-        ends = self._dataset.cumulative_sizes
-        samples: dict[int, list[int]] = {}
-        positions: dict[int, list[int]] = {}
-        for position, index in enumerate(indices):
-            part = bisect_right(ends, index)
-            begin = ends[part - 1] if part else 0
-            samples.setdefault(part, []).append(index - begin)
-            positions.setdefault(part, []).append(position)
-        # 2. Put the rows of all parts together.
-        if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
-            raise LookupError("The parts have too few samples in the batch.")
-        pieces = [self._parts[part].take(samples[part]) for part in samples]
-        if len(pieces) == 1:
-            return pieces[0]
-        places = [torch.tensor(positions[part], device="cpu") for part in samples]
-        return _merged(pieces, places, len(indices))
+def _take_of_joined(
+    dataset: ConcatDataset[Any], members: tuple[Any, ...], takes: Sequence[Take], indices: Sequence[int]
+) -> Any:
+    """Return rows of a ConcatDataset, whose parts have been these."""
+    if _members_of(dataset) != members:
+        raise LookupError("The dataset consists of other parts now.")
+    _check_indices(indices)
+    # 1. Find the samples of each part, and their positions in the batch.
+    ends = dataset.cumulative_sizes
+    samples: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
+    for position, index in enumerate(indices):
+        part = bisect_right(ends, index)
+        begin = ends[part - 1] if part else 0
+        samples.setdefault(part, []).append(index - begin)
+        positions.setdefault(part, []).append(position)
+    # 2. Put the rows of all parts together.
+    if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
+        raise LookupError("The parts have too few samples in the batch.")
+    pieces = [takes[part](samples[part]) for part in samples]
+    if len(pieces) == 1:
+        return pieces[0]
+    places = [torch.tensor(positions[part], device="cpu") for part in samples]
+    return _merged(pieces, places, len(indices))
 
 
-class _StackedRows:
-    """Rows of a StackDataset.
-
-    Args:
-        dataset: The dataset.
-        rows: Rows of its members.
-    """
-
-    def __init__(self, dataset: StackDataset[Any], rows: Sequence[Rows]) -> None:
-        self._dataset = dataset
-        self._members = _members_of(dataset)
-        self._rows = rows
-        self.sample_size = sum(each.sample_size for each in rows)
-
-    def take(self, indices: Sequence[int]) -> Any:
-        """Return a batch; see `Rows`."""
-        # Two tensors that are not the same object cannot be compared, which is an error as well.
-        if _members_of(self._dataset) != self._members:
-            raise LookupError("The dataset has other members now.")
-        batches = [rows.take(indices) for rows in self._rows]
-        if isinstance(self._dataset.datasets, dict):
-            return dict(zip(self._dataset.datasets, batches, strict=True))
-        return batches
+def _take_of_stack(
+    dataset: StackDataset[Any], members: tuple[Any, ...], takes: Sequence[Take], indices: Sequence[int]
+) -> Any:
+    """Return rows of a StackDataset, whose members have been these."""
+    # Two tensors that are not the same object cannot be compared, which is an error as well.
+    if _members_of(dataset) != members:
+        raise LookupError("The dataset has other members now.")
+    batches = [take(indices) for take in takes]
+    if isinstance(dataset.datasets, dict):
+        return dict(zip(dataset.datasets, batches, strict=True))
+    return batches
 
 
 def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:

@@ -28,11 +28,7 @@ _MOST_FAILURES = 3
 
 
 def open_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken together where possible.
-
-    Args:
-        loader: Any iterable of batches.
-    """
+    """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken together where possible."""
     rows = _rows_of_loader(loader)
     if rows is None:
         return iter(loader)

@@ -81,12 +81,7 @@ class SampleCounts:
 
 
 class _Counting:
-    """A batch sampler that gives the batches of another.
-
-    Args:
-        counts: Where each pass is counted.
-        batch_sampler: The other.
-    """
+    """A batch sampler that gives the batches of another."""
 
     def __init__(self, counts: SampleCounts, batch_sampler: Any) -> None:
         self.counts = counts

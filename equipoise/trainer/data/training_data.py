@@ -82,11 +82,7 @@ class TrainingData(SentState):
         return every > 0 and state.current_epoch - self.loaded_at >= every
 
     def request(self, context: "RunContext") -> None:
-        """Request the loaders from their source.
-
-        Args:
-            context: The run.
-        """
+        """Request the loaders from their source."""
         state = context.state
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
@@ -105,33 +101,20 @@ class TrainingData(SentState):
         self.set_max_batches(self.extent.num_batches)
 
     def set_max_batches(self, max_batches: float) -> None:
-        """Set the number of batches after which an epoch ends, though the loaders may promise others.
-
-        Args:
-            max_batches: The number.
-        """
+        """Set the number of batches after which an epoch ends, though the loaders may promise others."""
         self.max_batches = max_batches
         self.end = max_batches
         if max_batches == self.extent.num_batches:
             self.end = self.extent.limit
 
     def restore_request(self, loaded_at: float, workers: list[Any]) -> None:
-        """Restore the epoch of the last request, and let persistent workers start as in an earlier process.
-
-        Args:
-            loaded_at: The epoch in which the loaders were requested.
-            workers: Generators with which the workers started.
-        """
+        """Restore the epoch of the last request, and let persistent workers start as in an earlier process."""
         if self.loaders is not None:
             self.loaded_at = loaded_at
             self.loaders.workers.load_state_dict(workers)
 
     def keep_steps(self, steps: RunSteps) -> None:
-        """Continue with the steps of a checkpoint, from the next request on.
-
-        Args:
-            steps: The steps.
-        """
+        """Continue with the steps of a checkpoint, from the next request on."""
         self.steps = steps
 
     def forget(self) -> None:
@@ -176,12 +159,7 @@ class TrainingData(SentState):
         self.stream.start()
 
     def restore_random_state(self, random_state: dict[str, Any], workers: list[Any]) -> None:
-        """Set every generator to its state before the epoch's order was drawn.
-
-        Args:
-            random_state: The `epoch_random_state` of an earlier process.
-            workers: Its `workers_before_epoch`.
-        """
+        """Set every generator to its state before the epoch's order was drawn."""
         self.epoch_random_state = random_state
         self.workers_before_epoch = workers
         load_random_state(self.flat, random_state)
@@ -234,11 +212,7 @@ class TrainingData(SentState):
     # Numbers.
 
     def estimated_steps(self, state: "RunState") -> int | float:
-        """Return the number of optimiser steps of the whole training, as far as it can be known.
-
-        Args:
-            state: The state of the trainer's runs, for its limits.
-        """
+        """Return the number of optimiser steps of the whole training, as far as it can be known."""
         if state.max_epochs == -1:
             return math.inf if state.max_steps == -1 else state.max_steps
         if math.isinf(self.max_batches):

@@ -3,21 +3,15 @@
 import math
 from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from equipoise.interop.lightning.classes import is_overridden, takes_iterator
-from equipoise.trainer.data.batch_stream import BatchStream
+from equipoise.interop.lightning.classes import is_overridden
 from equipoise.trainer.data.loaders import Loaders
-from equipoise.trainer.evaluation.evaluation_step import (
-    EvaluationStep,
-    Modes,
-    check_dataloader_idx,
-    evaluator,
-    without_gradients,
-)
+from equipoise.trainer.evaluation.batch_steps import STAGES, run_steps
+from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.results_table import print_results
-from equipoise.trainer.runtime.signals import leave_evaluation
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
@@ -68,7 +62,7 @@ class EvaluationLoop(SentState):
     @property
     def word(self) -> str:
         """The stage as in on_validation_start and test_step."""
-        return {"val": "validation", "test": "test"}[self.stage]
+        return STAGES[self.stage]
 
     # Data.
 
@@ -84,7 +78,7 @@ class EvaluationLoop(SentState):
         epoch = state.current_epoch
         if self.loaders is not None and not (self.fitting and self._is_reload_due(epoch, self.loaded_at)):
             return
-        limit = self._limit()
+        limit = getattr(self.state, f"limit_{self.stage}_batches")
         if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
             return
         # A sanity check before an epoch without validation does not count as a request.
@@ -96,27 +90,21 @@ class EvaluationLoop(SentState):
         self._steps_logged.clear()
         self._restore_loaders(epoch)
 
-    def _limit(self) -> int | float:
-        if self.stage == "val":
-            return self.state.limit_val_batches
-        return self.state.limit_test_batches
-
     def _is_reload_due(self, epoch: int, loaded_at: float) -> bool:
         every = self.state.reload_dataloaders_every_n_epochs
         return every > 0 and epoch - loaded_at >= every
 
     def loaders_state(self) -> dict[str, Any]:
         """Return the state with which a resumed run continues to read the same loaders."""
-        if self.loaders is None and self.resumed is not None:
-            return self.resumed
         workers = []
         if self.loaders is not None:
             workers = self.loaders.workers.state_dict()
-        steps = [[index, count] for index, count in self._steps_logged.items()]
+        elif self.resumed is not None:
+            return self.resumed
         return {
             "loaded_at": self.loaded_at,
             "workers": workers,
-            "steps_logged": steps,
+            "steps_logged": [[index, count] for index, count in self._steps_logged.items()],
         }
 
     def resume_loaders(self, saved: dict[str, Any] | None) -> None:
@@ -178,25 +166,21 @@ class EvaluationLoop(SentState):
         loaders.set_epoch(epoch.processed)
         streams = loaders.streams(self.state.num_sanity_val_steps if sanity_checking else math.inf)
         streams[0].start()
-        several = len(streams) > 1
-        check_dataloader_idx(module, word, several=several)
+        check_dataloader_idx(module, word, several=len(streams) > 1)
         context.strategy.sync_buffers()
         hooks.call_module(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
         # 2. Evaluate loader after loader.
-        evaluate = self._evaluate
-        if takes_iterator(module, f"{word}_step"):
-            evaluate = self._evaluate_pulled
         outputs: list[dict[str, Any]] = []
         for index, stream in enumerate(streams):
-            final = index == len(streams) - 1
-            evaluate(context, stream, index, several=several, final=final)
+            after = partial(self._after_batch, context, index)
+            run_steps(context, self.stage, stream, self.progress, index, len(streams), after=after)
             context.logs.end_batches(show=not sanity_checking)
             # Values of a sanity check are not shown.
             outputs.append({} if sanity_checking else context.logs.metrics())
             # A metric that the next loader logs, too, has a value of its own for each.
-            if not final:
+            if index < len(streams) - 1:
                 self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
@@ -206,86 +190,9 @@ class EvaluationLoop(SentState):
             modes.restore(module)
         return outputs
 
-    def _evaluate(
-        self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
-    ) -> None:
-        """Evaluate the batches of one loader."""
-        # Bound once for all batches.
-        state = self.state
-        hooks = context.hooks
-        logs = context.logs
-        word = self.word
-        place = context.strategy.batch_to_devices
-        transfer = context.make_transfer(dataloader_idx)
-        evaluate = evaluator(context, self.stage)
-        batch_start = hooks.bind(f"on_{word}_batch_start")
-        batch_end = hooks.bind(f"on_{word}_batch_end")
-        reads_outputs = hooks.reads_outputs(f"on_{word}_batch_end")
-        step = EvaluationStep(context, f"{word}_step", wanted=reads_outputs)
-        progress = self.progress
-        counts = progress.current
-        # The index of the loader is an argument of hooks, and a part of names, only if there are several.
-        loader_index: tuple[int, ...] = ()
-        log_index = None
-        if several:
-            loader_index = (dataloader_idx,)
-            log_index = dataloader_idx
-        sanity_checking = state.sanity_checking
-        index = -1
-        for batch in context.batches(stream, f"[_EvaluationLoop].{self.stage}_next"):
-            index += 1
-            progress.mark_last(final and index + 1 == stream.length)
-            # 1. Copy the batch to the devices, in parts.
-            parts = place(batch, transfer)
-            batch = parts[0] if len(parts) == 1 else batch
-            counts.make_ready()
-            logs.begin_batch(batch, log_index)
-            indices = (index, *loader_index)
-            step.begin_batch(*indices)
-            if batch_start is not None:
-                batch_start(batch, *indices)
-            counts.start()
-            # 2. Compute.
-            output = evaluate(step, parts)
-            counts.process()
-            if batch_end is not None:
-                batch_end(output, batch, *indices)
-            # Their memory is free before the next batch is read.
-            del output, batch, parts
-            # 3. Log, and end here if a signal came.
-            logs.end_batch()
-            counts.complete()
-            if not sanity_checking:
-                self._after_batch(context, dataloader_idx)
-            if state.received_sigterm and not progress.is_last_batch:
-                leave_evaluation(context)
-        # A loader may have ended before its promised length.
-        if index >= 0:
-            progress.mark_last(final)
-        context.strategy.await_others(step)
-
-    def _evaluate_pulled(
-        self, context: "RunContext", stream: BatchStream, dataloader_idx: int, *, several: bool, final: bool
-    ) -> None:
-        """Evaluate the batches of one loader, which the step pulls by itself."""
-        from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
-
-        word = self.word
-        action = f"[_EvaluationLoop].{self.stage}_next"
-        progress = self.progress
-        steps = IteratorSteps(context, word, stream, action, progress, dataloader_idx, several=several, final=final)
-        batch_end = context.hooks.bind(f"on_{word}_batch_end")
-        for output in steps:
-            if batch_end is not None:
-                batch_end(output, steps.iterator.batch, *steps.indices)
-            context.logs.end_batch()
-            progress.current.complete()
-            if not self.state.sanity_checking:
-                self._after_batch(context, dataloader_idx)
-            if self.state.received_sigterm and not progress.is_last_batch:
-                leave_evaluation(context)
-
-    def _after_batch(self, context: "RunContext", dataloader_idx: int) -> None:
+    def _after_batch(self, context: "RunContext", dataloader_idx: int, output: Any) -> None:
+        if self.state.sanity_checking:
+            return
         self.has_run = True
         if self.state.loggers and self.collection.any_on_step:
             step = self._steps_logged[dataloader_idx]
@@ -312,10 +219,5 @@ class EvaluationLoop(SentState):
         return [{**values, **at_end} for values in outputs]
 
     def print_results(self, outputs: list[dict[str, Any]]) -> None:
-        """Print a table of the logged values.
-
-        Args:
-            outputs: The values of each loader.
-        """
-        entry_point = {"val": "validate", "test": "test"}[self.stage]
-        print_results(outputs, entry_point)
+        """Print a table of the logged values of each loader."""
+        print_results(outputs, "validate" if self.stage == "val" else "test")

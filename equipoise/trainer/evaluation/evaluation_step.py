@@ -80,12 +80,7 @@ class Modes:
 
 
 def evaluator(context: "RunContext", name: str) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return the function that evaluates a batch: the strategy's, with recovery if a callback decides about that.
-
-    Args:
-        context: The run.
-        name: The stage, such as "val".
-    """
+    """Return the function that evaluates a batch: the strategy's, with recovery if a callback decides about that."""
     if is_armed(context):
         from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
 
@@ -102,11 +97,6 @@ def without_gradients(*, inference_mode: bool) -> AbstractContextManager[Any]:
 
 def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None:
     """Check that hooks take the index of the loader if there are several, and do not require it if there is one.
-
-    Args:
-        module: The user's module.
-        word: The stage as in on_validation_start and test_step.
-        several: Whether there are several loaders.
 
     Raises:
         ConfigurationRuntimeError: Naming the hook and the change of its signature.

@@ -1,6 +1,7 @@
 """The prediction loop: every batch once, outputs in the order of the data."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,19 +10,13 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from equipoise.errors import ConfigurationError
 from equipoise.interleave import interleave
-from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.source_view import SourceView
-from equipoise.trainer.evaluation.evaluation_step import (
-    EvaluationStep,
-    Modes,
-    check_dataloader_idx,
-    evaluator,
-    without_gradients,
-)
-from equipoise.trainer.evaluation.recorded_batches import RecordedBatches
-from equipoise.trainer.runtime.signals import leave_evaluation
+from equipoise.trainer.evaluation.batch_steps import run_steps
+from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
+from equipoise.trainer.evaluation.recorded_pass import recorded_pass
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
@@ -35,9 +30,6 @@ __all__ = ["PredictionLoop"]
 @dataclass(eq=False, repr=False)
 class PredictionLoop(SentState):
     """Runs `predict_step` on the loaders. Its state outlives a run.
-
-    Args:
-        state: The state of the trainer's runs.
 
     Attributes:
         progress: Counts batches over all loaders.
@@ -76,11 +68,7 @@ class PredictionLoop(SentState):
         return SourceView(self._source)
 
     def begin_run(self, source: Source) -> None:
-        """Forget the loaders of earlier runs.
-
-        Args:
-            source: Origin of the loaders in this run.
-        """
+        """Forget the loaders of earlier runs."""
         self.loaders = None
         self._source = source
 
@@ -115,11 +103,11 @@ class PredictionLoop(SentState):
         keep_outputs = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
         self.progress.begin()
         loaders.set_epoch(self.state.progress.epoch.current.processed)
-        passes = []
-        for loader, extent in zip(loaders.flat, loaders.extents, strict=True):
-            passes.append(RecordedBatches(loader, extent, loaders.report_wrong_length, record=bool(writers)))
-        several = len(passes) > 1
-        check_dataloader_idx(context.module, "predict", several=several)
+        passes = [
+            recorded_pass(loader, extent, loaders.report_wrong_length, record=bool(writers))
+            for loader, extent in zip(loaders.flat, loaders.extents, strict=True)
+        ]
+        check_dataloader_idx(context.module, "predict", several=len(passes) > 1)
         self._predictions = [[] for _ in passes]
         self.epoch_batch_indices = [[] for _ in passes]
         context.strategy.sync_buffers()
@@ -127,12 +115,12 @@ class PredictionLoop(SentState):
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
         # 2. Predict loader after loader.
-        predict = self._predict
-        if takes_iterator(context.module, "predict_step"):
-            predict = self._predict_pulled
-        for index, recorded in enumerate(passes):
-            outputs = self._predictions[index] if keep_outputs else None
-            predict(context, recorded, index, outputs, several=several, final=index == len(passes) - 1)
+        for index, (stream, indices) in enumerate(passes):
+            note_batch = None
+            if indices is not None:
+                note_batch = partial(self._note_indices, indices, self.epoch_batch_indices[index])
+            after = partial(_keep, self._predictions[index] if keep_outputs else None)
+            run_steps(context, "predict", stream, self.progress, index, len(passes), after=after, note_batch=note_batch)
         hooks.call("on_predict_epoch_end")
         # 3. Put the outputs of all processes together.
         results = self._gather_predictions(context)
@@ -150,106 +138,15 @@ class PredictionLoop(SentState):
         self._predictions = [interleave(gather(outputs)) for outputs in self._predictions]
         return self.predictions
 
-    def _predict(
-        self,
-        context: "RunContext",
-        recorded: RecordedBatches,
-        dataloader_idx: int,
-        outputs: list[Any] | None,
-        *,
-        several: bool,
-        final: bool,
-    ) -> None:
-        """Predict the batches of one loader.
-
-        Args:
-            context: The run.
-            recorded: The pass over the loader.
-            dataloader_idx: Index of the loader.
-            outputs: List to which the output of each batch is appended; None if outputs are not kept.
-            several: Whether there are several loaders.
-            final: Whether this one is the last.
-        """
-        # Bound once for all batches.
-        state = self.state
-        hooks = context.hooks
-        place = context.strategy.batch_to_devices
-        transfer = context.make_transfer(dataloader_idx)
-        evaluate = evaluator(context, "predict")
-        batch_start = hooks.bind("on_predict_batch_start")
-        batch_end = hooks.bind("on_predict_batch_end")
-        step = EvaluationStep(context, "predict_step")
-        progress = self.progress
-        counts = progress.current
-        stream = recorded.stream
-        # The index of the loader is an argument of hooks only if there are several.
-        loader_index: tuple[int, ...] = ()
-        if several:
-            loader_index = (dataloader_idx,)
-        cpu = torch.device("cpu")
-        index = -1
-        for batch in context.batches(stream, "[_PredictionLoop].predict_next"):
-            index += 1
-            progress.mark_last(final and index + 1 == stream.length)
-            # 1. Copy the batch to the devices, in parts.
-            parts = place(batch, transfer)
-            batch = parts[0] if len(parts) == 1 else batch
-            counts.make_ready()
-            if recorded.record:
-                self.current_batch_indices = recorded.indices(index)
-                self.epoch_batch_indices[dataloader_idx].append(self.current_batch_indices)
-            indices = (index, *loader_index)
-            step.begin_batch(*indices)
-            if batch_start is not None:
-                batch_start(batch, *indices)
-            counts.start()
-            # 2. Compute.
-            output = evaluate(step, parts)
-            _warn_of_none(output)
-            counts.process()
-            # 3. Hand the output on, and keep it on the CPU.
-            if batch_end is not None:
-                batch_end(output, batch, *indices)
-            counts.complete()
-            if outputs is not None:
-                outputs.append(move_data_to_device(output, cpu))
-            # Their memory is free before the next batch is read.
-            del output, batch, parts
-            if state.received_sigterm and not progress.is_last_batch:
-                leave_evaluation(context)
-        context.strategy.await_others(step)
-
-    def _predict_pulled(
-        self,
-        context: "RunContext",
-        recorded: RecordedBatches,
-        dataloader_idx: int,
-        outputs: list[Any] | None,
-        *,
-        several: bool,
-        final: bool,
-    ) -> None:
-        """Predict the batches of one loader, which the step pulls by itself; see `_predict`."""
-        from equipoise.trainer.evaluation.iterator_steps import IteratorSteps
-
-        action = "[_PredictionLoop].predict_next"
-        progress = self.progress
-        steps = IteratorSteps(
-            context, "predict", recorded.stream, action, progress, dataloader_idx, several=several, final=final
-        )
-        batch_end = context.hooks.bind("on_predict_batch_end")
-        for output in steps:
-            _warn_of_none(output)
-            # Hand the output on, and keep it on the CPU. Lightning's prediction writers refuse such steps.
-            if batch_end is not None:
-                batch_end(output, steps.iterator.batch, *steps.indices)
-            progress.current.complete()
-            if outputs is not None:
-                outputs.append(move_data_to_device(output, torch.device("cpu")))
-            if self.state.received_sigterm and not progress.is_last_batch:
-                leave_evaluation(context)
+    def _note_indices(self, indices: list[list[int]], of_loader: list[list[int]], batch_idx: int) -> None:
+        """Note the indices of a batch's samples, before its hooks."""
+        self.current_batch_indices = indices[batch_idx]
+        of_loader.append(self.current_batch_indices)
 
 
-def _warn_of_none(output: Any) -> None:
+def _keep(outputs: list[Any] | None, output: Any) -> None:
+    """Keep the output of a batch on the CPU, if outputs are kept."""
     if output is None:
         rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
+    if outputs is not None:
+        outputs.append(move_data_to_device(output, torch.device("cpu")))

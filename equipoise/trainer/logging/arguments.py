@@ -46,10 +46,6 @@ _OF_EPOCHS = {
 def check_value(name: str, value: Any) -> None:
     """Refuse a value that cannot be logged.
 
-    Args:
-        name: The name under which it is logged.
-        value: The value.
-
     Raises:
         ValueError: If it is no number, tensor or metric.
     """
@@ -62,10 +58,6 @@ def check_value(name: str, value: Any) -> None:
 
 def without_dimensions(name: str, value: Tensor) -> Tensor:
     """Return a tensor of one element without its dimensions.
-
-    Args:
-        name: The name under which it is logged.
-        value: The tensor.
 
     Raises:
         ValueError: If it has several elements, or none.
@@ -89,11 +81,6 @@ def whole_value(value: Tensor) -> Tensor:
 
 def complete_options(hook: str, name: str, options: LogOptions) -> LogOptions:
     """Return the arguments of `self.log` with the defaults of the hook.
-
-    Args:
-        hook: The hook that logs.
-        name: The name of the value.
-        options: The arguments of the user.
 
     Raises:
         MisconfigurationException: If they contradict each other, or the hook cannot log.

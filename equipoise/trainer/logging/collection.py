@@ -38,9 +38,6 @@ class Collection:
     def register(self, entry: Entry) -> Entry:
         """Add an entry, unless there is one of its key.
 
-        Args:
-            entry: A new entry.
-
         Returns:
             The entry of the key, which has the arguments of the new one.
 
@@ -125,11 +122,7 @@ class Collection:
                 yield entry.epoch_name, _checked(entry, value), entry
 
     def reset_metrics(self, dataloader_idx: int) -> None:
-        """Reset the metrics that a loader has logged, once their values are read.
-
-        Args:
-            dataloader_idx: The loader.
-        """
+        """Reset the metrics that a loader has logged, once their values are read."""
         for entry in self._live_entries(dataloader_idx):
             if entry.metric is not None:
                 entry.metric.reset()
@@ -183,11 +176,7 @@ class Captures:
         return outer
 
     def end(self, outer: list[Logged] | None) -> list[Logged]:
-        """End a capture, and return what this thread has logged in it.
-
-        Args:
-            outer: The result of `begin`.
-        """
+        """End a capture, and return what this thread has logged in it."""
         thread = get_ident()
         logged = self.by_thread.pop(thread)
         if outer is not None:

@@ -11,33 +11,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.trainer.logging.collection import Collection
-from equipoise.trainer.logging.entry import Entry, neutral_value, on_cpu
+from equipoise.trainer.logging.entry import Entry, combined, neutral_value
 
 __all__ = ["LogReduction", "merge_saved_entries"]
-
-
-@dataclass(frozen=True)
-class _Report:
-    """An entry of one process, as the other processes receive it.
-
-    Attributes:
-        key, options, dataloader_idx, total, weight: Those of the entry, with the total on the CPU.
-        step: The latest value, on the CPU, of an entry that the main process alone logs; else None.
-        metric: The name of the entry's metric in the module, "" for one that is not found there; None without a metric.
-    """
-
-    key: tuple[str, str, int | None]
-    options: tuple[Any, ...]
-    dataloader_idx: int | None
-    metric: str | None
-    total: Tensor | None
-    weight: int
-    step: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,30 +49,25 @@ class LogReduction:
         """
         # 1. Report the entries of this process to all, and receive theirs.
         gathered = self.gather(self._reports_of(collection, dataloader_idx))
-        reports_by_key: dict[Any, list[_Report]] = {}
+        reports_by_key: dict[Any, list[dict[str, Any]]] = {}
         for reports_of_process in gathered:
             for report in reports_of_process:
-                reports_by_key.setdefault(report.key, []).append(report)
+                reports_by_key.setdefault(tuple(report["key"]), []).append(report)
         # 2. Compute each value. The order is the same in all processes, which metrics need.
         for key, reports in reports_by_key.items():
             if len(reports) < len(gathered):
                 _check_names(reports)
             entry = collection.entries.get(key)
             if entry is None:
-                entry = _entry_from(reports[0], self.module)
+                entry = Entry.like(reports[0], named_metrics(self.module))
                 collection.add(entry)
-            value = self._epoch_value(entry, reports)
-            entry.set_epoch_value(value)
-            step = reports[0].step
-            if entry.step is None and step is not None:
+            entry.set_epoch_value(self._epoch_value(entry, reports))
+            step = reports[0]["step"]
+            if entry.options.rank_zero_only and entry.step is None and step is not None:
                 entry.set_step_value(step.to(self.device))
 
     def sync_step_values(self, collection: Collection) -> None:
-        """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them.
-
-        Args:
-            collection: What this process has logged.
-        """
+        """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them."""
         # 1. Exchange the values of this step.
         entries = {}
         values_here = {}
@@ -104,18 +80,12 @@ class LogReduction:
         values_of_processes = self.gather(values_here)
         # 2. Combine those of each entry. A process without a batch has none.
         for key, entry in entries.items():
-            values = []
-            for values_of_process in values_of_processes:
-                if key in values_of_process:
-                    value = values_of_process[key]
-                    values.append(value.to(self.device))
+            values = [values[key].to(self.device) for values in values_of_processes if key in values]
             if values:
-                stacked = torch.stack(values)
-                reduced = _combine(stacked, entry.options.reduce_fx)
-                entry.set_step_value(reduced)
+                entry.set_step_value(combined(values, entry.options.reduce_fx))
 
-    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[_Report]:
-        """Describe the entries that other processes must know."""
+    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[dict[str, Any]]:
+        """Return the states of the entries that other processes must know."""
         entries = []
         for entry in collection.entries.values():
             if not entry.live or entry.dataloader_idx != dataloader_idx:
@@ -126,90 +96,39 @@ class LogReduction:
         names = {}
         if any(entry.metric is not None for entry in entries):
             names = {id(metric): name for name, metric in named_metrics(self.module).items()}
-        return [_report_of(entry, names) for entry in entries]
+        return [entry.state_dict(names) for entry in entries]
 
-    def _epoch_value(self, entry: Entry, reports: list[_Report]) -> Any:
+    def _epoch_value(self, entry: Entry, reports: list[dict[str, Any]]) -> Any:
         """Return the value over all processes; None if it is that of this process alone."""
         if entry.metric is not None:
             with warnings.catch_warnings():
                 # A process without a batch has updated no metric.
                 warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
                 return entry.metric.compute()
-        if entry.options.rank_zero_only:
-            # Callbacks of a process that has not logged it decide by the value of the one that has.
-            return None if entry.total is not None else self._merge(entry, reports[:1])
-        return self._merge(entry, reports)
-
-    def _merge(self, entry: Entry, reports: list[_Report]) -> Tensor | None:
-        """Return the reduced total of all processes, of which some may have none."""
-        totals = []
-        for report in reports:
-            if report.total is not None:
-                totals.append(report.total.to(self.device))
-        if not totals:
+        # Callbacks of a process that has not logged it decide by the value of the one that has.
+        if entry.options.rank_zero_only and entry.total is not None:
             return None
-        # Precisions of processes may differ if only some of them logged in a hook of another precision.
-        dtype = totals[0].dtype
-        stacked = torch.stack([total.to(dtype) for total in totals])
-        if not entry.is_mean:
-            return _combine(stacked, entry.options.reduce_fx)
-        number_of_samples = sum(report.weight for report in reports)
-        mean: Tensor = stacked.sum(0) / number_of_samples
-        return mean
+        merged = _merged_entry(reports)
+        value = merged["total"]
+        if value is None:
+            return None
+        if entry.is_mean:
+            value = value / merged["weight"]
+        return value.to(self.device)
 
 
-def _report_of(entry: Entry, names: dict[int, str]) -> _Report:
-    """Describe an entry to other processes.
-
-    Args:
-        entry: The entry.
-        names: Names of the module's metrics, by identity.
-    """
-    metric = None
-    if entry.metric is not None:
-        metric = names.get(id(entry.metric), "")
-    values = on_cpu({"total": entry.total, "step": entry.step if entry.options.rank_zero_only else None})
-    return _Report(
-        key=entry.key,
-        options=tuple(entry.options),
-        dataloader_idx=entry.dataloader_idx,
-        metric=metric,
-        weight=entry.weight,
-        **values,
-    )
-
-
-def _check_names(reports: list[_Report]) -> None:
+def _check_names(reports: list[dict[str, Any]]) -> None:
     """Check that processes which have not logged a metric can find it.
 
     Raises:
         MisconfigurationException: In all processes, if they cannot.
     """
     for report in reports:
-        if report.metric == "":
+        if report["metric"] == "":
             raise MisconfigurationException(
-                f"The metric logged as {report.key[1]!r} is no attribute of the module, so processes that have not"
+                f"The metric logged as {report['key'][1]!r} is no attribute of the module, so processes that have not"
                 " logged it cannot know it. Make it one, or log it in all processes."
             )
-
-
-def _entry_from(report: _Report, module: nn.Module) -> Entry:
-    """Return a new entry for a name that only other processes have logged."""
-    hook, name, _ = report.key
-    metric = None if report.metric is None else named_metrics(module)[report.metric]
-    options = LogOptions(*report.options)
-    return Entry(hook, name, options, report.dataloader_idx, metric, arguments=tuple(options))
-
-
-def _combine(values: Tensor, reduction: str) -> Tensor:
-    """Reduce the values of processes, of shape (processes,)."""
-    if reduction == "mean":
-        return values.mean(0)
-    if reduction == "sum":
-        return values.sum(0)
-    if reduction == "min":
-        return values.amin(0)
-    return values.amax(0)
 
 
 def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: int) -> list[dict[str, Any]]:
@@ -249,12 +168,10 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     # The value of rank 0 alone counts.
     if options.rank_zero_only or not totals:
         return first
-    dtype = first["dtype"]
-    stacked = torch.stack([total.to(dtype) for total in totals])
     # The total of a mean is a sum of weighted values.
-    total = stacked.sum(0)
-    if options.reduce_fx != "mean":
-        total = _combine(stacked, options.reduce_fx)
+    reduction = "sum" if options.reduce_fx == "mean" else options.reduce_fx
+    # Precisions of processes may differ if only some of them logged in a hook of another precision.
+    total = combined([total.to(first["dtype"]) for total in totals], reduction)
     weight = sum(state["weight"] for state in states)
     return {**first, "total": total, "weight": weight}
 

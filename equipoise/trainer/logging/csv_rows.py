@@ -160,11 +160,7 @@ def _file_to_delete(logger: Any) -> Path | None:
 
 
 def keep_rows(loggers: Iterable[Any]) -> None:
-    """Let CSV loggers replace their files as a whole when a column is new.
-
-    Args:
-        loggers: The loggers of the run, which have begun.
-    """
+    """Let CSV loggers replace their files as a whole when a column is new."""
     for logger in loggers:
         start_csv(logger)
         writer = csv_writer(logger)
@@ -208,9 +204,6 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
 
 def put_aside(path: Path) -> Path:
     """Rename a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
-
-    Args:
-        path: The file.
 
     Returns:
         Its new path.

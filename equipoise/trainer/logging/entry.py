@@ -1,6 +1,6 @@
 """One logged name, and the values from which its epoch value is reduced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.notices import rank_zero_warn
 
-__all__ = ["Entry", "default_dtype", "neutral_value", "on_cpu", "reduction_name"]
+__all__ = ["Entry", "combined", "default_dtype", "neutral_value", "on_cpu", "reduction_name"]
 
 # Functions that add a value to those of the epoch.
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
@@ -175,15 +175,12 @@ class Entry:
         return mean
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Any]:
-        """Return all values, in plain containers.
-
-        Args:
-            names: The names of the module's metrics, by identity.
-        """
+        """Return all values, in plain containers."""
         values = on_cpu({"total": self.total, "step": self.step})
         metric = None
         if self.metric is not None:
-            metric = names.get(id(self.metric))
+            # Without a name it can be found in no other process.
+            metric = names.get(id(self.metric), "")
         return {
             **values,
             "key": list(self.key),
@@ -195,17 +192,17 @@ class Entry:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
-        """Return an entry that continues a saved one.
-
-        Args:
-            state: The result of `state_dict`.
-            metrics: The module's metrics, by name.
-        """
+    def like(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
+        """Return an entry without values, of the name and the arguments of a saved one."""
         hook, name, _ = state["key"]
-        metric = metrics.get(state["metric"])
         options = LogOptions(*state["options"])
-        entry = cls(hook, name, options, state["dataloader_idx"], metric)
+        metric = metrics.get(state["metric"])
+        return cls(hook, name, options, state["dataloader_idx"], metric, arguments=tuple(options))
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
+        """Return an entry that continues a saved one."""
+        entry = cls.like(state, metrics)
         entry._load_values(state)
         return entry
 
@@ -219,9 +216,6 @@ class Entry:
 
 def reduction_name(reduce_fx: Any) -> str:
     """Return the name of a reduction: mean, sum, min or max.
-
-    Args:
-        reduce_fx: A name, or a function of torch or Python.
 
     Raises:
         MisconfigurationException: For any other reduction.
@@ -241,12 +235,20 @@ def reduction_name(reduce_fx: Any) -> str:
 
 
 def neutral_value(reduction: Any) -> float:
-    """Return the value that changes nothing in a reduction.
-
-    Args:
-        reduction: "mean", "sum", "min" or "max".
-    """
+    """Return the value that changes nothing in a reduction."""
     return _START.get(reduction, 0.0)
+
+
+def combined(values: Sequence[Tensor], reduction: str) -> Tensor:
+    """Return one value for those of several processes or parts of a batch: their mean, sum, minimum or maximum."""
+    stacked = torch.stack(list(values))
+    if reduction == "mean":
+        return stacked.mean(0)
+    if reduction == "sum":
+        return stacked.sum(0)
+    if reduction == "min":
+        return stacked.amin(0)
+    return stacked.amax(0)
 
 
 def on_cpu(values: dict[str, Any]) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
-from equipoise.trainer.logging.shown_metrics import DICTIONARIES, ShownMetrics
 
 if TYPE_CHECKING:
     from equipoise.trainer.logging.cross_process import LogReduction
 
 __all__ = ["Logs"]
 
+# Names of the dictionaries of metrics: for callbacks, for loggers, and for the progress bar.
+_DICTIONARIES = frozenset({"callback", "logged", "progress_bar"})
 _NONE = frozenset[str]()
 
 # Hook, name, and index of the loader, which together identify an entry.
@@ -81,7 +82,7 @@ class Logs:
         self.captures = Captures()
         self._captured = self.captures.by_thread
         # 4. The dictionaries of metrics, and the names of those that are not up to date.
-        self._shown = ShownMetrics()
+        self.reset_metrics()
         self._stale: frozenset[str] = _NONE
 
     # The run.
@@ -111,7 +112,8 @@ class Logs:
         # After an error these would keep the batch that failed.
         self.collection = None
         self._batch = None
-        self._shown.move_to_cpu()
+        for metrics in self._shown.values():
+            metrics.update(on_cpu(metrics))
 
     # Values.
 
@@ -143,7 +145,7 @@ class Logs:
         entry = self._entries.get((hook, name, self.dataloader_idx))
         if entry is None or entry.arguments != arguments:
             entry = self._register(hook, name, value, LogOptions(*arguments), batch_size)
-        self._stale = DICTIONARIES
+        self._stale = _DICTIONARIES
         # 3. Copy the value, as the caller may change it in place.
         if isinstance(value, Tensor):
             if value.ndim:
@@ -292,13 +294,13 @@ class Logs:
         """
         if self.pending:
             self.commit()
-        self._stale = DICTIONARIES
+        self._stale = _DICTIONARIES
         if self._reduction is None or self.collection is None:
             return
         self._reduction.reduce_epoch_values(self.collection, self.dataloader_idx)
         for name, value, entry in self.collection.values_of_step(self.dataloader_idx):
             if entry.options.rank_zero_only:
-                self._shown.callback[name] = value
+                self._shown["callback"][name] = value
 
     def leave_loaders(self) -> None:
         """End the last loader: from now on, values belong to all loaders."""
@@ -318,19 +320,19 @@ class Logs:
     def callback_metrics(self) -> dict[str, Any]:
         """Metrics for callbacks."""
         self.refresh("callback")
-        return self._shown.callback
+        return self._shown["callback"]
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
         """Metrics for loggers."""
         self.refresh("logged")
-        return self._shown.logged
+        return self._shown["logged"]
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """Metrics for the progress bar, as tensors on their devices."""
         self.refresh("progress_bar")
-        return self._shown.progress_bar
+        return self._shown["progress_bar"]
 
     def metrics(self) -> dict[str, Any]:
         """Return the present values for the loggers: those of the step, or those of the epoch."""
@@ -344,7 +346,7 @@ class Logs:
         """Return the values of a step for the loggers. All processes must call this together."""
         if self._reduction is not None and self.collection is not None:
             self._reduction.sync_step_values(self.collection)
-            self._stale = DICTIONARIES
+            self._stale = _DICTIONARIES
         return self.metrics()
 
     def refresh(self, *names: str) -> None:
@@ -355,14 +357,22 @@ class Logs:
         """
         if self.pending:
             self.commit()
-        stale = self._stale.intersection(names or DICTIONARIES)
+        stale = self._stale.intersection(names or _DICTIONARIES)
         if not stale or self.collection is None:
             return
         self._stale = self._stale - stale
         # Callbacks see values of an evaluation after its last batch.
         if self.in_batches and not self.collection.training:
             stale = stale - {"callback"}
-        self._shown.update(stale, self._current(self.collection))
+        for name, value, entry in self._current(self.collection):
+            if "logged" in stale and entry.options.logger:
+                self._shown["logged"][name] = value
+            if "progress_bar" in stale and entry.options.prog_bar:
+                self._shown["progress_bar"][name] = value
+            # Callbacks read a forked value by its plain name, too.
+            if "callback" in stale:
+                self._shown["callback"][entry.name] = value
+                self._shown["callback"][name] = value
 
     def _current(self, collection: Collection) -> Iterator[tuple[str, Tensor, Entry]]:
         """Return name, value and entry of everything that has a value now."""
@@ -375,41 +385,30 @@ class Logs:
 
     def reset_metrics(self) -> None:
         """Empty the dictionaries of metrics."""
-        self._shown = ShownMetrics()
+        self._shown: dict[str, dict[str, Any]] = {name: {} for name in _DICTIONARIES}
 
     # State.
 
     def state_dict(self, collection: Collection, names: dict[int, str]) -> dict[str, Any]:
-        """Return what the epoch has logged so far, for a run that resumes within it.
-
-        Args:
-            collection: The values of the training loop.
-            names: The names of the module's metrics, by identity.
-        """
+        """Return what the epoch has logged so far, for a run that resumes within it."""
         self.refresh()
         entries = [entry.state_dict(names) for entry in collection.entries.values() if entry.live]
-        return {"callback_metrics": on_cpu(self._shown.callback), "entries": entries}
+        return {"callback_metrics": on_cpu(self._shown["callback"]), "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any], collection: Collection, metrics: dict[str, Any]) -> None:
-        """Load what the epoch of an earlier run has logged.
-
-        Args:
-            state: The result of `state_dict`.
-            collection: The values of the training loop.
-            metrics: The module's metrics, by name.
-        """
-        self._shown.callback.update(state["callback_metrics"])
+        """Load what the epoch of an earlier run has logged."""
+        self._shown["callback"].update(state["callback_metrics"])
         for saved in state["entries"]:
             collection.add(Entry.from_state_dict(saved, metrics))
-        self._stale = DICTIONARIES
+        self._stale = _DICTIONARIES
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """Return the contents of the dictionaries of metrics, on the CPU."""
-        return self._shown.state_dict()
+        return {name: on_cpu(metrics) for name, metrics in self._shown.items()}
 
     def show(self, values: dict[str, dict[str, Any]]) -> None:
         """Replace the contents of the dictionaries of metrics by the result of `shown` in another process."""
-        self._shown.load_state_dict(values)
+        self._shown = {name: dict(metrics) for name, metrics in values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the dictionaries of metrics; everything else belongs to one run."""

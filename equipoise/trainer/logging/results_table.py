@@ -29,12 +29,7 @@ def _read(name: str, value: Tensor) -> Any:
 
 
 def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
-    """Print a row for each metric and a column for each loader.
-
-    Args:
-        outputs: A dictionary of metrics for each loader.
-        stage: Title of the metrics: "validate" or "test".
-    """
+    """Print a row for each metric and a column for each loader."""
     # Importing rich takes time, which runs without a table do not spend.
     from rich import get_console
     from rich.table import Table

@@ -47,10 +47,6 @@ __all__ = ["FitLoop"]
 class FitLoop:
     """The training loop.
 
-    Args:
-        state: The state of the trainer's runs.
-        val_loop: Validates inside the fit.
-
     Attributes:
         fit: State that outlives a run, so that a second `fit` continues where the first ended.
         resumption: Continues an epoch that an earlier process began; None if there is none.
@@ -84,27 +80,13 @@ class FitLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
-        return {
-            "state": self.state,
-            "val_loop": self.val_loop,
-            "fit": self.fit,
-            "resumption": None,
-            "loss_watch": None,
-            "step_class": None,
-            "uncounted_steps": None,
-            "later_files": set(),
-            "last_writes": {},
-            "_close_epoch_hooks": None,
-        }
+        without_run = FitLoop(self.state, self.val_loop)
+        return {**vars(without_run), "fit": self.fit}
 
     # One run.
 
     def begin_run(self, context: "RunContext") -> None:
-        """Forget the loaders of earlier runs.
-
-        Args:
-            context: The run.
-        """
+        """Forget the loaders of earlier runs."""
         self.context = context
         self.later_files = set()
         self.last_writes = {}
@@ -112,11 +94,7 @@ class FitLoop:
         self.fit.data.forget()
 
     def note_later_files(self, paths: set[str]) -> None:
-        """Note the checkpoints that are newer than the one that this run resumes from.
-
-        Args:
-            paths: Their paths.
-        """
+        """Note the checkpoints that are newer than the one that this run resumes from."""
         self.later_files = paths
 
     def keep_steps(self, ours: dict[str, Any]) -> None:
@@ -141,11 +119,7 @@ class FitLoop:
         self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
 
     def run(self, context: "RunContext") -> None:
-        """Train until `max_epochs`, `max_steps`, `max_time` or a request to stop.
-
-        Args:
-            context: The run.
-        """
+        """Train until `max_epochs`, `max_steps`, `max_time` or a request to stop."""
         hooks = context.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.context = context
@@ -406,21 +380,13 @@ class FitLoop:
         return self.optimization.has_skipped
 
     def is_of_this_run(self, path: str) -> bool:
-        """Return True if this run wrote a checkpoint, or the run that it resumes from.
-
-        Args:
-            path: The path of the file, or of the folder of a sharded one.
-        """
+        """Return True if this run wrote a checkpoint, or the run that it resumes from."""
         from equipoise.trainer.checkpointing.reading import run_of
 
         return run_of(path, self.state.checkpoint_io) == self.fit.run
 
     def is_validated(self, name: str) -> bool:
-        """Return True if the validation alone logs a value; the training may log one of the same name.
-
-        Args:
-            name: The name under which callbacks find the value.
-        """
+        """Return True if the validation alone logs a value; the training may log one of the same name."""
         if name in self.fit.collection.names():
             return False
         return name in self.val_loop.collection.names() or name in self.fit.validated
@@ -432,11 +398,7 @@ class FitLoop:
         return self.context.validates_in_epoch and schedule.is_due(index)
 
     def _awaits_validation(self, name: str) -> bool:
-        """Return True if a value is still to come: validations log it, and the present epoch had none.
-
-        Args:
-            name: Its name.
-        """
+        """Return True if a value is still to come: validations log it, and the present epoch had none."""
         if self.fit.has_validated_in_epoch or not self.context.can_validate:
             return False
         if name in self.context.logs.callback_metrics:

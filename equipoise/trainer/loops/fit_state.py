@@ -104,43 +104,23 @@ class FitState(SentState):
         self.switches = Switches()
 
     def note_validation(self, *, in_epoch: bool) -> None:
-        """Note whether a validation has begun in the present epoch.
-
-        Args:
-            in_epoch: Whether it has.
-        """
+        """Note whether a validation has begun in the present epoch."""
         self.has_validated_in_epoch = in_epoch
 
     def end_early(self, *, early: bool) -> None:
-        """Note whether the batches of the epoch ended before their promised number.
-
-        Args:
-            early: Whether they did.
-        """
+        """Note whether the batches of the epoch ended before their promised number."""
         self.has_ended_early = early
 
     def mark_uneven(self, is_uneven: bool) -> None:
-        """Note whether a step is in progress for which some processes may have no batch.
-
-        Args:
-            is_uneven: Whether it is.
-        """
+        """Note whether a step is in progress for which some processes may have no batch."""
         self.is_uneven = is_uneven
 
     def note_before_validation(self, state: dict[str, Any]) -> None:
-        """Note the state that a validation will change.
-
-        Args:
-            state: The state.
-        """
+        """Note the state that a validation will change."""
         self.before_validation = state
 
     def note_files(self, kept: dict[str, set[str]]) -> None:
-        """Note the files that checkpoint callbacks keep.
-
-        Args:
-            kept: The files, by the keys of the callbacks.
-        """
+        """Note the files that checkpoint callbacks keep."""
         self.kept_files = kept
 
     def note_wait(self) -> bool:
@@ -150,11 +130,7 @@ class FitState(SentState):
         return is_first
 
     def schedule_validation(self, val_check_batch: float | None) -> None:
-        """Set the number of batches between validations, and start the clock.
-
-        Args:
-            val_check_batch: The number.
-        """
+        """Set the number of batches between validations, and start the clock."""
         self.val_check_batch = val_check_batch
         self.restart_clock()
 

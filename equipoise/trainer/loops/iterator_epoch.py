@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import LBFGS
 
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
@@ -90,9 +89,9 @@ class IteratorEpoch(TrainingEpoch):
         # 2. Compute it. The step pulls its batches meanwhile.
         last = (index + 1) % self.state.accumulate_grad_batches == 0
         try:
-            result = self._run_step(last)
-        except StopIteration:
-            self._leave_step(index)
+            result = self.run_step((iterator,), iterator.batch_idx, last)
+        except StopIteration as error:
+            self._leave_step(index, error)
             return True
         # 3. Count what it pulled, and step the schedulers.
         counts.process()
@@ -113,42 +112,11 @@ class IteratorEpoch(TrainingEpoch):
         counts.complete()
         return self.after_batch(index, last or ends, ends)
 
-    def _run_step(self, last: bool) -> Any:
-        """Run the training step and what belongs to its optimisation.
-
-        Args:
-            last: Whether the optimiser steps.
-
-        Raises:
-            StopIteration: If the step asked for more batches than there are.
-            StepError: If the step raised a StopIteration that has another cause.
-        """
-        try:
-            return self.run_step((self.iterator,), self.iterator.batch_idx, last)
-        except StopIteration as error:
-            if self.iterator.is_overdrawn:
-                raise
-            raise StepError(
-                "`training_step` raised StopIteration, though `dataloader_iter` was not asked for more batches than"
-                " there are. Catch it in the step, or call `next(iterator, None)` of whatever iterator has ended."
-            ) from error
-
-    def _leave_step(self, index: int) -> None:
-        """End the epoch after a step that asked for more batches than there are.
-
-        Args:
-            index: The index of the step.
-        """
+    def _leave_step(self, index: int, error: StopIteration) -> None:
+        """End the epoch after a step that asked for more batches than there are."""
         # The step did not return.
         vars(self.context.module)[CURRENT_HOOK] = None
-        pulled = self.pulled.ready
-        lost = pulled - self.pulled.completed
-        if lost:
-            rank_zero_warn(
-                "`training_step` asked for more batches than the epoch has, so its last step was not completed;"
-                f" {lost} of {pulled} batches were pulled in it. Call `next(dataloader_iter, None)` to train on what"
-                " is left, or choose a number of batches that is a multiple of those of a step."
-            )
+        lost = self.iterator.end_pass("training_step", error, self.pulled.completed)
         self.logs.end_batch()
         self.progress.rewind()
         # More than were completed: this tells a resumed run that a step was left.

@@ -29,13 +29,7 @@ __all__ = ["before_validation", "leave_epoch", "position_of", "restore_before_va
 
 
 def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
-    """Return what a checkpoint needs, beside the counters, to continue exactly.
-
-    Args:
-        context: The run.
-        fit: The state of training, at any moment.
-        val_loop: The loop that validates inside the fit.
-    """
+    """Return what a checkpoint needs, beside the counters, to continue exactly."""
     module = context.module
     data = fit.data
     names = {id(metric): name for name, metric in named_metrics(module).items()}
@@ -112,13 +106,7 @@ def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
 
 
 def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
-    """Return the state that a validation changes, so that one which was killed can begin anew.
-
-    Args:
-        module: The user's module.
-        fit: The state of training.
-        val_loop: The loop that validates inside the fit.
-    """
+    """Return the state that a validation changes, so that one which was killed can begin anew."""
     return {
         "random_state": random_state_of(fit.data.flat),
         "metrics": metric_states(module),
@@ -127,12 +115,6 @@ def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoo
 
 
 def restore_before_validation(module: nn.Module, fit: FitState, state: dict[str, Any]) -> None:
-    """Restore the state that `before_validation` returned.
-
-    Args:
-        module: The user's module.
-        fit: The state of training.
-        state: The state.
-    """
+    """Restore the state that `before_validation` returned."""
     load_random_state(fit.data.flat, state["random_state"])
     load_metric_states(module, state["metrics"])

@@ -84,12 +84,7 @@ def resume(
 
 
 def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the position of this process.
-
-    Args:
-        context: The run.
-        positions: Those of the processes that wrote the checkpoint.
-    """
+    """Return the position of this process."""
     from equipoise.trainer.runtime.merged_positions import merged_position
 
     processes = context.strategy.processes

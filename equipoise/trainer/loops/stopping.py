@@ -14,12 +14,7 @@ __all__ = ["Stopping"]
 
 
 class Stopping:
-    """Decides when training ends.
-
-    Args:
-        context: The run.
-        fit: The state of training.
-    """
+    """Decides when training ends."""
 
     def __init__(self, context: "RunContext", fit: FitState) -> None:
         self.context = context

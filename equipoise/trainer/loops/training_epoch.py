@@ -186,11 +186,7 @@ class TrainingEpoch:
         self.after_batch(index, is_open, True, write=is_open)
 
     def _end_without_batch(self, index: int) -> None:
-        """End a step for which only other processes have a batch.
-
-        Args:
-            index: The batch's index.
-        """
+        """End a step for which only other processes have a batch."""
         self.context.logs.forget_steps()
         if self._idle_end is not None:
             self._idle_end({}, None, index)
@@ -200,11 +196,7 @@ class TrainingEpoch:
         return self.state.should_stop and self.after_batch.stopping.may_stop()
 
     def skip_rest(self, index: int) -> None:
-        """End the epoch before a batch for which `on_train_batch_start` returned -1.
-
-        Args:
-            index: The batch's index.
-        """
+        """End the epoch before a batch for which `on_train_batch_start` returned -1."""
         self.progress.batch.mark_last(True)
         self.progress.batch.current.process()
         self.schedulers.after_batch(index, ends=True)

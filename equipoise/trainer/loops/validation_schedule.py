@@ -23,13 +23,7 @@ __all__ = ["ValidationSchedule"]
 
 
 class ValidationSchedule:
-    """Decides after which batches of an epoch validation runs.
-
-    Args:
-        context: The run.
-        fit: The state of training.
-        stopping: Decides when training ends.
-    """
+    """Decides after which batches of an epoch validation runs."""
 
     def __init__(self, context: "RunContext", fit: FitState, stopping: Stopping) -> None:
         self.state = context.state
@@ -47,11 +41,7 @@ class ValidationSchedule:
         return every == math.inf or (not counts_over_epochs and every == self.fit.data.max_batches)
 
     def is_due(self, index: int) -> bool:
-        """Return True if validation follows a batch.
-
-        Args:
-            index: The batch's index in the epoch.
-        """
+        """Return True if validation follows a batch."""
         every = self.fit.val_check_batch
         batch = self.fit.progress.batch
         if self.fit.has_ended_early and not self.pulls_batches:

@@ -78,20 +78,6 @@ def make_optimization(
     )
 
 
-def _make_scaled_steps(scaler: GradScaler) -> "ScaledSteps":
-    """Return the steps of a scaler, whose module only runs in 16 bits load."""
-    from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
-
-    return ScaledSteps(scaler)
-
-
-def _make_recovery(context: "RunContext", step: Any) -> "Recovery":
-    """Return the recovery, whose parts only runs with such a callback load."""
-    from equipoise.trainer.recovery.recovery import Recovery
-
-    return Recovery(context, step)
-
-
 class AutomaticOptimization:
     """The trainer zeroes gradients, runs the backward, clips and steps.
 
@@ -107,6 +93,9 @@ class AutomaticOptimization:
     _last_loss: Tensor | None = None
     # Whether the present step ends a window after its last batch.
     _ends_early = False
+    # Their modules are loaded in runs that need them.
+    _scaled_steps: "ScaledSteps | None" = None
+    _recovery: "Recovery | None" = None
 
     def __init__(
         self,
@@ -127,9 +116,10 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
-        self._scaled_steps: ScaledSteps | None = None
         if self._scaler is not None:
-            self._scaled_steps = _make_scaled_steps(self._scaler)
+            from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
+
+            self._scaled_steps = ScaledSteps(self._scaler)
             # A scaler begins to work with the first loss, but a process may have no loss in its first window.
             self._scaler.scale(torch.zeros((), device=strategy.root_device))
         self._is_alone = strategy.processes.world_size == 1
@@ -154,12 +144,12 @@ class AutomaticOptimization:
         self.backward = self.step.run_backward
 
         # 3. Recovery around the computation and the optimiser's step, if a callback decides about out-of-memory errors.
-        self._recovery: Recovery | None = None
         self._forward_backward: ForwardBackward = strategy.forward_backward
         self._optimizers = optimizers
         if recovers:
-            recovery = _make_recovery(context, self.step)
-            self._recovery = recovery
+            from equipoise.trainer.recovery.recovery import Recovery
+
+            recovery = self._recovery = Recovery(context, self.step)
             self._forward_backward = recovery
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
 
@@ -245,9 +235,6 @@ class AutomaticOptimization:
 
     def end_window(self, batch_idx: int) -> None:
         """Step the optimiser with the gradients of a window that ends before its last batch.
-
-        Args:
-            batch_idx: The number of the epoch's last batch.
 
         Raises:
             StepError: If the optimiser is LBFGS, which computes batches again.

@@ -140,11 +140,7 @@ class ManualOptimization:
         self._stepped.clear()
 
     def unscale(self, optimizer: Any) -> None:
-        """Divide the gradients of an optimiser by the scale of the loss, once before its step.
-
-        Args:
-            optimizer: The optimiser, or the LightningOptimizer around it.
-        """
+        """Divide the gradients of an optimiser by the scale of the loss, once before its step."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._scaler is None or id(optimizer) in self._unscaled:
@@ -213,12 +209,7 @@ class _ManualStep(ModuleStep):
 
 
 class _ManualBackward:
-    """The user's backwards, of which the step notes the phase.
-
-    Args:
-        context: The run.
-        step: The training step.
-    """
+    """The user's backwards, of which the step notes the phase."""
 
     def __init__(self, context: "RunContext", step: _ManualStep) -> None:
         self._backward = Backward(context)

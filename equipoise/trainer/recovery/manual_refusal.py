@@ -20,12 +20,7 @@ _REFUSAL = (
 
 
 def refuse_to_repeat(context: "RunContext", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
-    """Return a function that runs a training step, and raises an out-of-memory error with advice.
-
-    Args:
-        context: The run.
-        run: Runs the step on a batch.
-    """
+    """Return a function that runs a training step, and raises an out-of-memory error with advice."""
     micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
 
     def run_once(step: Any, parts: Sequence[Any], last: bool) -> StepResult:

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from equipoise.callbacks.callback import Callback
@@ -100,12 +101,8 @@ class MicroBatcher:
     def _kind(self, parts: Sequence[Any]) -> Shapes:
         """Return the shapes of a batch's tensors without the dimension of the samples."""
         dim = self._strategy.dim
-        kind = []
-        for part in parts:
-            for _, tensor in entries_of(part):
-                shape = tuple(tensor.shape)
-                kind.append(shape[:dim] + shape[dim + 1 :])
-        return tuple(kind)
+        shapes = [tuple(tensor.shape) for part in parts for _, tensor in entries_of(part)]
+        return tuple(shape[:dim] + shape[dim + 1 :] for shape in shapes)
 
     def count(self, parts: Sequence[Any]) -> int:
         """Return the number of micro-batches of a batch, by what earlier batches of its kind needed."""
@@ -141,11 +138,7 @@ class MicroBatcher:
         return Measure(kind, self.size(parts))
 
     def note_success(self, measure: Measure | None) -> None:
-        """Note that a batch went well.
-
-        Args:
-            measure: The result of `measure` for the batch.
-        """
+        """Note that a batch went well."""
         self._repeats = 0
         if measure is None:
             return
@@ -167,13 +160,7 @@ class MicroBatcher:
     # Computation
 
     def run(self, step: Any, parts: Sequence[Any], count: int) -> StepResult:
-        """Compute a batch in micro-batches.
-
-        Args:
-            step: The user's step.
-            parts: The batch, as the strategy has placed it.
-            count: The number of micro-batches.
-        """
+        """Compute a batch in micro-batches."""
         micro_batches = self._strategy.recovery.split(parts, count, self._splitter)
         # Before a step takes something out of them.
         sizes = [self.size(micro_batch) for micro_batch in micro_batches]
@@ -185,8 +172,10 @@ class MicroBatcher:
             # 1. The micro-batches, one after another. Processes exchange gradients with the last one.
             for index, micro_batch in enumerate(micro_batches):
                 is_last = index + 1 == len(micro_batches)
-                result, logged = self._run_one(step, micro_batch, is_last)
-                results.append(result._replace(logged=logged))
+                compute = partial(self._compute, micro_batch, is_last)
+                result, logged = step.capture_logs(compute)
+                results.append(detached(result)._replace(logged=logged))
+                # Its graph goes before the next one.
                 del result
             # 2. The loss and the logs of all. Outputs are put together apart, in the order of the data.
             without_outputs = [result._replace(outputs=None) for result in results]
@@ -195,11 +184,6 @@ class MicroBatcher:
             step.end_micro_batches()
         outputs = outputs_in_order(micro_batches, results, sizes, device, dim)
         return merged._replace(outputs=step.finished(outputs))
-
-    def _run_one(self, step: Any, micro_batch: Sequence[Any], is_last: bool) -> tuple[StepResult, Sequence[Any]]:
-        """Compute a micro-batch. Return its result without the graph, and what it logged."""
-        result, logged = step.capture_logs(lambda: self._compute(micro_batch, is_last))
-        return detached(result), logged
 
     # Errors
 

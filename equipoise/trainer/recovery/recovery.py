@@ -11,7 +11,7 @@ hooks around a backward fire for each micro-batch. Where an error is raised afte
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -51,25 +51,6 @@ class _Batch:
     count: int = 1
     measure: Measure | None = None
 
-    def restore_contents(self) -> None:
-        """Put back what a step has taken out of the batch."""
-        self.contents.restore()
-
-    def split(self, count: int) -> None:
-        """Compute the batch in this number of micro-batches from now on."""
-        self.count = count
-
-    def measure_by(self, micro_batcher: MicroBatcher) -> None:
-        """Note the kind and size of the batch."""
-        self.measure = micro_batcher.measure(self.parts)
-
-
-class _WindowState(NamedTuple):
-    """Rest of a window that an earlier run began: the state of its weights, and the gradient of each parameter."""
-
-    weights: dict[str, Any]
-    gradients: list[Tensor | None]
-
 
 @dataclass
 class _OpenWindow:
@@ -78,14 +59,15 @@ class _OpenWindow:
     Attributes:
         batches: The batches. The last one is the present one.
         num_pending: Number of values that were logged before the present batch.
-        start: State of the window at its first batch; None if the window began with that batch.
+        start: State of the window's weights at its first batch, and the gradient of each parameter; None if the window
+            began with that batch.
         has_reference: Whether the reference weight stays after a failed attempt.
         ends: Whether the window ends with the present batch.
     """
 
     batches: list[_Batch] = field(default_factory=list)
     num_pending: int = 0
-    start: _WindowState | None = None
+    start: tuple[dict[str, Any], list[Tensor | None]] | None = None
     has_reference: bool = False
     ends: bool = True
 
@@ -97,12 +79,7 @@ class _OpenWindow:
 
 
 class Recovery:
-    """Compute gradients like the strategy's `forward_backward`, also when memory runs out.
-
-    Args:
-        context: The run.
-        step: The user's training step.
-    """
+    """Compute gradients like the strategy's `forward_backward`, also when memory runs out."""
 
     def __init__(self, context: "RunContext", step: Any) -> None:
         self._context = context
@@ -126,8 +103,7 @@ class Recovery:
         # 1. Note what is needed to compute the window again.
         window = self._window_of(step)
         count = self._micro_batcher.count(parts) if parts else 1
-        batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count)
-        batch.measure_by(self._micro_batcher)
+        batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count, self._micro_batcher.measure(parts))
         window.add(batch, len(self._logs.pending), ends=last)
         self._running = batch
 
@@ -165,7 +141,9 @@ class Recovery:
         if self._window is None or is_first:
             with_second_attempt(self._snapshot.mark, self._micro_batcher.free_memory)
             # A resumed run begins in the midst of a window.
-            start = None if is_first else self._state()
+            start = None
+            if not is_first:
+                start = (self._weights.state_dict(), _copies(gradients_of(self._context.state.optimizers)))
             # Where there are several processes, the reference weight is exchanged once, by all of them.
             has_reference = self._weights.has_reference or self._weights.sync_reference is not None
             self._window = _OpenWindow(start=start, has_reference=has_reference)
@@ -220,7 +198,7 @@ class Recovery:
         assert batch is not None
         # 1. Ask.
         for window_batch in window.batches:
-            window_batch.restore_contents()
+            window_batch.contents.restore()
         refusal = self._strategy.recovery.why_not(training=True, leave_out=False)
         phase = self._step.phase
         event = self._micro_batcher.event(captured, phase, batch.batch_idx, batch.parts, batch.count, refusal)
@@ -243,11 +221,11 @@ class Recovery:
 
         # 4. Split.
         self._strategy.recovery.reduce_share()
-        batch.split(split.parts)
+        batch.count = split.parts
         if split.parts > 1:
             self._micro_batcher.note_failure(batch.parts, split)
             for window_batch in window.batches:
-                window_batch.measure_by(self._micro_batcher)
+                window_batch.measure = self._micro_batcher.measure(window_batch.parts)
         self._step.release_memory()
         self._micro_batcher.free_memory()
 
@@ -264,9 +242,10 @@ class Recovery:
 
         # 3. Gradients. Those of an earlier window stay until they are zeroed.
         if window.start is not None:
-            self._weights.load_state_dict(window.start.weights)
+            weights, gradients = window.start
+            self._weights.load_state_dict(weights)
             # Copies: the next attempt adds to them, and may fail, too.
-            load_gradients(self._context.state.optimizers, _copies(window.start.gradients))
+            load_gradients(self._context.state.optimizers, _copies(gradients))
         elif not self._step.begins_window:
             self._drop_gradients()
         return self._strategy.recovery.discard()
@@ -276,11 +255,6 @@ class Recovery:
         for optimizer in self._context.state.optimizers:
             for parameter in optimizer_parameters(optimizer):
                 parameter.grad = None
-
-    def _state(self) -> _WindowState:
-        """Return what an earlier run has left of the window."""
-        gradients = gradients_of(self._context.state.optimizers)
-        return _WindowState(self._weights.state_dict(), _copies(gradients))
 
     # The optimiser's step
 
@@ -295,9 +269,4 @@ class Recovery:
 
 def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return copies of gradients, without their graphs."""
-    copies: list[Tensor | None] = []
-    for gradient in gradients:
-        if gradient is not None:
-            gradient = gradient.detach().clone()
-        copies.append(gradient)
-    return copies
+    return [None if gradient is None else gradient.detach().clone() for gradient in gradients]

@@ -102,7 +102,7 @@ def same(first: Any, second: Any) -> bool:
 # Hyperparameters
 
 
-@pytest.mark.quick_cases(19)
+@pytest.mark.quick_cases(8)
 @BOTH
 @pytest.mark.parametrize("name", OBJECTS)
 def test_lightning_gives_back_what_was_saved(name: str, cls: Any, tmp_path: Path) -> None:

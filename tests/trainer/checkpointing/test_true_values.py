@@ -69,6 +69,7 @@ def weight_in(path: Any) -> Tensor:
     return weight
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("interval", [1.0, 0.5, 2, 3])
 @pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"time": 0}])

@@ -115,10 +115,10 @@ class Reads:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Count of the batches of a TensorDataset."""
     counts = Reads()
-    take, samples = memory_rows._TensorRows.take, row_loading._CollatedRows._samples
+    take, samples = memory_rows._take_of_tensors, row_loading._CollatedRows._samples
 
-    def counted_take(self: Any, indices: Any) -> Any:
-        batch = take(self, indices)
+    def counted_take(*arguments: Any) -> Any:
+        batch = take(*arguments)
         counts.at_once += 1
         return batch
 
@@ -126,7 +126,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         counts.by_sample += 1
         return samples(self, indices)
 
-    monkeypatch.setattr(memory_rows._TensorRows, "take", counted_take)
+    monkeypatch.setattr(memory_rows, "_take_of_tensors", counted_take)
     monkeypatch.setattr(row_loading._CollatedRows, "_samples", counted_samples)
     return counts
 
@@ -144,11 +144,11 @@ def test_small_batches_are_read_sample_by_sample(reads: Reads) -> None:
 def test_a_few_failures_end_the_attempts(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
-    def fail(self: Any, indices: Any) -> Any:
+    def fail(dataset: Any, tensors: Any, indices: Any) -> Any:
         attempts.append(indices)
         raise LookupError("no rows")
 
-    monkeypatch.setattr(memory_rows._TensorRows, "take", fail)
+    monkeypatch.setattr(memory_rows, "_take_of_tensors", fail)
     assert_same(list(open_loader(DataLoader(dataset(), 4))), list(DataLoader(dataset(), 4)))
     assert (len(attempts), reads.by_sample) == (3, 5)
 

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.state.run_state import RunState
@@ -76,38 +75,3 @@ def test_a_short_epoch_is_warned_of_only_if_there_is_a_logger() -> None:
     data.warn_of_rare_logs(state(log_every_n_steps=5, loggers=[logger], fast_dev_run=True))
     with pytest.warns(UserWarning, match="3 batches, fewer than log_every_n_steps=5"):
         data.warn_of_rare_logs(state(log_every_n_steps=5, loggers=[logger]))
-
-
-def read(data: TrainingData) -> list[float]:
-    """The first feature of the first sample of each batch that is left."""
-    assert data.stream is not None
-    return [float(features[0, 0]) for (features,) in data.stream]
-
-
-def test_the_noted_generators_draw_the_same_order_again() -> None:
-    data = requested(6, shuffle=True)
-    data.make_stream(None)
-    data.draw_order()
-    order = read(data)
-    torch.manual_seed(12345)
-    data.make_stream(None)
-    data.restore_random_state(data.epoch_random_state, [])
-    data.resume_stream([], 2)
-    assert read(data) == order[2:]
-
-
-def test_an_epoch_that_had_not_begun_is_read_from_its_start() -> None:
-    data = requested(3)
-    data.make_stream(None)
-    data.resume_stream([], None)
-    assert read(data) == [0.0, 2.0, 4.0]
-
-
-def test_a_stream_ends_with_its_epoch() -> None:
-    data = requested()
-    data.make_stream(None)
-    data.draw_order()
-    data.leave_stream()
-    assert data.stream is None
-    data.close()
-    assert data.loaders is not None

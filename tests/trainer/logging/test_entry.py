@@ -31,31 +31,6 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-# Names
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, ("loss", "loss_step", "loss_epoch")),
-        ({"on_step": False}, ("loss", "loss", "loss")),
-        ({"on_epoch": False}, ("loss", "loss", "loss")),
-        ({"dataloader_idx": 1}, ("loss/dataloader_idx_1", "loss_step/dataloader_idx_1", "loss_epoch/dataloader_idx_1")),
-        ({"dataloader_idx": 1, "on_step": False}, ("loss/dataloader_idx_1",) * 3),
-        ({"dataloader_idx": 1, "add_dataloader_idx": False}, ("loss", "loss_step", "loss_epoch")),
-    ],
-    ids=["both", "epoch", "step", "a loader, both", "a loader, epoch", "a loader without its index"],
-)
-def test_names(options: dict[str, Any], names: tuple[str, str, str]) -> None:
-    named = entry(**options)
-    assert (named.name, named.step_name, named.epoch_name) == names
-
-
-def test_keys_tell_loaders_apart_unless_the_user_says_otherwise() -> None:
-    assert entry(dataloader_idx=0).key == ("training_step", "loss", 0)
-    assert entry(dataloader_idx=0, add_dataloader_idx=False).key == ("training_step", "loss", None)
-
-
 # Reductions
 
 
@@ -95,15 +70,6 @@ def test_a_mean_has_the_bits_of_a_product_and_a_sum(size: int) -> None:
     assert reduced.epoch(None).item() == (total / (3 * size)).item()
 
 
-def test_the_epochs_value_is_kept_until_another_is_added() -> None:
-    reduced = entry()
-    reduced.add(torch.tensor(1.0), 1)
-    first = reduced.epoch(None)
-    assert reduced.epoch(None) is first
-    reduced.add(torch.tensor(3.0), 1)
-    assert reduced.epoch(None).item() == 2.0
-
-
 def test_the_epochs_value_is_no_part_of_the_sum() -> None:
     """A caller may change what it reads."""
     reduced = entry(reduce_fx="sum")
@@ -129,15 +95,6 @@ def test_an_entry_that_forgot_is_as_new(reduction: str) -> None:
     assert (reduced.live, reduced.step, reduced.epoch(None)) == (False, None, None)
     reduced.add(torch.tensor(3.0), 2)
     assert reduced.epoch(None).item() == 3.0
-
-
-def test_a_metric_computes_its_own_value() -> None:
-    metric = MeanMetric()
-    metric.update(torch.tensor([1.0, 5.0]))
-    logged = entry(metric=metric)
-    logged.add(torch.tensor(5.0), 1)
-    assert logged.total is None
-    assert logged.epoch(None).item() == 3.0
 
 
 class Processes:

@@ -62,27 +62,6 @@ def test_steps_in_batches_and_epochs_after_them() -> None:
     assert plain(logs.callback_metrics) == {"loss": 2.0, "loss_step": 4.0, "loss_epoch": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("options", "in_batch", "after"),
-    [
-        ({"on_step": True, "on_epoch": False}, {"loss": 4.0}, {}),
-        ({"on_step": False, "on_epoch": True}, {}, {"loss": 2.0}),
-        ({"on_step": True, "on_epoch": True}, {"loss_step": 4.0}, {"loss_epoch": 2.0}),
-        ({}, {"loss": 4.0}, {}),
-    ],
-    ids=["step", "epoch", "both", "default of a training step"],
-)
-def test_levels(options: dict[str, Any], in_batch: dict[str, float], after: dict[str, float]) -> None:
-    logs = logs_of()
-    for value, size in ((1.0, 2), (4.0, 1)):
-        logs.begin_batch(torch.zeros(size))
-        log(logs, "loss", value, **options)
-        logs.end_batch()
-    assert plain(logs.metrics()) == in_batch
-    logs.end_batches()
-    assert plain(logs.metrics()) == after
-
-
 def test_hooks_of_the_same_name_are_apart() -> None:
     logs = logs_of()
     logs.begin_batch([0])
@@ -90,17 +69,6 @@ def test_hooks_of_the_same_name_are_apart() -> None:
     log(logs, "x", 2.0, on_step=True)
     logs.end_batch()
     assert plain(logs.metrics()) == {"x": 2.0}
-
-
-def test_a_mean_has_the_weights_of_batches_or_the_users() -> None:
-    logs = logs_of()
-    for value, size in ((1.0, None), (2.0, 10), (3.0, 20)):
-        logs.begin_batch(torch.zeros(3))
-        both(logs, "loss", torch.tensor(value, dtype=torch.float64), size=size)
-        logs.end_batch()
-    logs.end_batches()
-    expected = (1.0 * 3 + 2.0 * 10 + 3.0 * 20) / 33
-    assert logs.metrics()["loss_epoch"].item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_the_size_of_a_batch_is_computed_once() -> None:
@@ -171,21 +139,6 @@ def test_values_outside_of_batches_count_at_once() -> None:
 # Values
 
 
-def test_a_value_may_be_changed_afterwards() -> None:
-    logs, value = logs_of(), torch.tensor(1.0)
-    logs.begin_batch([0])
-    log(logs, "x", value)
-    value.add_(100.0)
-    assert plain(logs.metrics()) == {"x": 1.0}
-
-
-def test_values_are_detached() -> None:
-    logs = logs_of()
-    logs.begin_batch([0])
-    both(logs, "x", torch.ones((), requires_grad=True) * 2)
-    assert not logs.metrics()["x_step"].requires_grad
-
-
 def test_a_failed_attempt_is_forgotten_by_clearing_pending_values() -> None:
     logs = logs_of()
     run(logs, [(1.0, 1)])
@@ -196,20 +149,6 @@ def test_a_failed_attempt_is_forgotten_by_clearing_pending_values() -> None:
     logs.end_batch()
     logs.end_batches()
     assert plain(logs.metrics()) == {"loss_epoch": 2.0}
-
-
-def test_a_metric_shows_its_last_batch_and_its_epoch() -> None:
-    logs, metric = logs_of(), MeanMetric()
-    for value in (1.0, 5.0):
-        logs.begin_batch([0])
-        metric(value)
-        both(logs, "mean", metric)
-        logs.end_batch()
-    assert plain(logs.metrics()) == {"mean_step": 5.0}
-    logs.end_batches()
-    assert plain(logs.metrics()) == {"mean_epoch": 3.0}
-    logs.reset()
-    assert metric.update_count == 0
 
 
 class Square(MeanMetric):
@@ -276,20 +215,6 @@ def test_logging_needs_a_loop_and_a_hook() -> None:
 
 
 # Dictionaries
-
-
-def test_each_dictionary_has_its_values() -> None:
-    logs = logs_of()
-    logs.begin_batch([0])
-    log(logs, "a", 1.0, prog_bar=True, logger=False)
-    log(logs, "b", 2.0)
-    logs.end_batch()
-    assert plain(logs.progress_bar_metrics) == {"a": 1.0}
-    assert plain(logs.logged_metrics) == {"b": 2.0}
-    assert plain(logs.callback_metrics) == {"a": 1.0, "b": 2.0}
-    assert plain(logs.metrics()) == {"b": 2.0}
-    logs.reset_metrics()
-    assert (logs.progress_bar_metrics, logs.logged_metrics, logs.callback_metrics) == ({}, {}, {})
 
 
 def test_a_loop_that_was_reset_shows_what_it_showed() -> None:

@@ -141,7 +141,7 @@ def keeper(folder: Path, **options: Any) -> ModelCheckpoint:
 # In the midst of an epoch
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", ["afterwards", "by a callback"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(name: str, how: str, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def logged(folder: Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
     return {"logger": logger, "callbacks": [LearningRateMonitor("step"), *callbacks], "log_every_n_steps": 1, **options}
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("at", range(1, 12))
 def test_every_row_stands_in_the_file_once(at: int, tmp_path: Path) -> None:
     """Killed after any checkpoint, and some rows later, or at once."""

@@ -105,7 +105,7 @@ def fit(make: Any, callbacks: list[Any], path: Path | None = None, seed: int = 1
     return module
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_persistent_workers(name: str, tmp_path: Path) -> None:
     """Every sample once per epoch, in the order of the undisturbed run, from whichever hook the run continues."""

@@ -73,7 +73,7 @@ def weights(module: Watched) -> Tensor:
     return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("window", [1, 3, 4, 7])
 @pytest.mark.parametrize("length", [1, 4, 6, 11])
 @pytest.mark.parametrize("interval", [1.0, None])

@@ -115,65 +115,13 @@ THIRD = samples((0.5, 0.25), (1.5, 8.0))
 
 
 class TestWindow:
-    def test_gradients_are_zeroed_once_in_a_window(self) -> None:
-        module = Linear()
-        Setup(module, parts=2).run(FIRST, SECOND, THIRD)
-        step = ["training_step", "zero_grad", "backward", "training_step", "backward", "before_step"]
-        assert module.calls == [*step, "training_step", "zero_grad", "backward", "before_step"]
-
-    def test_a_step_has_the_gradient_of_all_samples_of_its_window(self) -> None:
-        module = Linear()
-        Setup(module, parts=2).run(FIRST, SECOND)
-        expected = -RATE * torch.cat([FIRST, SECOND]).mean(0)
-        torch.testing.assert_close(module.weight.data, expected, rtol=1e-15, atol=0)
-
-    def test_a_short_window_has_the_gradient_of_its_samples(self) -> None:
-        module = Linear()
-        Setup(module, parts=2).run(FIRST, SECOND, THIRD)
-        expected = -RATE * (torch.cat([FIRST, SECOND]).mean(0) + THIRD.mean(0))
-        torch.testing.assert_close(module.weight.data, expected, rtol=1e-15, atol=0)
-
     def test_one_batch_is_not_weighed(self) -> None:
         setup = Setup(Linear())
         setup.run(FIRST)
         assert not setup.window.has_reference
 
-    def test_a_batch_without_a_loss_has_no_gradient(self) -> None:
-        module = Linear(skipped=(1,))
-        setup = Setup(module, parts=2)
-        setup.run(FIRST, SECOND)
-        torch.testing.assert_close(module.weight.data, -RATE * FIRST.mean(0), rtol=1e-15, atol=0)
-        assert setup.skips == 1
-
-    def test_gradients_of_the_last_window_are_there_until_the_next_backward(self) -> None:
-        module = Linear()
-        setup = Setup(module)
-        setup.run(FIRST)
-        torch.testing.assert_close(module.weight.grad, FIRST.mean(0), rtol=1e-15, atol=0)
-
-    def test_steps_and_zeroings_are_counted(self) -> None:
-        setup = Setup(Linear(), parts=2)
-        setup.run(FIRST, SECOND, THIRD)
-        progress = setup.context.state.progress
-        assert (progress.optimizer_step.current.ready, progress.optimizer_step.current.completed) == (2, 2)
-        assert (progress.zero_grad.current.ready, progress.zero_grad.current.completed) == (2, 2)
-
 
 class TestClipping:
-    def test_gradients_are_clipped_after_the_hook(self) -> None:
-        norms: list[Tensor] = []
-
-        class Watching(Linear):
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                assert self.weight.grad is not None
-                norms.append(self.weight.grad.norm())
-
-        module = Watching()
-        Setup(module, gradient_clip_val=0.25).run(FIRST)
-        torch.testing.assert_close(norms, [FIRST.mean(0).norm()], rtol=1e-15, atol=0)
-        # `clip_grad_norm_` divides by the norm plus 1e-6.
-        torch.testing.assert_close(module.weight.norm().item(), RATE * 0.25, rtol=1e-5, atol=0)
-
     def test_a_callback_may_change_the_limit_during_an_epoch(self) -> None:
         module = Linear()
         setup = Setup(module)
@@ -181,16 +129,6 @@ class TestClipping:
         setup.context.state.gradient_clip_algorithm = "value"
         setup.run(FIRST)
         torch.testing.assert_close(module.weight.data, torch.full_like(module.weight, -RATE * 0.125))
-
-    def test_the_module_may_clip_by_itself(self) -> None:
-        class Clipping(Linear):
-            def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
-                self.options = options
-
-        module = Clipping()
-        Setup(module, gradient_clip_val=0.25).run(FIRST)
-        assert module.options == {"gradient_clip_val": 0.25, "gradient_clip_algorithm": None}
-        torch.testing.assert_close(module.weight.data, -RATE * FIRST.mean(0), rtol=1e-15, atol=0)
 
 
 class TestClosure:
@@ -245,29 +183,6 @@ class TestScaler:
     def scaler(self) -> GradScaler:
         return GradScaler("cpu", init_scale=8.0)
 
-    def test_the_step_has_unscaled_gradients(self) -> None:
-        module = Linear()
-        Setup(module, scaler=self.scaler()).run(FIRST)
-        torch.testing.assert_close(module.weight.data, -RATE * FIRST.mean(0), rtol=1e-15, atol=0)
-
-    def test_the_hook_sees_unscaled_gradients(self) -> None:
-        gradients: list[Any] = []
-
-        class Watching(Linear):
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                assert self.weight.grad is not None
-                gradients.append(self.weight.grad.clone())
-
-        Setup(Watching(), scaler=self.scaler()).run(FIRST)
-        torch.testing.assert_close(gradients, [FIRST.mean(0)], rtol=1e-15, atol=0)
-
-    def test_an_overflow_skips_the_step_and_lowers_the_scale(self) -> None:
-        module = Linear()
-        scaler = self.scaler()
-        Setup(module, scaler=scaler).run(samples((float("inf"), 1.0)))
-        assert torch.equal(module.weight.data, torch.zeros_like(module.weight))
-        assert scaler.get_scale() == 4.0
-
     def test_a_window_without_any_loss_is_no_step_of_the_scaler(self) -> None:
         module = Linear(skipped=(0,))
         scaler = self.scaler()
@@ -309,30 +224,6 @@ class TestOptimiserOfTheStrategy:
         assert setup.context.state.optimizers == [setup.optimizer]
 
 
-class TestOutputs:
-    def outputs(self, returned: Any, parts: int = 1, callbacks: Any = ()) -> dict[str, Any]:
-        class Returning(Linear):
-            def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-                loss = (batch @ self.weight + 3).mean()
-                return loss if returned is None else {"loss": loss, **returned}
-
-        setup = Setup(Returning(), parts=parts, callbacks=list(callbacks))
-        result = setup.optimization((FIRST,), 0, parts == 1)
-        return setup.optimization.outputs(result)
-
-    def test_the_loss_is_a_copy_without_its_graph(self) -> None:
-        outputs = self.outputs(None)
-        assert outputs == {"loss": torch.tensor(3.0, dtype=torch.float64)}
-        assert not outputs["loss"].requires_grad
-
-    def test_the_loss_is_divided_by_the_parts_of_the_window(self) -> None:
-        assert self.outputs(None, parts=2) == {"loss": torch.tensor(1.5, dtype=torch.float64)}
-
-    def test_all_else_is_what_the_step_returned(self) -> None:
-        outputs = self.outputs({"logits": "any", "loss_weight": 4})
-        assert outputs == {"loss": torch.tensor(3.0, dtype=torch.float64), "logits": "any", "loss_weight": 4}
-
-
 class TestReturnValues:
     @pytest.mark.parametrize(
         ("returned", "message"),
@@ -361,6 +252,7 @@ class TestReturnValues:
         torch.testing.assert_close(module.weight.data, expected, rtol=1e-15, atol=0)
 
 
+@pytest.mark.usefixtures("quick_collections")
 class TestOutOfMemory:
     class Splits(Callback):
         """Splits a batch in two when memory runs out."""
@@ -377,22 +269,6 @@ class TestOutOfMemory:
                 self.calls.append("out_of_memory")
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().training_step(batch, batch_idx)
-
-    def test_the_gradient_is_that_of_the_whole_batch(self) -> None:
-        module = self.Large()
-        callback = self.Splits()
-        setup = Setup(module, callbacks=[callback])
-        setup.run(FIRST, SECOND)
-        expected = -RATE * (FIRST.mean(0) + SECOND.mean(0))
-        torch.testing.assert_close(module.weight.data, expected, rtol=1e-15, atol=0)
-        assert (callback.event.phase, callback.event.batch_idx) == ("forward", 0)
-
-    def test_hooks_around_the_backward_run_for_each_micro_batch(self) -> None:
-        module = self.Large()
-        Setup(module, callbacks=[self.Splits()]).run(FIRST)
-        micro_batch = ["training_step", "backward"]
-        first = ["out_of_memory", "training_step", "zero_grad", "backward"]
-        assert module.calls == [*first, *micro_batch, "before_step"]
 
     def test_the_next_window_is_not_weighed_again(self) -> None:
         setup = Setup(self.Large(), callbacks=[self.Splits()])

@@ -63,11 +63,7 @@ def with_copies(batch: Any, copies: Iterator[Tensor], device: torch.device) -> A
 
 
 def foreign_type(batch: Any) -> type | None:
-    """Return the type of the first object in a batch whose copy is a matter of its own class; None if there is none.
-
-    Args:
-        batch: A batch.
-    """
+    """Return the type of the first object in a batch whose copy is a matter of its own class; None if there is none."""
     # A text is a sequence of texts.
     if isinstance(batch, (Tensor, str, bytes)):
         return None

@@ -10,12 +10,7 @@ __all__ = ["copy_batch"]
 
 
 def copy_batch(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are.
-
-    Args:
-        batch: The batch.
-        device: The device.
-    """
+    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
     # This runs for every batch. The comparison costs less than the names of devices.
     entries = batch if type(batch) in (tuple, list) else (batch,)
     for tensor in entries:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
+from equipoise.to_device import to_device
 from equipoise.trainer.data.transfer.plain_batches import foreign_type, host_tensors, with_copies
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
-from equipoise.trainer.data.transfer.side_stream import SideStream
 
 __all__ = ["Prefetch", "PrefetchChoice"]
 
@@ -44,7 +44,7 @@ class Prefetch:
 
     def __init__(self, choice: PrefetchChoice) -> None:
         self._choice = choice
-        self._streams: dict[torch.device, SideStream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Reasons that the user knows: a run binds its copies once for each epoch and loader.
         self._reported: set[str] = set()
 
@@ -101,9 +101,9 @@ class Prefetch:
         """Return copies of tensors; None if only the memory of the computation can hold them."""
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = SideStream(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
-            return stream.copy(tensors)
+            return _copied(tensors, device, stream)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -125,3 +125,30 @@ class Prefetch:
             rank_zero_warn(f"prefetch=True has no effect here: {reason}.")
         elif unasked:
             rank_zero_info(f"prefetch is off: {reason}.")
+
+
+def _copied(tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> list[Tensor]:
+    """Return copies of tensors of the host, for which the current stream of the device waits, and the host does not.
+
+    A copy on the stream of the computation begins when all work before it is done. On another stream it begins at once,
+    while the device still computes the last step.
+    """
+    # 1. Begin the copies. Pinned memory is kept until its copy is done, by torch's allocator.
+    with torch.cuda.stream(stream):
+        copies = [to_device(_pinned(tensor), device) for tensor in tensors]
+    # 2. What the device computes from now on comes after them.
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    # 3. Their memory belongs to this stream, which may take it back when the computation, too, has done with it.
+    for copy in copies:
+        copy.record_stream(current)
+    return copies
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a tensor in pinned memory, with the same strides; the tensor itself where that is not possible."""
+    # Pinned memory has the strides of the tensor, so none of its values may lie at several places.
+    is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    if not is_dense or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()

@@ -17,12 +17,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def fuse_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Fuse the optimisers for which the user has chosen neither `fused` nor `foreach`; warn where torch cannot.
-
-    Args:
-        optimizers: Optimisers that have not stepped yet.
-        module: The module, on its devices.
-    """
+    """Fuse the optimisers for which the user has chosen neither `fused` nor `foreach`; warn where torch cannot."""
     for optimizer in optimizers:
         if _is_chosen_by_user(optimizer):
             continue
@@ -34,12 +29,7 @@ def fuse_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
 
 def with_present_choice(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved state of an optimiser, fused where the optimiser is fused now, and nowhere else.
-
-    Args:
-        optimizer: The optimiser.
-        state: Its state in a checkpoint.
-    """
+    """Return the saved state of an optimiser, fused where the optimiser is fused now, and nowhere else."""
     if not is_of_torch(optimizer):
         return dict(state)
     groups = [dict(group) for group in state.get("param_groups", ())]

@@ -1,7 +1,7 @@
 """Optimisers, in all forms that `configure_optimizers` may return them, with their learning-rate schedulers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -54,20 +54,6 @@ class NoOptimizer(Optimizer):
         return "No Optimizer"
 
 
-class _Configured(NamedTuple):
-    """Optimisers and schedulers that `configure_optimizers` returned.
-
-    Attributes:
-        optimizers: The optimisers.
-        schedulers: The schedulers, or their dictionaries.
-        monitor: The name of the value to watch, if it stands beside the optimiser.
-    """
-
-    optimizers: list[Optimizer]
-    schedulers: list[Any]
-    monitor: str | None = None
-
-
 def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return the optimisers and scheduler configurations that `configure_optimizers` has returned in any form.
 
@@ -82,7 +68,7 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
     if returned is None:
         rank_zero_warn("`configure_optimizers` returned None: this fit runs without an optimiser.")
         returned = NoOptimizer()
-    optimizers, schedulers, monitor = _parse_form(returned)
+    optimizers, schedulers = _parse_form(returned)
 
     # 2. The trainer steps one optimiser. In manual optimisation there may be several.
     if module.automatic_optimization:
@@ -98,7 +84,7 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
             )
 
     # 3. The configuration of each scheduler.
-    configs = [scheduler_config(scheduler, monitor, module) for scheduler in schedulers]
+    configs = [scheduler_config(scheduler, module) for scheduler in schedulers]
     for config in configs:
         check_scheduler(config, optimizers, module)
     return optimizers, configs
@@ -111,30 +97,24 @@ def _is_optimizer(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("step", "state_dict", "param_groups"))
 
 
-def _parse_form(returned: Any) -> _Configured:
-    """Return optimisers, schedulers and the monitor from any of the known forms.
+def _parse_form(returned: Any) -> tuple[list[Optimizer], list[Any]]:
+    """Return optimisers, and schedulers or their dictionaries, from any of the known forms.
 
     Raises:
         ConfigurationError: If the form is unknown.
     """
-    # 1. One optimiser, or the dictionary of one.
-    if _is_optimizer(returned):
-        return _Configured([returned], [])
-    if isinstance(returned, Mapping):
-        optimizers, schedulers = _parse_dictionaries([returned])
-        return _Configured(optimizers, schedulers, returned.get("monitor"))
-    # 2. Several of them.
-    if isinstance(returned, Sequence) and not isinstance(returned, str):
-        if _is_two_lists(returned):
-            optimizers, schedulers = returned
+    # One of them stands for a list.
+    items = [returned] if _is_optimizer(returned) or isinstance(returned, Mapping) else returned
+    if isinstance(items, Sequence) and not isinstance(items, str):
+        if _is_two_lists(items):
+            optimizers, schedulers = items
             if not isinstance(schedulers, (list, tuple)):
                 schedulers = [schedulers]
-            return _Configured(list(optimizers), list(schedulers))
-        if all(isinstance(item, Mapping) for item in returned):
-            optimizers, schedulers = _parse_dictionaries(returned)
-            return _Configured(optimizers, schedulers)
-        if all(map(_is_optimizer, returned)):
-            return _Configured(list(returned), [])
+            return list(optimizers), list(schedulers)
+        if all(isinstance(item, Mapping) for item in items):
+            return _parse_dictionaries(items)
+        if all(map(_is_optimizer, items)):
+            return list(items), []
     raise ConfigurationError(f"`configure_optimizers` returned {_describe(returned)}. {_FORMS}")
 
 
@@ -158,13 +138,15 @@ def _parse_dictionaries(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[list
         _check_dictionary(dictionary)
         optimizers.append(dictionary["optimizer"])
 
-        # 2. The scheduler. A monitor beside it belongs to it, also where there are several dictionaries.
+        # 2. The scheduler. A monitor beside it belongs to it.
         if "lr_scheduler" not in dictionary:
             continue
         scheduler = dictionary["lr_scheduler"]
-        is_one_of_several = len(dictionaries) > 1
-        if is_one_of_several and "monitor" in dictionary and isinstance(scheduler, ReduceLROnPlateau):
-            scheduler = {"scheduler": scheduler, "monitor": dictionary["monitor"]}
+        monitor = dictionary.get("monitor")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler = {"scheduler": scheduler, "monitor": monitor}
+        elif monitor is not None and isinstance(scheduler, Mapping) and len(dictionaries) == 1:
+            scheduler = {"monitor": monitor, **scheduler}
         schedulers.append(scheduler)
     return optimizers, schedulers
 

@@ -22,23 +22,18 @@ _LONGEST_TEXT = 60
 _AUTOMATIC_KEYS = ("reduce_on_plateau", "monitor", "strict")
 
 
-def scheduler_config(scheduler: Any, monitor: str | None, module: LightningModule) -> LRSchedulerConfig:
+def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConfig:
     """Return the configuration of one scheduler, with the defaults of its form.
 
     Args:
         scheduler: A scheduler, or the dictionary of one.
-        monitor: The name of the value to watch, if the dictionary of the optimiser has one.
         module: The user's module.
 
     Raises:
         ConfigurationError: If an entry is missing or wrong.
     """
     # 1. The entries, as the user returned them.
-    if isinstance(scheduler, Mapping):
-        entries = dict(scheduler)
-    else:
-        watches = isinstance(scheduler, ReduceLROnPlateau)
-        entries = {"scheduler": scheduler, "monitor": monitor if watches else None}
+    entries = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
     supported = {field.name for field in fields(LRSchedulerConfig)}
     unsupported = entries.keys() - supported
     if unsupported:
@@ -47,7 +42,7 @@ def scheduler_config(scheduler: Any, monitor: str | None, module: LightningModul
     _check_entries(entries)
 
     # 2. Their defaults.
-    entries.setdefault("monitor", monitor)
+    entries.setdefault("monitor", None)
     if module.automatic_optimization:
         entries.setdefault("reduce_on_plateau", isinstance(entries["scheduler"], ReduceLROnPlateau))
         _check_automatic(entries)
@@ -109,11 +104,6 @@ def _check_automatic(entries: dict[str, Any]) -> None:
 
 def check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], module: LightningModule) -> None:
     """Check the scheduler of a configuration.
-
-    Args:
-        config: The configuration.
-        optimizers: All optimisers that `configure_optimizers` returned.
-        module: The user's module.
 
     Raises:
         ConfigurationError: If it is no scheduler, the trainer cannot step it, or its optimiser is another one.

@@ -55,11 +55,7 @@ class Schedulers:
         self._step("epoch", self._state.current_epoch, plateau=False)
 
     def after_validation(self, index: int) -> None:
-        """Step the schedulers of batches that watch a value.
-
-        Args:
-            index: The number of the batch.
-        """
+        """Step the schedulers of batches that watch a value."""
         if self._state.lr_scheduler_configs:
             self._step("step", index, plateau=True)
 

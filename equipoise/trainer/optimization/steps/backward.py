@@ -55,9 +55,6 @@ class Backward:
     The share of a part in its window enters as the gradient of the loss. That needs no division node, and has the bits
     of `(loss / n).backward()`. The loss is divided instead where a hook or the user's `backward` can see it.
 
-    Args:
-        context: The run.
-
     Attributes:
         before_hook: Called before `on_after_backward`, when the gradients are there; None: nothing is.
     """
@@ -128,11 +125,6 @@ class Backward:
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward that the user calls as `manual_backward`.
-
-        Args:
-            loss: The loss.
-            args: Other arguments of the backward.
-            kwargs: Other arguments of the backward.
 
         Raises:
             StepError: If the loss is no tensor.

@@ -46,12 +46,7 @@ class BatchWeight:
         self._has_warned = False
 
     def __call__(self, part: Any, batch_idx: int) -> int:
-        """Return the weight of a batch.
-
-        Args:
-            part: The batch, or this process's part of it.
-            batch_idx: Its number in the pass.
-        """
+        """Return the weight of a batch."""
         # 1. The tensors, or the module.
         size = self._size(part)
         if self._is_settled and size is not None:
@@ -99,9 +94,6 @@ def check_weight(weight: Any) -> Weight:
     """Return the weight that the user returned with the loss, if it can be one.
 
     The value of a tensor is not checked: reading it would synchronise its device.
-
-    Args:
-        weight: A number from 0, or a tensor without dimensions.
 
     Raises:
         StepError: If it is anything else.

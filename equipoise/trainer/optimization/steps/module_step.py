@@ -48,10 +48,6 @@ def explain_error(error: Exception, module: nn.Module, part: Any) -> None:
 class ModuleStep:
     """A step of the user's module.
 
-    Args:
-        context: The run.
-        name: The method's name, such as "training_step".
-
     Attributes:
         module: The user's module.
         method: The method, as a hook.
@@ -215,12 +211,7 @@ class ModuleStep:
 
 
 def _forward_context(context: "RunContext", name: str) -> Context | None:
-    """Return the context in which a step runs: the precision's, and those of extensions within; None if none.
-
-    Args:
-        context: The run.
-        name: The name of the step, such as "training_step".
-    """
+    """Return the context in which a step runs: the precision's, and those of extensions within; None if none."""
     contexts = [context.precision.forward_context]
     if name == "training_step":
         contexts += [extension.forward_context(context) for extension in step_extensions(context.state)]

@@ -18,9 +18,6 @@ class ScaledSteps:
     The scaler waits for the device by itself, and then calls the optimiser or not: a hook of the optimiser notices it.
     A fused optimiser is always called and decides on the device, so its decision is read once a caller asks.
 
-    Args:
-        scaler: The scaler.
-
     Attributes:
         scaler: The scaler, whose scale the caller updates.
     """
@@ -46,12 +43,7 @@ class ScaledSteps:
         self._overflows.clear()
 
     def take(self, strategy_optimizer: StrategyOptimizer, **kwargs: Any) -> Any:
-        """Step an optimiser unless one of its gradients is not finite.
-
-        Args:
-            strategy_optimizer: The optimiser as the strategy steps it.
-            kwargs: Arguments of the optimiser's `step`.
-        """
+        """Step an optimiser unless one of its gradients is not finite."""
         optimizer = strategy_optimizer.optimizer
         key = id(optimizer)
         if key not in self._hooks:

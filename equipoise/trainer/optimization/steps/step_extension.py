@@ -94,9 +94,6 @@ class StepExtension:
 def step_extensions(state: "RunState") -> list[StepExtension]:
     """Return the extensions that the arguments of the Trainer ask for.
 
-    Args:
-        state: The settings of the run.
-
     Raises:
         ConfigurationError: If one is not installed.
     """

@@ -71,11 +71,7 @@ class WindowGradients:
         self._user_clip = hooks.bind_module("configure_gradient_clipping")
 
     def zero(self, batch_idx: int) -> None:
-        """Zero the gradients, with the hooks around it.
-
-        Args:
-            batch_idx: The number of the batch with which the window begins.
-        """
+        """Zero the gradients, with the hooks around it."""
         counts = self._counts
         optimizer = self._optimizer
         counts.ready += 1

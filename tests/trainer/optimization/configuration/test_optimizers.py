@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam
@@ -203,6 +203,7 @@ class Counting(StepLR):
         super().step()
 
 
+@settings(max_examples=30)
 @given(
     interval=st.sampled_from(["step", "epoch"]),
     frequency=st.integers(1, 4),

@@ -45,21 +45,6 @@ class Hooked(Weights):
         self.seen.append(("after", self.weight.grad[0].item()))
 
 
-class HookedAfter(Weights):
-    """Notes the gradient after the backward, of a loss that nobody sees before."""
-
-    def on_after_backward(self) -> None:
-        self.gradient = self.weight.grad.clone()  # type: ignore[union-attr]
-
-
-class Overriding(Weights):
-    """Doubles the loss in a `backward` of its own."""
-
-    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        self.losses = loss.item()
-        (2 * loss).backward(*arguments, **options)
-
-
 def backward_of(module: Weights, scaler: GradScaler | None = None) -> Backward:
     context = training_context(module)
     context.precision.scaler = scaler
@@ -76,11 +61,6 @@ class TestShare:
         backward_of(module)(module.loss(), share, 3)
         factor = 1.0 if share is None else float(share)
         torch.testing.assert_close(module.weight.grad, factor * GRADIENT, rtol=1e-15, atol=0)
-
-    def test_a_hook_after_it_sees_the_gradient(self) -> None:
-        module = HookedAfter()
-        backward_of(module)(module.loss(), 0.5, 2)
-        torch.testing.assert_close(module.gradient, GRADIENT / 2, rtol=1e-15, atol=0)
 
     def test_an_even_share_has_the_bits_of_a_division(self) -> None:
         module, expected = Weights(), Weights()
@@ -100,41 +80,8 @@ class TestShare:
         total = sum(1.0 if share is None else share for share in shares)
         torch.testing.assert_close(module.weight.grad, total * GRADIENT, rtol=1e-15, atol=0)
 
-    def test_a_loss_of_another_dtype_has_a_share_of_its_own(self) -> None:
-        module = Weights()
-        backward = backward_of(module)
-        backward(module.loss(), 0.5, 2)
-        backward(module.loss().float(), 0.5, 2)
-        torch.testing.assert_close(module.weight.grad, GRADIENT, rtol=1e-6, atol=0)
-
-    def test_hooks_see_the_loss_divided(self) -> None:
-        module = Hooked()
-        backward_of(module)(module.loss(), 0.25, 4)
-        assert module.seen == [("before", 13 / 4), ("after", 3 / 4)]
-
-    def test_a_backward_of_the_user_sees_the_loss_divided(self) -> None:
-        module = Overriding()
-        backward_of(module)(module.loss(), 0.25, 4)
-        assert module.losses == 13 / 4
-        torch.testing.assert_close(module.weight.grad, 2 / 4 * GRADIENT, rtol=1e-15, atol=0)
-
-
-class TestScaler:
-    def test_the_gradient_is_scaled_once(self) -> None:
-        module = Weights()
-        backward_of(module, GradScaler("cpu", init_scale=16.0))(module.loss(), 0.5, 2)
-        torch.testing.assert_close(module.weight.grad, 8 * GRADIENT, rtol=1e-15, atol=0)
-
 
 class TestManual:
-    def test_arguments_of_the_user_are_passed_on(self) -> None:
-        module = Weights()
-        loss = module.loss()
-        backward = backward_of(module)
-        backward.manual(loss, retain_graph=True)
-        backward.manual(loss)
-        torch.testing.assert_close(module.weight.grad, 2 * GRADIENT, rtol=1e-15, atol=0)
-
     def test_a_loss_that_is_no_tensor_is_refused(self) -> None:
         with pytest.raises(StepError, match=r"takes the loss as a tensor, not 3\.0 of type float"):
             backward_of(Weights()).manual(3.0)  # type: ignore[arg-type]
