@@ -246,7 +246,7 @@ def _event_style(kind: str) -> str:
 
 def pipeline_section(step: PipelineStep | None) -> Markup | None:
     """Draw the computations of each stage over time."""
-    if step is None or not step.spans:
+    if step is None or not step.timeline.spans:
         return None
     note_element = None
     if step.note:
