@@ -14,10 +14,8 @@ from equipoise.callbacks.memory.phase_readings import (
     ByPhase,
     Readings,
     by_device,
-    largest_by_phase,
     metrics_of,
     points_of,
-    readings_of_ranks,
     thin_out,
     to_mib,
     with_largest,
@@ -28,6 +26,7 @@ from equipoise.interop.adapters import check_feature
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.validation import check_whole, is_whole
 
 __all__ = ["MemoryLogger"]
@@ -153,9 +152,8 @@ class MemoryLogger(Callback):
             return
         fit.start_training(trainer.global_step)
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
-            leaks = load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started)
-            fit.watch_leaks(leaks)
-            self._check_leaks(fit, leaks.start)
+            fit.watch_leaks(load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started))
+            self._check_leaks(fit, fit.leaks.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Stop to record at the end of a run, or after a failure."""
@@ -257,7 +255,7 @@ class MemoryLogger(Callback):
             return
         self._end_detail(trainer, fit)
         if trainer.world_size > 1:
-            self._gather(trainer, pl_module, fit)
+            self._gather(trainer, fit)
         if fit.leaks is not None:
             seconds = monotonic() - fit.epoch_start
             self._check_leaks(fit, partial(fit.leaks.after_epoch, trainer.global_step, seconds))
@@ -307,20 +305,20 @@ class MemoryLogger(Callback):
         self.timeline += points_of(readings, step, seconds)
         thin_out(self.timeline)
 
-    def _gather(self, trainer: Any, pl_module: LightningModule, fit: RunState) -> None:
+    def _gather(self, trainer: Any, fit: RunState) -> None:
         """Log in the main process the largest readings of the epoch of all processes."""
-        # Each process of such a run has one device.
-        device = fit.readings.devices[0]
-        rows = largest_by_phase(fit.take_largest(), str(device))
-        gathered: Any = pl_module.all_gather(torch.tensor(rows, device=pl_module.device))
+        gathered = gather_objects(fit.take_largest())
         if trainer.global_rank != 0:
             return
-        readings = readings_of_ranks(gathered.tolist(), device.type)
-        # The main process has logged its own readings already.
-        of_other_ranks = {}
-        for key, reading in readings.items():
-            if not key[0].startswith("rank 0 "):
-                of_other_ranks[key] = reading
+        readings: ByPhase = {}
+        of_other_ranks: ByPhase = {}
+        for rank, of_rank in enumerate(gathered):
+            for (device, phase), reading in of_rank.items():
+                key = (f"rank {rank} {torch.device(device).type}", phase)
+                readings[key] = reading
+                # The main process has logged its own readings already.
+                if rank:
+                    of_other_ranks[key] = reading
         self._store(of_other_ranks, trainer.global_step)
         self._log(trainer, metrics_of(of_other_ranks), by_device(readings))
 
