@@ -120,13 +120,13 @@ class MemoryLogger(Callback):
         self.phases: list[Composition] = []
         self.leaks: list[Any] = []
         self.started = 0.0
-        self._fit: RunState | None = None
+        self._fit = RunState()
         # True if the phases of the present batch are read.
         self._due = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the results, without the state of a run."""
-        return copied_state(self, _fit=None)
+        return copied_state(self, _fit=RunState())
 
     # Start and end of a run
 
@@ -142,14 +142,11 @@ class MemoryLogger(Callback):
         detail_steps: list[int] = []
         if self.detail == "modules":
             detail_steps = sorted(self.detail_steps)
-        devices = _devices_of(trainer.strategy)
-        self._fit = RunState(readings=Readings(devices), detail_steps=detail_steps)
+        self._fit = RunState(Readings(_devices_of(trainer.strategy)), detail_steps)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to watch for leaks. Objects that exist now are none."""
         fit = self._fit
-        if fit is None:
-            return
         fit.start_training(trainer.global_step)
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
             fit.watch_leaks(load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started))
@@ -158,11 +155,10 @@ class MemoryLogger(Callback):
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Stop to record at the end of a run, or after a failure."""
         fit = self._fit
-        self._fit = None
+        self._fit = RunState()
         self._due = False
-        if fit is not None:
-            self._end_detail(trainer, fit)
-            fit.stop_leaks()
+        self._end_detail(trainer, fit)
+        fit.stop_leaks()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the memory of the failed step."""
@@ -172,15 +168,11 @@ class MemoryLogger(Callback):
 
     def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """Begin a batch that was read from the loader."""
-        fit = self._fit
-        if fit is not None:
-            self._begin(trainer, fit)
+        self._begin(trainer, self._fit)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the memory after the transfer of a batch."""
         fit = self._fit
-        if fit is None:
-            return
         # Lightning's Trainer does not call `on_before_batch_to_device`.
         if not fit.batch_begun:
             self._begin(trainer, fit)
@@ -192,8 +184,6 @@ class MemoryLogger(Callback):
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Any) -> None:
         """Read the memory after a forward."""
         fit = self._fit
-        if fit is None:
-            return
         if self._due:
             fit.readings.read("forward")
         if fit.ledger is not None:
@@ -202,8 +192,6 @@ class MemoryLogger(Callback):
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Read the memory after a backward."""
         fit = self._fit
-        if fit is None:
-            return
         if self._due:
             fit.readings.read("backward")
         if fit.ledger is not None:
@@ -214,8 +202,6 @@ class MemoryLogger(Callback):
     ) -> None:
         """Record the readings of the batch, and check for leaks after a step of the optimiser."""
         fit = self._fit
-        if fit is None:
-            return
         fit.batch_begun = False
         if not fit.busy and not self._due:
             return
@@ -245,14 +231,11 @@ class MemoryLogger(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the time at which an epoch starts."""
-        if self._fit is not None:
-            self._fit.start_epoch()
+        self._fit.start_epoch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather the readings of all processes, and search all tensors for leaks."""
         fit = self._fit
-        if fit is None:
-            return
         self._end_detail(trainer, fit)
         if trainer.world_size > 1:
             self._gather(trainer, fit)
@@ -264,15 +247,13 @@ class MemoryLogger(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the peaks before an evaluation."""
-        if self._fit is not None:
-            self._fit.readings.reset()
+        self._fit.readings.reset()
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Record the memory of an evaluation."""
-        fit = self._fit
-        if fit is not None and not trainer.sanity_checking:
-            fit.readings.read("evaluation")
-            self._record(trainer, pl_module, fit)
+        if not trainer.sanity_checking:
+            self._fit.readings.read("evaluation")
+            self._record(trainer, pl_module, self._fit)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

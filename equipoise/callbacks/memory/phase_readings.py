@@ -39,11 +39,7 @@ ByPhase = dict[tuple[str, str], Reading]
 
 
 class Readings:
-    """Read devices at the end of phases.
-
-    Args:
-        devices: The devices.
-    """
+    """Read devices at the end of phases."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)

@@ -19,7 +19,7 @@ _FIRST_LEAK_CHECK = 100
 
 @dataclass
 class RunState:
-    """State of one run.
+    """State of one run; without arguments, that between two runs.
 
     Attributes:
         readings: Reads the devices.
@@ -36,8 +36,8 @@ class RunState:
         busy: True while every batch is examined, not only one in `every_n_steps`.
     """
 
-    readings: Readings
-    detail_steps: list[int]
+    readings: Readings = field(default_factory=lambda: Readings([]))
+    detail_steps: list[int] = field(default_factory=list)
     leaks: Any = None
     batches: int = 0
     batch_begun: bool = False

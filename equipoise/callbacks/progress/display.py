@@ -75,7 +75,8 @@ class Layout:
         # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
         for choice in range(self._choices.get(index, 0), len(layouts)):
             bar, columns = layouts[choice]
-            line = _SPACE.join(filter(None, [label, self._bar(track, bar), *columns]))
+            parts = [label, self._bar(track, bar), *columns]
+            line = _SPACE.join(filter(None, parts))
             if line.cell_len <= self._width:
                 break
         self._choices[index] = choice
@@ -91,7 +92,9 @@ class Layout:
     def _bar(self, track: Track, width: int) -> Text:
         """Draw the bar, with a resolution of half a cell except in ASCII."""
         # 1. Count the cells that are done, in halves.
-        fraction = min(1.0, track.done / track.total) if track.total else 0.0
+        fraction = 0.0
+        if track.total:
+            fraction = min(1.0, track.done / track.total)
         full, half = divmod(int(fraction * width * 2), 2)
         # 2. Draw them, and the rest.
         if self.ascii_only:
@@ -109,7 +112,9 @@ class Layout:
         """Shorten a line in place if it is too long, and mark its end by dots."""
         if line.cell_len <= self._width:
             return
-        dots = "..." if self.ascii_only else "…"
+        dots = "…"
+        if self.ascii_only:
+            dots = "..."
         line.truncate(max(0, self._width - len(dots)), overflow="crop")
         line.append(dots[: self._width], "dim")
 
@@ -120,7 +125,11 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Te
     all_but_values = (count, _rate(track), _clock(track, now))
     short = (count, _short_clock(track, now))
     # Without a total there is no bar.
-    wide_bars, narrow_bar = (_WIDE_BARS, _NARROW_BAR) if track.total else ((0,), 0)
+    wide_bars: tuple[int, ...] = (0,)
+    narrow_bar = 0
+    if track.total:
+        wide_bars = _WIDE_BARS
+        narrow_bar = _NARROW_BAR
     return [
         *((bar, (*all_but_values, values)) for bar in wide_bars),
         *((bar, all_but_values) for bar in wide_bars),
@@ -131,7 +140,10 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Te
 
 def _rate(track: Track) -> Text:
     """Format the rate; empty if it is unknown."""
-    return Text("" if track.rate is None else format_rate(track.rate), "dim")
+    text = ""
+    if track.rate is not None:
+        text = format_rate(track.rate)
+    return Text(text, "dim")
 
 
 def _clock(track: Track, now: float) -> Text:
@@ -182,5 +194,7 @@ def _metrics(metrics: Metrics) -> Text:
         style = ""
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
-        texts.append(Text.assemble((f"{printable(name)} ", "dim"), (format_number(value), style)))
+        label = printable(name)
+        text = Text.assemble((f"{label} ", "dim"), (format_number(value), style))
+        texts.append(text)
     return _SPACE.join(texts)

@@ -31,15 +31,7 @@ _LONGEST_VALUE = 500
 
 
 def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, folder: Path) -> RunRecord:
-    """Collect the facts of a fit.
-
-    Args:
-        trainer: The trainer of the fit: ours or Lightning's.
-        module: The trained module.
-        fit: Its counts and times.
-        curves: Its learning curves.
-        folder: Folder of the run's files.
-    """
+    """Collect the facts of a fit."""
     memory_logger = memory_logger_of(trainer)
     return RunRecord(
         title=type(module).__name__,
@@ -60,11 +52,7 @@ def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, fo
 
 
 def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:
-    """Return the search of the first LearningRateFinder that has made one, None without a search.
-
-    Args:
-        callbacks: The callbacks of a trainer.
-    """
+    """Return the search of the first LearningRateFinder that has made one, None without a search."""
     for callback in callbacks:
         if not is_a(callback, LearningRateFinder) or callback.optimal_lr is None:
             continue

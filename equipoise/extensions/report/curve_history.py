@@ -31,7 +31,7 @@ class StepCurve:
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        self._points: dict[int, float] = {}
+        self._points: Curve = {}
         if state is not None:
             self._points = dict(zip(state["steps"], state["values"], strict=True))
 
@@ -48,16 +48,12 @@ class StepCurve:
             thinned = thin(points, _MOST_POINTS // 2)
             self._points = dict(thinned)
 
-    def points(self) -> dict[int, float]:
+    def points(self) -> Curve:
         """Return the values by step, in the order of steps."""
         return dict(sorted(self._points.items()))
 
     def drop_from(self, step: int) -> None:
-        """Forget the values of a step and later ones.
-
-        Args:
-            step: The first step to forget.
-        """
+        """Forget the values of a step and later ones."""
         self._points = {earlier: value for earlier, value in self._points.items() if earlier < step}
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,14 +96,14 @@ class CurveHistory:
 
     # Recorded curves.
 
-    def step_curves(self) -> Mapping[str, Mapping[float, float]]:
+    def step_curves(self) -> Mapping[str, Curve]:
         """Return for every metric's name its values by step, thinned if there are many."""
         return {name: curve.points() for name, curve in self._by_step.items()}
 
     def epoch_ends(self) -> dict[int, int]:
         """Return the last step of each epoch, by epochs done; thinned if there are many."""
         points = self._epochs.points()
-        return {int(epoch): step for step, epoch in points.items()}
+        return {int(epoch): int(step) for step, epoch in points.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far."""

@@ -210,10 +210,6 @@ def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
     """Return a function from the batch that `on_train_batch_end` receives to the number of samples of the step.
 
     That function returns None if the number is unknown.
-
-    Args:
-        trainer: The trainer of the fit.
-        module: The user's module.
     """
     # The hook receives only the last of the batches that such a step pulls.
     if takes_iterator(module, "training_step"):

@@ -68,11 +68,7 @@ def memory_logger_of(trainer: Any) -> Any:
 
 
 def peaks_of(trainer: Any) -> dict[str, int]:
-    """Return the peak of each device in bytes: that of the steps where a MemoryLogger has read it, else of the process.
-
-    Args:
-        trainer: The trainer of the fit.
-    """
+    """Return the peak of each device in bytes, of the steps where a MemoryLogger has read it, else of the process."""
     peaks: dict[str, int] = {}
     for point in getattr(memory_logger_of(trainer), "timeline", ()):
         # Some devices keep no peak.

@@ -3,13 +3,12 @@
 Of several stages on a device later ones are paler.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from equipoise.extensions.pipeline.schedule.schedule import Action
 from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.extensions.report.page.charts import tick_words
-from equipoise.extensions.report.page.markup import Markup, tag
+from equipoise.extensions.report.page.markup import Markup, heading, legend, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
 from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
@@ -20,8 +19,7 @@ __all__ = ["pipeline_chart"]
 _ROW = 30
 _GAP = 6
 _BOTTOM = 24
-# Width of a character in pixels, and the longest name of a row in characters.
-_CHARACTER = 6.3
+# Characters of the longest name of a row.
 _LONGEST_NAME = 24
 # Opacity of a device's second stage, and of its last.
 _PALE = 0.5
@@ -92,10 +90,9 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     note = f"idle {timeline.idle:.0%} of {format_span(length)}"
     if len(boxes) < len(timeline.spans):
         note += f"; the first {len(boxes):,} of {len(timeline.spans):,} boxes"
-    heading = tag("h3", title, tag("span", note, class_="note"))
-    head = tag("figcaption", heading, _legend(step))
-    names = [_named(f"{row_kind} {row}", step, row) for row in rows]
-    body = tag("div", _labels(names, height), picture, class_="axes")
+    head = tag("figcaption", heading("h3", title, note), _legend(step))
+    names = [(_shortened(_named(f"{row_kind} {row}", step, row)), _baseline(row)) for row in rows]
+    body = tag("div", word_column(names, height + _BOTTOM), picture, class_="axes")
     return tag("figure", head, body, class_="chart")
 
 
@@ -138,19 +135,13 @@ def _baseline(row: int) -> int:
 
 def _legend(step: PipelineStep) -> Markup:
     phases = {_phase(span.action) for span in step.timeline.spans}
-    entries = []
     # Only a schedule that splits its backward has gradients of weights.
-    for phase, name in _PHASES.items():
-        if phase in phases:
-            entries.append(_legend_entry(f"p-{phase}", name))
-    entries.append(_legend_entry("waits", "idle"))
+    entries = [(f"p-{phase}", name) for phase, name in _PHASES.items() if phase in phases]
+    entries.append(("waits", "idle"))
+    further = []
     if step.timeline.stages_per_device > 1:
-        entries.append(tag("li", "paler: later stages"))
-    return tag("ul", *entries, class_="legend")
-
-
-def _legend_entry(style: str, name: str) -> Markup:
-    return tag("li", tag("i", class_=f"key {style}"), name)
+        further.append(tag("li", "paler: later stages"))
+    return legend(entries, *further)
 
 
 def _phase(action: Action) -> str:
@@ -208,32 +199,6 @@ def _opacity(earlier: int, stages_per_device: int) -> str | None:
     # The opacity falls evenly from the second stage to the last.
     fading = (_PALE - _PALEST) / max(1, stages_per_device - 2)
     return f"{_PALE - fading * (earlier - 1):.2f}"
-
-
-def _labels(rows: Sequence[str], height: int) -> Markup:
-    """Draw the names of the rows: a column of its own, as wide as its words."""
-    names = [_shortened(name) for name in rows]
-    width = 10 + round(_CHARACTER * max(map(len, names)))
-    texts = []
-    for row, name in enumerate(names):
-        # Names end 8 pixels before the picture.
-        texts.append(
-            tag(
-                "text",
-                name,
-                x=width - 8,
-                y=_baseline(row),
-                text_anchor="end",
-            )
-        )
-    return tag(
-        "svg",
-        *texts,
-        class_="labels",
-        width=width,
-        height=height + _BOTTOM,
-        aria_hidden="true",
-    )
 
 
 def _shortened(name: str) -> str:

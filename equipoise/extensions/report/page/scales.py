@@ -4,14 +4,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from equipoise.formats import Unit
 
 __all__ = ["Point", "Scale", "make_scale", "thin"]
 
 Point = tuple[float, float]
-X = TypeVar("X", int, float)
 
 # Larger values are cut to this one: the difference of two values must stay finite.
 _LARGEST = 1e300
@@ -191,7 +189,7 @@ def _first_from(span: float, steps: Sequence[int], size: float) -> float:
     raise AssertionError(f"No step is as long as {span}.")
 
 
-def thin(points: Sequence[tuple[X, float]], most: int) -> list[tuple[X, float]]:
+def thin(points: Sequence[Point], most: int) -> list[Point]:
     """Take points out of a long line without a visible change.
 
     Of each stretch across stay the least and the greatest value and the first that is no finite number. Both ends stay.
