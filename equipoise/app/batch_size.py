@@ -48,10 +48,6 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
 def check_has_number(values: Mapping[str, Any], command: str) -> None:
     """Refuse "auto" as the size of a command that searches none.
 
-    Args:
-        values: The whole configuration.
-        command: The command.
-
     Raises:
         ConfigurationError: If `data.batch_size` is "auto".
     """

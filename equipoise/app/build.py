@@ -31,9 +31,6 @@ _PACKAGES_OF_LOGGERS = {
 def plain_values(config: DictConfig) -> dict[str, Any]:
     """Return a configuration as plain values, with every interpolation resolved.
 
-    Args:
-        config: The composed configuration.
-
     Raises:
         ConfigurationError: If a value is missing.
     """
@@ -47,9 +44,6 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
 
 def check_values(values: Mapping[str, Any]) -> None:
     """Check a whole configuration before anything is built: its keys, the targets, and their arguments.
-
-    Args:
-        values: The configuration, as `plain_values` returns it.
 
     Raises:
         ConfigurationError: If a key, a `_target_`, or the name or type of an argument is wrong.
@@ -139,12 +133,7 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
 
 
 def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Any:
-    """Build the trainer with its strategy, callbacks and loggers.
-
-    Args:
-        values: The whole configuration, as `check_values` has accepted it.
-        callbacks: Callbacks besides the configured ones. Default: none.
-    """
+    """Build the trainer with its strategy, callbacks and loggers."""
     # 1. The objects that the trainer uses.
     more: dict[str, Any] = {}
     for group in ("callbacks", "logger"):
@@ -170,9 +159,6 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
     """Return the checkpoint that a run begins from.
 
     "best" and "last" mean checkpoints of an earlier run, as this one has none yet.
-
-    Args:
-        values: The whole configuration.
 
     Returns:
         A path; None for no checkpoint; "last" if there is no earlier run of a job that a launcher may start again.

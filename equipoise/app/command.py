@@ -42,9 +42,6 @@ class Command:
 def find_command(name: str) -> Command:
     """Return an added command.
 
-    Args:
-        name: Its name.
-
     Raises:
         ConfigurationError: If no package adds it, or it cannot be loaded.
     """

@@ -7,6 +7,7 @@ Hydra looks for configurations in the user's folders, then in `equipoise/conf`, 
 are derived here from the constructors of the trainer, the strategies, the callbacks and the launchers.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,19 +29,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.build import check_values, plain_values
-from equipoise.app.config.checks import GROUPS
-from equipoise.app.config.import_paths import import_paths
+from equipoise.app.config.checks import GROUPS, import_paths
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.config.unused_keys import warn_of_unused_keys
 from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
-from equipoise.app.launched import is_first, launched_rank, refuse_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
 from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
+from equipoise.app.torchrun import is_first, launched_rank, refuse_sweep
 from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
@@ -247,21 +247,22 @@ def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
 def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Print the type, default, present value and meaning of keys.
 
-    Args:
-        keys: The keys, such as "trainer.max_epochs".
-        arguments: The overrides of the command line.
-        folders: As for `main`.
-
     Raises:
         ConfigurationError: If there is no such key, or the configuration cannot be composed.
     """
+    with _composed(arguments, folders) as config:
+        descriptions = [describe_key(config, key) for key in keys]
+    print("\n\n".join(descriptions))
+
+
+@contextlib.contextmanager
+def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[DictConfig]:
+    """Compose a configuration without a run. In the block, classes beside the folders can be imported."""
     _SearchPath.folders = folders[1:]
     try:
         with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-            config = hydra.compose("config", overrides=list(arguments))
-            descriptions = [describe_key(config, key) for key in keys]
-            print("\n\n".join(descriptions))
-    except (HydraException, OmegaConfBaseException) as error:
+            yield hydra.compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigurationError(explain(error, folders)) from error
 
 
@@ -277,18 +278,14 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
         ConfigurationError: If the configuration cannot be composed, or a value is wrong.
     """
     arguments = [*translate(arguments, folders), f"output_dir='{output}'"]
-    _SearchPath.folders = folders[1:]
     try:
-        with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-            config = hydra.compose("config", overrides=arguments)
+        with _composed(arguments, folders) as config:
             warn_of_unused_keys(config, arguments)
             values = plain_values(config)
             values["stage"] = "fit"
             check_values(values)
     except MisconfigurationException as error:
         raise ConfigurationError(str(error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigurationError(explain(error, folders)) from error
     return values
 
 

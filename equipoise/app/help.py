@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from equipoise.app.config.annotations import parameters_of
 from equipoise.app.config.checks import GROUPS, locate
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
@@ -143,7 +144,7 @@ def _describe_part(part: DictConfig, key: str) -> Iterator[str]:
 
     # 2. Its arguments, in the order of the signature.
     meanings = _meanings_of(part)
-    for name in inspect.signature(target).parameters:
+    for name in parameters_of(target):
         if name not in part and name not in meanings:
             continue
         yield ""
@@ -162,12 +163,7 @@ def _parameter(mapping: DictConfig, name: str) -> inspect.Parameter | None:
     target = _target(mapping)
     if target is None:
         return None
-    try:
-        signature = inspect.signature(target)
-    except ValueError:
-        # Some builtins have no signature.
-        return None
-    return signature.parameters.get(name)
+    return parameters_of(target).get(name)
 
 
 def _meanings_of(part: DictConfig) -> dict[str, str]:
@@ -188,9 +184,6 @@ def _meanings_of(part: DictConfig) -> dict[str, str]:
 
 def arguments_in(docstring: str) -> dict[str, str]:
     """Return the entries below "Args:" in a docstring.
-
-    Args:
-        docstring: The text, without a common indentation.
 
     Returns:
         The text of each name, in one line.

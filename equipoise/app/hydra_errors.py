@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import equipoise
-from equipoise.app.config.checks import GROUPS, KEYS, takes_argument
-from equipoise.app.config.import_paths import import_paths
+from equipoise.app.config.checks import GROUPS, KEYS, import_paths, takes_argument
 from equipoise.app.config.suggestions import did_you_mean
 
 __all__ = ["explain", "options"]

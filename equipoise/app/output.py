@@ -118,9 +118,6 @@ def without_empty_folder(output: Path) -> Iterator[None]:
 
     Hydra creates the folder before it calls the task. Folders above it, such as that of the day, are removed if they
     are empty, too.
-
-    Args:
-        output: The folder of the run.
     """
     try:
         yield
@@ -130,11 +127,7 @@ def without_empty_folder(output: Path) -> Iterator[None]:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder, and those above it, as far as they are empty, up to the working folder.
-
-    Args:
-        folder: The folder.
-    """
+    """Remove a folder, and those above it, as far as they are empty, up to the working folder."""
     working_folder = Path.cwd()
     folder = folder.absolute()
     # The first folder that is not empty raises an error, which ends the loop.

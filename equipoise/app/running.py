@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
 from equipoise.app.hydra_errors import explain
-from equipoise.app.launched import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.app.output import keep_metrics, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
+from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 

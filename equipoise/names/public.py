@@ -105,9 +105,6 @@ def _modules_by_name(package: str) -> dict[str, str]:
 def names_of(package: str) -> list[str]:
     """Return the public names of a package, in alphabetical order.
 
-    Args:
-        package: Its full name.
-
     Example:
         >>> names_of("equipoise.trainer")
         ['CLITrainer', 'Trainer', 'merge_shards', 'split_ensemble']
@@ -116,11 +113,7 @@ def names_of(package: str) -> list[str]:
 
 
 def lazy_getattr(package: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which imports a public name on its first use.
-
-    Args:
-        package: The full name of the package.
-    """
+    """Return a module's `__getattr__`, which imports a public name on its first use."""
     modules_by_name = _modules_by_name(package)
 
     def __getattr__(name: str) -> Any:
@@ -148,11 +141,7 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
 
 
 def lazy_dir(package: str) -> Callable[[], list[str]]:
-    """Return a module's `__dir__`, which lists all public names, imported or not.
-
-    Args:
-        package: The full name of the package.
-    """
+    """Return a module's `__dir__`, which lists all public names, imported or not."""
 
     def __dir__() -> list[str]:
         names = set(vars(sys.modules[package]))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["accepts", "check_types"]
+__all__ = ["accepts", "check_types", "parameters_of"]
 
 _NUMBERS = (int, float)
 
@@ -51,11 +51,7 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
         >>> def net(width: int, dropout: float | None = None): ...
         >>> check_types(net, {"width": 64, "dropout": 0.5}, "module")
     """
-    try:
-        parameters = inspect.signature(target).parameters
-    except ValueError:
-        # Some builtins have no signature.
-        return
+    parameters = parameters_of(target)
     for name, value in values.items():
         parameter = parameters.get(name)
         if parameter is None:
@@ -68,6 +64,14 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
         if _agrees_with_default(annotation, parameter):
             message = _contradiction(target, f"{key}.{name}", annotation, value)
             raise ConfigurationError(message)
+
+
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or function by name. A builtin without a signature takes any arguments."""
+    try:
+        return inspect.signature(target).parameters
+    except ValueError:
+        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value: Any) -> str:

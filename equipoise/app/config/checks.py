@@ -1,14 +1,17 @@
 """Check a composed configuration: mistyped outermost keys, missing classes, wrong arguments."""
 
-import inspect
+import contextlib
 import pkgutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import Parameter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from equipoise.app.config.annotations import check_types
+from equipoise.app.config.annotations import check_types, parameters_of
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 
@@ -20,6 +23,7 @@ __all__ = [
     "check_objective",
     "check_targets",
     "constructor_default",
+    "import_paths",
     "locate",
     "takes_argument",
 ]
@@ -42,9 +46,6 @@ def check_keys(values: Mapping[str, Any]) -> None:
     """Check the outermost keys of a configuration.
 
     The user may add keys, unless they look like misspelt ones of Equipoise.
-
-    Args:
-        values: The whole configuration.
 
     Raises:
         ConfigurationError: If a key is misspelt, there is no module, or a value is of a wrong type.
@@ -102,6 +103,17 @@ def check_objective(objective: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def import_paths(folders: Sequence[Path]) -> Iterator[None]:
+    """Put the parents of folders on Python's path, so that a `_target_` can be imported from there."""
+    path = sys.path.copy()
+    sys.path[:0] = [str(folder.parent) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
 def locate(path: str, key: str) -> Callable[..., Any]:
     """Import the class or function that a `_target_` names.
 
@@ -137,28 +149,18 @@ def locate(path: str, key: str) -> Callable[..., Any]:
 def takes_argument(path: str, name: str) -> bool:
     """Return True if a class or function has a parameter of this name; False if it cannot be imported.
 
-    Args:
-        path: The dotted path of the class or function.
-        name: The name.
-
     Example:
         >>> takes_argument("fractions.Fraction", "numerator")
         True
     """
     try:
-        parameters = inspect.signature(locate(path, "")).parameters
-    except (ConfigurationError, ValueError):
-        # Some builtins have no signature.
+        return name in parameters_of(locate(path, ""))
+    except ConfigurationError:
         return False
-    return name in parameters
 
 
 def constructor_default(path: str, parameter: str) -> Any:
     """Return the default that a class or function has for a parameter.
-
-    Args:
-        path: The dotted path of the class or function.
-        parameter: The name of the parameter.
 
     Returns:
         The default; None if there is no such parameter or no default.
@@ -170,26 +172,14 @@ def constructor_default(path: str, parameter: str) -> Any:
         >>> constructor_default("lightning.pytorch.callbacks.ModelCheckpoint", "mode")
         'min'
     """
-    target = locate(path, "callbacks")
-    try:
-        signature = inspect.signature(target)
-    except ValueError:
-        # Some builtins have no signature.
-        return None
-    description = signature.parameters.get(parameter)
+    description = parameters_of(locate(path, "callbacks")).get(parameter)
     if description is None or description.default is description.empty:
         return None
     return description.default
 
 
 def _import(name: str, package: ModuleType | None, message_start: str) -> ModuleType:
-    """Import a module, or raise an error that gives the reason.
-
-    Args:
-        name: The full name of the module.
-        package: The package that should contain it; None for an outermost module.
-        message_start: The beginning of the message.
-    """
+    """Import a module, or raise an error that gives the reason."""
     # 1. The module is there, unless it is the one that is missing.
     try:
         return import_module(name)
@@ -265,14 +255,9 @@ def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) 
 def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
     """Check that a target takes these arguments, and needs no others."""
     # 1. Read the signature.
-    try:
-        signature = inspect.signature(target)
-    except ValueError:
-        # Some builtins have no signature.
-        return
-    parameters: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     takes_any_name = False
-    for parameter in signature.parameters.values():
+    for parameter in parameters_of(target).values():
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             parameters[parameter.name] = parameter
         if parameter.kind is parameter.VAR_KEYWORD:

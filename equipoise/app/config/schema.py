@@ -1,20 +1,16 @@
 """Structured configurations derived from the signatures of constructors.
 
-A parameter becomes a field of the same name and default. The field has the parameter's type if a configuration can
-check that. Otherwise, as for a count or a list of devices, it has the type `Any`, and the constructor checks the value.
+A parameter becomes a field of the same name and default. Its values are checked later, as those of the user's own
+classes are, by `annotations`.
 """
 
 import enum
 import inspect
-import os
 import re
-import sys
-import types
-import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 import torch
 
@@ -53,7 +49,8 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         default = _default(parameter.default)
         if default is None:
             continue
-        field_type = _field_type(parameter, target)
+        # An unquoted 2024 on a command line becomes a text where one is expected.
+        field_type = parameter.annotation if parameter.annotation in (str, str | None) else Any
         fields.append((parameter.name, field_type, default))
     return make_dataclass(f"{target.__name__}Config", fields)
 
@@ -89,67 +86,3 @@ def _default(value: Any) -> Any | None:
 
 def _are_plain(values: Iterable[Any]) -> bool:
     return all(isinstance(value, _PLAIN) for value in values)
-
-
-def _field_type(parameter: inspect.Parameter, target: type) -> Any:
-    """Return a type that OmegaConf can check, for a parameter."""
-    names = vars(sys.modules[target.__module__])
-    annotated = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-    try:
-        hints = typing.get_type_hints(annotated, names)
-    except NameError:
-        # A name that is imported for type checking alone cannot be evaluated.
-        return Any
-    checkable = _checkable(hints[parameter.name])
-    if checkable is Any:
-        return Any
-    if parameter.default is None:
-        return checkable | None
-    return checkable
-
-
-def _checkable(annotation: Any) -> Any:
-    """Return the type that OmegaConf can check in place of an annotation; Any if there is none."""
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if origin in (Union, types.UnionType):
-        return _checkable_union(arguments)
-    if origin is Literal:
-        # OmegaConf knows no literals; it checks their types.
-        kinds = tuple({type(value) for value in arguments})
-        if not _are_plain_types(kinds):
-            return Any
-        return Union[kinds]  # noqa: UP007
-    if origin in (list, dict):
-        if arguments and _are_plain_types(arguments):
-            return annotation
-        return Any
-    if annotation is Path:
-        return str
-    if os.PathLike in (origin, annotation):
-        return str
-    if annotation in _PLAIN:
-        return annotation
-    return Any
-
-
-def _checkable_union(arguments: tuple[Any, ...]) -> Any:
-    """Return the union of the types that OmegaConf can check; it knows no unions with lists or dictionaries."""
-    members = []
-    for argument in arguments:
-        if argument is not types.NoneType:
-            member = _checkable(argument)
-            members.append(member)
-    if Any in members:
-        return Any
-    if len(members) > 1:
-        for member in members:
-            if typing.get_origin(member) in (list, dict):
-                return Any
-    if types.NoneType in arguments:
-        members.append(None)
-    return Union[tuple(members)]  # noqa: UP007
-
-
-def _are_plain_types(kinds: Iterable[Any]) -> bool:
-    return all(kind in _PLAIN for kind in kinds)

@@ -21,10 +21,6 @@ def warn_of_unused_keys(config: DictConfig, overrides: Sequence[str]) -> None:
     """Warn of keys that `+key=value` has added, if neither Equipoise nor another value of the configuration reads them.
 
     Keys in files are not looked at: a project may keep notes there.
-
-    Args:
-        config: The composed configuration.
-        overrides: The overrides of the command line.
     """
     values: Any = OmegaConf.to_container(config, resolve=False)
     # The names of folders may refer to keys, too.

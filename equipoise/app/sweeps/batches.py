@@ -32,9 +32,6 @@ class JobRunner(Protocol):
 def launcher_of(config: DictConfig) -> JobRunner:
     """Return the launcher that a sweep has chosen.
 
-    Args:
-        config: Configuration of the sweep.
-
     Raises:
         ConfigurationError: If an option of the launcher is wrong.
     """

@@ -56,9 +56,6 @@ def current_results() -> SweepResults | None:
 def results_of_other_launchers(results: SweepResults) -> Iterator[str]:
     """Add the results of noted jobs at the end of a sweep, however that ends.
 
-    Args:
-        results: The results of the sweep.
-
     Yields:
         The folder of notes.
     """

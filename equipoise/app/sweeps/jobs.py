@@ -36,15 +36,7 @@ class SweepJob:
     def create(
         cls, number: int, overrides: Sequence[str], config: DictConfig, task: TaskFunction, callbacks: Any
     ) -> "SweepJob":
-        """Return a job whose folder is known, and whose configuration chooses no launcher any more.
-
-        Args:
-            number: Number of the job in the sweep.
-            overrides: Its overrides.
-            config: Its configuration, as Hydra's loader returns it.
-            task: Function to call with the configuration.
-            callbacks: Hydra's callbacks.
-        """
+        """Return a job whose folder is known, and whose configuration chooses no launcher any more."""
         # 1. Classes of our own structured configurations are not sent: their values have been checked.
         content: Any = OmegaConf.to_container(config, resolve=False)
         content["launcher"] = None
@@ -66,11 +58,7 @@ class SweepJob:
         return cls(number, tuple(overrides), plain, folder, task, callbacks)
 
     def with_trainer(self, arguments: Mapping[str, Any]) -> "SweepJob":
-        """Return the job with other arguments of its trainer.
-
-        Args:
-            arguments: The arguments by their names.
-        """
+        """Return the job with other arguments of its trainer."""
         config = self.config.copy()
         config.trainer.update(arguments)
         return replace(self, config=config)

@@ -174,10 +174,6 @@ def _direction_of_mode(mode: str | None, default: str) -> str:
 def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | list[float] | None:
     """Return the value of a finished run by which the sweeper compares runs.
 
-    Args:
-        config: The configuration of the run.
-        metrics: The metrics that the run ended with.
-
     Returns:
         A number; a list of numbers if `objective` is a list; None if there is no objective.
 
@@ -215,11 +211,7 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
 
 
 def objectives_of(config: DictConfig) -> list[str]:
-    """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors.
-
-    Args:
-        config: The configuration of a run.
-    """
+    """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors."""
     objective = config.get("objective")
     if objective is None:
         monitored = list(_monitored(config))
@@ -257,11 +249,7 @@ def _argument(node: DictConfig, name: str) -> Any:
 
 
 def reads_values(sweeper: DictConfig) -> bool:
-    """Return whether a sweeper reads the values of its trials; Hydra's own, and classes derived from it, do not.
-
-    Args:
-        sweeper: The configuration of the sweeper.
-    """
+    """Return whether a sweeper reads the values of its trials; Hydra's own, and classes derived from it, do not."""
     try:
         sweeper_class = hydra.utils.get_class(sweeper["_target_"])
     except (HydraException, ImportError, ValueError):

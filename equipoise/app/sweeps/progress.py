@@ -51,21 +51,13 @@ def callbacks_of_job() -> list[Callback]:
 
 
 def report_metrics(metrics: Mapping[str, float]) -> None:
-    """Report the metrics with which a run has ended.
-
-    Args:
-        metrics: The values by their names.
-    """
+    """Report the metrics with which a run has ended."""
     for receive in _receivers:
         receive(Progress(metrics))
 
 
 class JobProgress(Callback):
-    """Reports the metrics of each epoch. Reading them waits for the device once an epoch.
-
-    Args:
-        receive: Receives the reports.
-    """
+    """Reports the metrics of each epoch. Reading them waits for the device once an epoch."""
 
     uses_outputs = False
 

@@ -91,11 +91,7 @@ def _has_devices(results: SweepResults) -> bool:
 
 
 def live_table(results: SweepResults) -> Table:
-    """Return the table of jobs as they are now.
-
-    Args:
-        results: The results of the sweep.
-    """
+    """Return the table of jobs as they are now."""
     ended = sum(job.has_ended for job in results.jobs)
     title = f"{ended} of {len(results.jobs)} jobs have ended"
     # A screen shows no more than its height.
@@ -122,11 +118,7 @@ def _rows_to_show(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def closing_table(results: SweepResults) -> Table:
-    """Return the table of all results.
-
-    Args:
-        results: The results of the sweep.
-    """
+    """Return the table of all results."""
     counts = []
     for state in JobState:
         count = sum(job.state is state for job in results.jobs)

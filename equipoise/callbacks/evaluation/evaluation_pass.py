@@ -153,10 +153,6 @@ class EvaluationPass:
     def finish(self, *, step: int, epoch: int) -> EvaluationResult:
         """Combine the results of all processes. Each process must call it.
 
-        Args:
-            step: Number of optimiser steps.
-            epoch: Number of epochs.
-
         Raises:
             StepError: If no process had a batch.
         """

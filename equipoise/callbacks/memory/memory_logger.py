@@ -14,10 +14,8 @@ from equipoise.callbacks.memory.phase_readings import (
     ByPhase,
     Readings,
     by_device,
-    largest_by_phase,
     metrics_of,
     points_of,
-    readings_of_ranks,
     thin_out,
     to_mib,
     with_largest,
@@ -28,6 +26,7 @@ from equipoise.interop.adapters import check_feature
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.validation import check_whole, is_whole
 
 __all__ = ["MemoryLogger"]
@@ -121,13 +120,13 @@ class MemoryLogger(Callback):
         self.phases: list[Composition] = []
         self.leaks: list[Any] = []
         self.started = 0.0
-        self._fit: RunState | None = None
+        self._fit = RunState()
         # True if the phases of the present batch are read.
         self._due = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the results, without the state of a run."""
-        return copied_state(self, _fit=None)
+        return copied_state(self, _fit=RunState())
 
     # Start and end of a run
 
@@ -143,28 +142,23 @@ class MemoryLogger(Callback):
         detail_steps: list[int] = []
         if self.detail == "modules":
             detail_steps = sorted(self.detail_steps)
-        devices = _devices_of(trainer.strategy)
-        self._fit = RunState(readings=Readings(devices), detail_steps=detail_steps)
+        self._fit = RunState(Readings(_devices_of(trainer.strategy)), detail_steps)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to watch for leaks. Objects that exist now are none."""
         fit = self._fit
-        if fit is None:
-            return
         fit.start_training(trainer.global_step)
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
-            leaks = load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started)
-            fit.watch_leaks(leaks)
-            self._check_leaks(fit, leaks.start)
+            fit.watch_leaks(load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started))
+            self._check_leaks(fit, fit.leaks.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Stop to record at the end of a run, or after a failure."""
         fit = self._fit
-        self._fit = None
+        self._fit = RunState()
         self._due = False
-        if fit is not None:
-            self._end_detail(trainer, fit)
-            fit.stop_leaks()
+        self._end_detail(trainer, fit)
+        fit.stop_leaks()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the memory of the failed step."""
@@ -174,15 +168,11 @@ class MemoryLogger(Callback):
 
     def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """Begin a batch that was read from the loader."""
-        fit = self._fit
-        if fit is not None:
-            self._begin(trainer, fit)
+        self._begin(trainer, self._fit)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the memory after the transfer of a batch."""
         fit = self._fit
-        if fit is None:
-            return
         # Lightning's Trainer does not call `on_before_batch_to_device`.
         if not fit.batch_begun:
             self._begin(trainer, fit)
@@ -194,8 +184,6 @@ class MemoryLogger(Callback):
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Any) -> None:
         """Read the memory after a forward."""
         fit = self._fit
-        if fit is None:
-            return
         if self._due:
             fit.readings.read("forward")
         if fit.ledger is not None:
@@ -204,8 +192,6 @@ class MemoryLogger(Callback):
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Read the memory after a backward."""
         fit = self._fit
-        if fit is None:
-            return
         if self._due:
             fit.readings.read("backward")
         if fit.ledger is not None:
@@ -216,8 +202,6 @@ class MemoryLogger(Callback):
     ) -> None:
         """Record the readings of the batch, and check for leaks after a step of the optimiser."""
         fit = self._fit
-        if fit is None:
-            return
         fit.batch_begun = False
         if not fit.busy and not self._due:
             return
@@ -247,17 +231,14 @@ class MemoryLogger(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the time at which an epoch starts."""
-        if self._fit is not None:
-            self._fit.start_epoch()
+        self._fit.start_epoch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather the readings of all processes, and search all tensors for leaks."""
         fit = self._fit
-        if fit is None:
-            return
         self._end_detail(trainer, fit)
         if trainer.world_size > 1:
-            self._gather(trainer, pl_module, fit)
+            self._gather(trainer, fit)
         if fit.leaks is not None:
             seconds = monotonic() - fit.epoch_start
             self._check_leaks(fit, partial(fit.leaks.after_epoch, trainer.global_step, seconds))
@@ -266,15 +247,13 @@ class MemoryLogger(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the peaks before an evaluation."""
-        if self._fit is not None:
-            self._fit.readings.reset()
+        self._fit.readings.reset()
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Record the memory of an evaluation."""
-        fit = self._fit
-        if fit is not None and not trainer.sanity_checking:
-            fit.readings.read("evaluation")
-            self._record(trainer, pl_module, fit)
+        if not trainer.sanity_checking:
+            self._fit.readings.read("evaluation")
+            self._record(trainer, pl_module, self._fit)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -307,20 +286,20 @@ class MemoryLogger(Callback):
         self.timeline += points_of(readings, step, seconds)
         thin_out(self.timeline)
 
-    def _gather(self, trainer: Any, pl_module: LightningModule, fit: RunState) -> None:
+    def _gather(self, trainer: Any, fit: RunState) -> None:
         """Log in the main process the largest readings of the epoch of all processes."""
-        # Each process of such a run has one device.
-        device = fit.readings.devices[0]
-        rows = largest_by_phase(fit.take_largest(), str(device))
-        gathered: Any = pl_module.all_gather(torch.tensor(rows, device=pl_module.device))
+        gathered = gather_objects(fit.take_largest())
         if trainer.global_rank != 0:
             return
-        readings = readings_of_ranks(gathered.tolist(), device.type)
-        # The main process has logged its own readings already.
-        of_other_ranks = {}
-        for key, reading in readings.items():
-            if not key[0].startswith("rank 0 "):
-                of_other_ranks[key] = reading
+        readings: ByPhase = {}
+        of_other_ranks: ByPhase = {}
+        for rank, of_rank in enumerate(gathered):
+            for (device, phase), reading in of_rank.items():
+                key = (f"rank {rank} {torch.device(device).type}", phase)
+                readings[key] = reading
+                # The main process has logged its own readings already.
+                if rank:
+                    of_other_ranks[key] = reading
         self._store(of_other_ranks, trainer.global_step)
         self._log(trainer, metrics_of(of_other_ranks), by_device(readings))
 

@@ -11,25 +11,18 @@ from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.memory.resident_set import resident_bytes
 
 __all__ = [
-    "PHASES",
     "ByPhase",
     "Reading",
     "Readings",
     "by_device",
     "larger",
-    "largest_by_phase",
     "metrics_of",
     "points_of",
-    "readings_of_ranks",
     "thin_out",
     "to_mib",
     "with_largest",
 ]
 
-
-PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
-# Stands for a missing value in tensors that processes exchange.
-_MISSING = -1
 _MOST_POINTS = 20_000
 
 
@@ -46,11 +39,7 @@ ByPhase = dict[tuple[str, str], Reading]
 
 
 class Readings:
-    """Read devices at the end of phases.
-
-    Args:
-        devices: The devices.
-    """
+    """Read devices at the end of phases."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
@@ -119,46 +108,6 @@ def metrics_of(readings: ByPhase) -> dict[str, float]:
                 key = key.replace(" ", "_")
                 metrics[key] = to_mib(value)
     return metrics
-
-
-def largest_by_phase(readings: ByPhase, device: str) -> list[list[int]]:
-    """Return a device's readings as rows, one for each of `PHASES`, to be sent to other processes."""
-    no_reading = Reading(_MISSING)
-    rows = []
-    for phase in PHASES:
-        reading = readings.get((device, phase), no_reading)
-        row = [_MISSING if value is None else value for value in reading]
-        rows.append(row)
-    return rows
-
-
-def readings_of_ranks(rows_of_ranks: list[list[list[float]]], device_type: str) -> ByPhase:
-    """Return the readings of all processes from their rows.
-
-    Args:
-        rows_of_ranks: What `largest_by_phase` returned in each process, in the order of ranks.
-        device_type: Type of the devices, such as "cuda", for their names.
-    """
-    readings: ByPhase = {}
-    for rank, rows in enumerate(rows_of_ranks):
-        for phase, row in zip(PHASES, rows, strict=True):
-            # A process without this phase reports no memory.
-            if row[0] < 0:
-                continue
-            key = (f"rank {rank} {device_type}", phase)
-            readings[key] = Reading(
-                allocated=int(row[0]),
-                reserved=_reported(row[1]),
-                peak=_reported(row[2]),
-            )
-    return readings
-
-
-def _reported(value: float) -> int | None:
-    """Return a value of a row; None if it stands for a missing one."""
-    if value < 0:
-        return None
-    return int(value)
 
 
 def to_mib(nbytes: int) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
@@ -11,43 +11,20 @@ from torch.optim import Optimizer
 from equipoise.callbacks.memory.phase_readings import ByPhase, Readings, larger
 from equipoise.memory.profile.ledger import Ledger
 
-__all__ = ["GrowthWatch", "RunState"]
+__all__ = ["RunState"]
 
 # Number of optimiser steps after which the leak watch starts once more, for growth that began later.
 _FIRST_LEAK_CHECK = 100
 
 
-class GrowthWatch(Protocol):
-    """A watch for growth, as an extension of the kind "watches" returns it."""
-
-    @property
-    def watches_steps(self) -> bool:
-        """True while steps are watched."""
-
-    def start(self) -> None:
-        """Begin to watch steps."""
-
-    def after_step(self, step: int) -> list[Any]:
-        """Return the leaks that are found after a step of the optimiser."""
-
-    def after_epoch(self, step: int, seconds: float) -> list[Any]:
-        """Return the leaks that are found after an epoch of so many seconds."""
-
-    def is_worth_it(self) -> bool:
-        """Return whether watching more steps keeps the time for all searches a small share of the run's."""
-
-    def stop(self) -> None:
-        """Stop watching steps; may be called twice."""
-
-
 @dataclass
 class RunState:
-    """State of one run.
+    """State of one run; without arguments, that between two runs.
 
     Attributes:
         readings: Reads the devices.
         detail_steps: Steps that are still to be examined in detail.
-        leaks: Watches for growth.
+        leaks: The leak watch of the extension that finds leaks; None without it.
         batches: Number of training batches so far.
         batch_begun: True if `batches` counts the present batch already.
         largest: Largest readings of the epoch, for the main process.
@@ -59,9 +36,9 @@ class RunState:
         busy: True while every batch is examined, not only one in `every_n_steps`.
     """
 
-    readings: Readings
-    detail_steps: list[int]
-    leaks: GrowthWatch | None = None
+    readings: Readings = field(default_factory=lambda: Readings([]))
+    detail_steps: list[int] = field(default_factory=list)
+    leaks: Any = None
     batches: int = 0
     batch_begun: bool = False
     largest: ByPhase = field(default_factory=dict)
@@ -129,9 +106,9 @@ class RunState:
         if self.leaks is None or step < self.next_leak_check:
             return False
         self.next_leak_check = 2 * step
-        return self.leaks.is_worth_it()
+        return bool(self.leaks.is_worth_it())
 
-    def watch_leaks(self, leaks: GrowthWatch) -> None:
+    def watch_leaks(self, leaks: Any) -> None:
         """Set the watch for growth."""
         self.leaks = leaks
 

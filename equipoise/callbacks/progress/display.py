@@ -6,7 +6,6 @@ plain_line   the same for a file
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
@@ -66,38 +65,25 @@ class Layout:
             lines += self._lines(index, track, metrics, now)
             # Tracks below the first one have no metrics.
             metrics = {}
-        line_break = Text(
-            "\n",
-            no_wrap=True,
-            overflow="crop",
-            end="",
-        )
-        return line_break.join(lines)
+        return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
     def _lines(self, index: int, track: Track, metrics: Metrics, now: float) -> list[Text]:
         """Format a track as the first of its layouts that fits."""
-        name = printable(track.label)
-        label = Text(name, "bold")
+        label = Text(printable(track.label), "bold")
         values = _metrics(metrics)
         layouts = _layouts(track, values, now)
-        # 1. Find the layout, from the last choice on. The last layout is taken even if it does not fit.
-        choice = self._choices.get(index, 0)
-        last = len(layouts) - 1
-        layout = layouts[choice]
-        while choice < last and layout.width(label) > self._width:
-            choice += 1
-            layout = layouts[choice]
+        # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
+        for choice in range(self._choices.get(index, 0), len(layouts)):
+            bar, columns = layouts[choice]
+            parts = [label, self._bar(track, bar), *columns]
+            line = _SPACE.join(filter(None, parts))
+            if line.cell_len <= self._width:
+                break
         self._choices[index] = choice
-        # 2. Draw it.
-        bar = self._bar(track, layout.bar)
-        parts = [label, bar, *layout.columns]
-        visible = filter(None, parts)
-        line = _SPACE.join(visible)
         self._shorten(line)
         lines = [line]
-        # 3. Put metrics that are not on the line below it.
-        last_column = layout.columns[-1]
-        if values and last_column is not values:
+        # 2. Put metrics that are not on the line below it.
+        if values and columns[-1] is not values:
             second_line = _SPACE + values
             self._shorten(second_line)
             lines.append(second_line)
@@ -108,10 +94,8 @@ class Layout:
         # 1. Count the cells that are done, in halves.
         fraction = 0.0
         if track.total:
-            fraction = track.done / track.total
-            fraction = min(1.0, fraction)
-        half_cells = int(fraction * width * 2)
-        full, half = divmod(half_cells, 2)
+            fraction = min(1.0, track.done / track.total)
+        full, half = divmod(int(fraction * width * 2), 2)
         # 2. Draw them, and the rest.
         if self.ascii_only:
             done = "#" * full
@@ -131,66 +115,27 @@ class Layout:
         dots = "…"
         if self.ascii_only:
             dots = "..."
-        width = max(0, self._width - len(dots))
-        line.truncate(width, overflow="crop")
-        visible_dots = dots[: self._width]
-        line.append(visible_dots, "dim")
+        line.truncate(max(0, self._width - len(dots)), overflow="crop")
+        line.append(dots[: self._width], "dim")
 
 
-@dataclass(frozen=True)
-class _LineLayout:
-    """One way to write a line.
-
-    Attributes:
-        bar: Width of the bar in cells; 0 for no bar.
-        columns: Texts behind the bar. Empty ones are left out.
-    """
-
-    bar: int
-    columns: tuple[Text, ...]
-
-    def width(self, label: Text) -> int:
-        """Return the width of the line in cells."""
-        widths = [label.cell_len, self.bar]
-        for column in self.columns:
-            widths.append(column.cell_len)
-        # Empty parts are left out.
-        visible = [width for width in widths if width]
-        num_spaces = len(visible) - 1
-        width_of_spaces = num_spaces * _SPACE.cell_len
-        return sum(visible) + width_of_spaces
-
-
-def _layouts(track: Track, values: Text, now: float) -> list[_LineLayout]:
-    """Return the possible layouts of a line, the widest first."""
-    # 1. Format the columns.
+def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Text, ...]]]:
+    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns behind it."""
     count = Text(_count(track))
-    rate = _rate(track)
-    clock = _clock(track, now)
-    short_clock = _short_clock(track, now)
-    # 2. Choose the widths of the bar. Without a total there is none.
+    all_but_values = (count, _rate(track), _clock(track, now))
+    short = (count, _short_clock(track, now))
+    # Without a total there is no bar.
     wide_bars: tuple[int, ...] = (0,)
     narrow_bar = 0
     if track.total:
         wide_bars = _WIDE_BARS
         narrow_bar = _NARROW_BAR
-    # 3. List the layouts. The metrics are in the first ones only.
-    layouts = []
-    for bar in wide_bars:
-        layout = _LineLayout(bar, (count, rate, clock, values))
-        layouts.append(layout)
-    for bar in wide_bars:
-        layout = _LineLayout(bar, (count, rate, clock))
-        layouts.append(layout)
-    # Then the last of the wide bars, and the narrow one.
-    for bar in (wide_bars[-1], narrow_bar):
-        layout = _LineLayout(bar, (count, short_clock))
-        layouts.append(layout)
-    # At last the count alone.
-    for bar in (narrow_bar, 0):
-        layout = _LineLayout(bar, (count,))
-        layouts.append(layout)
-    return layouts
+    return [
+        *((bar, (*all_but_values, values)) for bar in wide_bars),
+        *((bar, all_but_values) for bar in wide_bars),
+        *((bar, short) for bar in (wide_bars[-1], narrow_bar)),
+        *((bar, (count,)) for bar in (narrow_bar, 0)),
+    ]
 
 
 def _rate(track: Track) -> Text:
@@ -203,29 +148,17 @@ def _rate(track: Track) -> Text:
 
 def _clock(track: Track, now: float) -> Text:
     """Format the elapsed time, and the remaining time if it is known."""
-    elapsed = track.elapsed(now)
-    text = format_clock(elapsed)
-    remaining = track.remaining
-    if remaining is not None:
-        remaining_text = format_clock(remaining)
-        text = f"{text}<{remaining_text}"
+    text = format_clock(track.elapsed(now))
+    if track.remaining is not None:
+        text += f"<{format_clock(track.remaining)}"
     return Text(text, "dim")
 
 
 def _short_clock(track: Track, now: float) -> Text:
     """Format the remaining time if it is known, else the elapsed time."""
-    remaining = track.remaining
-    if remaining is None:
-        elapsed = track.elapsed(now)
-        text = format_clock(elapsed)
-    else:
-        text = _time_left(remaining)
-    return Text(text, "dim")
-
-
-def _time_left(remaining: float) -> str:
-    text = format_clock(remaining)
-    return f"{text} left"
+    if track.remaining is None:
+        return Text(format_clock(track.elapsed(now)), "dim")
+    return Text(f"{format_clock(track.remaining)} left", "dim")
 
 
 def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
@@ -236,34 +169,22 @@ def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
         'Epoch 1/3: 0/40 batches, 0:02, loss 0.5000'
     """
     # 1. Count and rate, without the spaces that keep their widths.
-    count = _count(track).strip()
-    parts = [f"{count} batches"]
+    parts = [f"{_count(track).strip()} batches"]
     if track.rate is not None:
-        rate = format_rate(track.rate)
-        parts.append(rate.strip())
+        parts.append(format_rate(track.rate).strip())
     # 2. Times.
-    elapsed = track.elapsed(now)
-    parts.append(format_clock(elapsed))
-    remaining = track.remaining
-    if remaining is not None:
-        parts.append(_time_left(remaining))
+    parts.append(format_clock(track.elapsed(now)))
+    if track.remaining is not None:
+        parts.append(f"{format_clock(track.remaining)} left")
     # 3. Metrics.
-    for name, value in metrics.items():
-        label = printable(name)
-        number = format_number(value)
-        parts.append(f"{label} {number}")
-    line = ", ".join(parts)
-    name_of_track = printable(track.label)
-    return f"{name_of_track}: {line}"
+    parts += [f"{printable(name)} {format_number(value)}" for name, value in metrics.items()]
+    return f"{printable(track.label)}: {', '.join(parts)}"
 
 
 def _count(track: Track) -> str:
-    total = "?"
-    if track.total is not None:
-        total = str(track.total)
+    total = "?" if track.total is None else str(track.total)
     # The count keeps its width while it grows.
-    digits = len(total)
-    return f"{track.done:>{digits}}/{total}"
+    return f"{track.done:>{len(total)}}/{total}"
 
 
 def _metrics(metrics: Metrics) -> Text:
@@ -274,7 +195,6 @@ def _metrics(metrics: Metrics) -> Text:
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
         label = printable(name)
-        number = format_number(value)
-        text = Text.assemble((f"{label} ", "dim"), (number, style))
+        text = Text.assemble((f"{label} ", "dim"), (format_number(value), style))
         texts.append(text)
     return _SPACE.join(texts)

@@ -71,13 +71,7 @@ class Drawing:
         self.epoch = epoch
 
     def begin_evaluation(self, description: str, totals: Sequence[float], now: float) -> None:
-        """Set the track of an evaluation, and stop the clock of the epoch.
-
-        Args:
-            description: Name of the evaluation.
-            totals: Number of batches of each loader.
-            now: The present time.
-        """
+        """Set the track of an evaluation, and stop the clock of the epoch."""
         if self.epoch is not None:
             self.epoch.pause(now)
         self._description = description

@@ -1,7 +1,8 @@
 """LatestValues: metrics as plain numbers, read without waiting for a device."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,23 +13,8 @@ __all__ = ["LatestValues"]
 Values = Mapping[str, Any]
 
 
-class _Event(Protocol):
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-def _record_event(device: torch.device) -> _Event:
-    stream = torch.cuda.current_stream(device)
-    event: _Event = stream.record_event()
-    return event
-
-
-class _PendingCopies(NamedTuple):
-    """Names of values that are being copied, and the event after their copies."""
-
-    event: _Event
-    names: list[str]
+def _record_event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event()
 
 
 class LatestValues:
@@ -51,7 +37,7 @@ class LatestValues:
     def __init__(
         self,
         *,
-        record_event: Callable[[torch.device], _Event] = _record_event,
+        record_event: Callable[[torch.device], Any] = _record_event,
         pin_memory: bool = True,
     ) -> None:
         self._record_event = record_event
@@ -59,8 +45,8 @@ class LatestValues:
         # Tensors on the host, and the numbers that were read from them, by name.
         self._copies: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
-        # Copies that may not be done, of each device.
-        self._pending: dict[torch.device, _PendingCopies] = {}
+        # Of each device, the event after copies that may not be done, and the names of the values.
+        self._pending: dict[torch.device, tuple[Any, list[str]]] = {}
 
     def read(self, values: Values, *, wait: bool = False) -> dict[str, Any]:
         """Return the latest numbers that are available.
@@ -74,81 +60,52 @@ class LatestValues:
         """
         # 1. Read finished copies, and start new ones.
         self._finish_copies(wait=wait)
-        remote = _values_on_cuda(values)
+        remote = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda}
         self._start_copies(remote)
         if wait:
             self._finish_copies(wait=True)
         # 2. Collect the numbers.
         latest: dict[str, Any] = {}
         for name, value in values.items():
-            if name not in remote:
-                latest[name] = _number(value)
             # The first copy of a new value may not be done.
-            elif name in self._latest:
-                latest[name] = self._latest[name]
+            if name in remote:
+                if name in self._latest:
+                    latest[name] = self._latest[name]
+            elif isinstance(value, Tensor):
+                latest[name] = float(value)
+            else:
+                latest[name] = value
         return latest
 
     def _finish_copies(self, *, wait: bool) -> None:
         """Read the copies that are done."""
         # The loop removes items of the dictionary.
-        all_pending = list(self._pending.items())
-        for device, pending in all_pending:
-            event = pending.event
+        for device, (event, names) in list(self._pending.items()):
             if wait:
                 event.synchronize()
             elif not event.query():
                 continue
             del self._pending[device]
-            for name in pending.names:
+            for name in names:
                 copy = self._copies[name]
                 self._latest[name] = float(copy)
 
     def _start_copies(self, values: Mapping[str, Tensor]) -> None:
         """Start copies from every device without pending copies."""
-        names_by_device = _names_by_device(values)
-        for device, names in names_by_device.items():
+        started: dict[torch.device, list[str]] = defaultdict(list)
+        for name, value in values.items():
             # More copies would only fill the queue of a slow device.
-            if device in self._pending:
-                continue
-            for name in names:
-                value = values[name]
-                detached = value.detach()
-                self._copy(name, detached)
-            event = self._record_event(device)
-            self._pending[device] = _PendingCopies(event, names)
+            if value.device not in self._pending:
+                self._copy(name, value.detach())
+                started[value.device].append(name)
+        for device, names in started.items():
+            self._pending[device] = (self._record_event(device), names)
 
     def _copy(self, name: str, value: Tensor) -> None:
         # Memory of an earlier copy is used again.
         copy = self._copies.get(name)
         if copy is None or copy.dtype != value.dtype:
-            copy = torch.empty(
-                (),
-                dtype=value.dtype,
-                pin_memory=self._pin_memory,
-            )
+            copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
             self._copies[name] = copy
         scalar = value.reshape(())
         copy.copy_(scalar, non_blocking=True)
-
-
-def _values_on_cuda(values: Values) -> dict[str, Tensor]:
-    remote = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.is_cuda:
-            remote[name] = value
-    return remote
-
-
-def _names_by_device(values: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
-    names: dict[torch.device, list[str]] = {}
-    for name, value in values.items():
-        names_of_device = names.setdefault(value.device, [])
-        names_of_device.append(name)
-    return names
-
-
-def _number(value: Any) -> Any:
-    """Return a tensor's number; any other value as it is."""
-    if isinstance(value, Tensor):
-        return float(value)
-    return value

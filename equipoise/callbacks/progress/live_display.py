@@ -19,9 +19,6 @@ class Display:
 
     It draws only when a method is called, and has no thread.
 
-    Args:
-        console: Console to which it writes.
-
     Attributes:
         animated: True if lines are redrawn in place.
     """

@@ -49,21 +49,19 @@ class Track:
         self._begin_samples(done, now)
 
     def _begin_samples(self, done: int, now: float) -> None:
-        first = _Sample(now, done)
-        self._first = first
+        self._first = _Sample(now, done)
         # Samples within the window of the rate, and the last one before it.
-        self._samples = deque([first])
+        self._samples = deque([self._first])
 
     def update(self, done: int, now: float) -> None:
         """Set the number of batches done, unless the clock is stopped."""
         if self._paused is not None:
             return
         self.done = done
-        samples = self._samples
-        samples.append(_Sample(now, done))
+        self._samples.append(_Sample(now, done))
         window_start = now - _WINDOW
-        while len(samples) > 2 and samples[0].time < window_start:
-            samples.popleft()
+        while len(self._samples) > 2 and self._samples[0].time < window_start:
+            self._samples.popleft()
 
     def pause(self, now: float) -> None:
         """Stop the clock until `go_on`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
-from equipoise.app.launched import launched_rank
+from equipoise.app.torchrun import launched_rank
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.candidates.candidate import batch_size_of
 from equipoise.extensions.comparison.candidates.candidates import chosen_candidates

@@ -21,10 +21,6 @@ def added_sections(trainer: Any, module: Any) -> Sequence[ReportSection]:
     """Return the sections of all installed packages that have one for this run.
 
     A section that fails is left out with a warning.
-
-    Args:
-        trainer: The trainer of the fit.
-        module: The trained module.
     """
     sections = []
     for name in names_of_extensions(_GROUP):

@@ -6,12 +6,60 @@ from typing import Any
 
 import torch
 
-from equipoise.extensions.report.step_curve import StepCurve
+from equipoise.extensions.report.page.scales import thin
 
-__all__ = ["CurveHistory"]
+__all__ = ["CurveHistory", "StepCurve"]
+
+_MOST_POINTS = 1024
 
 # Values by steps, or by epochs done.
 Curve = dict[float, float]
+
+
+class StepCurve:
+    """Values by steps, thinned to half of them whenever there are more than 1024.
+
+    Args:
+        state: The points of an earlier process, as `state_dict` returns them. Default: none.
+
+    Example:
+        >>> curve = StepCurve()
+        >>> for step in range(100_000):
+        ...     curve.add(step, 1.0 if step == 617 else 0.0)
+        >>> len(curve.points()) <= 1024, curve.points()[617]
+        (True, 1.0)
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self._points: Curve = {}
+        if state is not None:
+            self._points = dict(zip(state["steps"], state["values"], strict=True))
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value.
+
+        Args:
+            step: Its step. It replaces an earlier value of this step.
+            value: The value; it may be infinite or no number.
+        """
+        self._points[step] = value
+        if len(self._points) > _MOST_POINTS:
+            points = list(self.points().items())
+            thinned = thin(points, _MOST_POINTS // 2)
+            self._points = dict(thinned)
+
+    def points(self) -> Curve:
+        """Return the values by step, in the order of steps."""
+        return dict(sorted(self._points.items()))
+
+    def drop_from(self, step: int) -> None:
+        """Forget the values of a step and later ones."""
+        self._points = {earlier: value for earlier, value in self._points.items() if earlier < step}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the points."""
+        points = self.points()
+        return {"steps": list(points), "values": list(points.values())}
 
 
 class CurveHistory:
@@ -48,22 +96,14 @@ class CurveHistory:
 
     # Recorded curves.
 
-    def step_curves(self) -> Mapping[str, Mapping[float, float]]:
+    def step_curves(self) -> Mapping[str, Curve]:
         """Return for every metric's name its values by step, thinned if there are many."""
-        curves: dict[str, Curve] = {}
-        for name, step_curve in self._by_step.items():
-            points = step_curve.points()
-            curves[name] = {float(step): value for step, value in points.items()}
-        return curves
+        return {name: curve.points() for name, curve in self._by_step.items()}
 
     def epoch_ends(self) -> dict[int, int]:
         """Return the last step of each epoch, by epochs done; thinned if there are many."""
-        ends = {}
         points = self._epochs.points()
-        for step, epoch in points.items():
-            number = int(epoch)
-            ends[number] = step
-        return ends
+        return {int(epoch): int(step) for step, epoch in points.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far."""
@@ -78,24 +118,12 @@ class CurveHistory:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the curves of an earlier process."""
-        # 1. Curves by epochs.
-        self.curves = {}
-        history = state_dict["history"]
-        for name, curve in history.items():
-            self.curves[name] = dict(curve)
-        names = state_dict["validation_names"]
-        self.validation_names = set(names)
-        # 2. Curves by steps, which checkpoints of earlier versions do not have.
-        self._by_step = {}
+        self.curves = {name: dict(curve) for name, curve in state_dict["history"].items()}
+        self.validation_names = set(state_dict["validation_names"])
+        # Checkpoints of earlier versions have no curves by steps.
         by_step = state_dict.get("by_step", {})
-        for name, state in by_step.items():
-            step_curve = StepCurve()
-            step_curve.load_state_dict(state)
-            self._by_step[name] = step_curve
-        # 3. The ends of the epochs.
-        self._epochs = StepCurve()
-        if "epochs" in state_dict:
-            self._epochs.load_state_dict(state_dict["epochs"])
+        self._by_step = {name: StepCurve(state) for name, state in by_step.items()}
+        self._epochs = StepCurve(state_dict.get("epochs"))
 
     # Hooks.
 
@@ -122,10 +150,8 @@ class CurveHistory:
         last_epoch = 0
         if trainer.global_step:
             last_epoch = trainer.current_epoch + 1
-        earlier_curves = {}
         for name, curve in self.curves.items():
-            earlier_curves[name] = _up_to(last_epoch, curve)
-        self.curves = earlier_curves
+            self.curves[name] = {epoch: value for epoch, value in curve.items() if epoch <= last_epoch}
         first_step = _steps_done(trainer)
         for step_curve in (self._epochs, *self._by_step.values()):
             step_curve.drop_from(first_step)
@@ -165,46 +191,28 @@ class CurveHistory:
 
     def on_validation_end(self, trainer: Any) -> None:
         """Record the values of a validation."""
-        if self._names_before is None:
+        if self._names_before is None or trainer.sanity_checking:
             return
-        if trainer.sanity_checking:
-            return
-        names = set(trainer.callback_metrics)
-        self.validation_names |= names - self._names_before
+        self.validation_names |= set(trainer.callback_metrics) - self._names_before
         self._names_before = None
         # Before the first batch, the validation belongs to the end of an epoch.
         share = self.batches_done / trainer.num_training_batches
-        share = min(1.0, share) or 1.0
-        epoch = trainer.current_epoch + share
-        self._record(
-            trainer,
-            epoch,
-            _last_step(trainer),
-            self.validation_names,
-        )
+        epoch = trainer.current_epoch + (min(1.0, share) or 1.0)
+        self._record(trainer, epoch, _last_step(trainer), self.validation_names)
 
     def on_train_epoch_end(self, trainer: Any) -> None:
         """Note the end of an epoch. Its values are read later: the module may log more after this."""
-        epoch = trainer.current_epoch
         last_step = _last_step(trainer)
-        self._pending = (epoch, last_step)
-        epochs_done = float(epoch + 1)
-        self._epochs.add(last_step, epochs_done)
+        self._pending = (trainer.current_epoch, last_step)
+        self._epochs.add(last_step, float(trainer.current_epoch + 1))
 
     def take_epoch(self, trainer: Any) -> None:
         """Record the present values of the epoch that ended last."""
         if self._pending is None:
             return
         epoch, last_step = self._pending
-        epochs_done = epoch + 1
-        names = set(trainer.callback_metrics)
-        names -= self.validation_names
-        self._record(
-            trainer,
-            epochs_done,
-            last_step,
-            names,
-        )
+        names = set(trainer.callback_metrics) - self.validation_names
+        self._record(trainer, epoch + 1, last_step, names)
 
     def on_exception(self, trainer: Any) -> None:
         """Record the last values of a fit that fails, if there is a single process."""
@@ -212,20 +220,13 @@ class CurveHistory:
         if trainer.world_size == 1:
             self.take_epoch(trainer)
             listeners = getattr(trainer, "metric_listeners", ())
-            is_listening = self.hear in listeners
-            if self._pending is None and is_listening:
+            if self._pending is None and self.hear in listeners:
                 # A device that failed cannot be read.
                 with contextlib.suppress(Exception):
                     trainer.hand_over_last_step()
         self.leave(trainer)
 
-    def _record(
-        self,
-        trainer: Any,
-        epoch: float,
-        step: int,
-        names: set[str],
-    ) -> None:
+    def _record(self, trainer: Any, epoch: float, step: int, names: set[str]) -> None:
         """Record the present values of some metrics by epoch, and by step those that loggers did not receive."""
         metrics = trainer.callback_metrics
         for name, value in metrics.items():
@@ -240,35 +241,20 @@ class CurveHistory:
 
     def _add(self, name: str, step: int, value: Any) -> None:
         # Loggers receive the number of the epoch with all other values.
-        if name == "epoch":
-            return
-        if not isinstance(value, (int, float)):
-            return
-        number = float(value)
-        step_curve = self._by_step.setdefault(name, StepCurve())
-        step_curve.add(step, number)
+        if name != "epoch" and isinstance(value, (int, float)):
+            curve = self._by_step.setdefault(name, StepCurve())
+            curve.add(step, float(value))
 
     def _recorded_name(self, trainer: Any, name: str) -> str:
         """Return the name under which a metric is recorded: `loss` for `loss_epoch` if callbacks see both."""
-        recorded_name = self._recorded_names.get(name)
-        if recorded_name is not None:
-            return recorded_name
-        recorded_name = name
-        base, mark, loader = name.partition("/dataloader_idx_")
-        if base.endswith("_epoch") and _is_fork(name, trainer.callback_metrics):
-            root = base.removesuffix("_epoch")
-            recorded_name = f"{root}{mark}{loader}"
-        self._recorded_names[name] = recorded_name
-        return recorded_name
-
-
-def _up_to(last_epoch: float, curve: Curve) -> Curve:
-    """Return the values of a curve up to an epoch."""
-    values = {}
-    for epoch, value in curve.items():
-        if epoch <= last_epoch:
-            values[epoch] = value
-    return values
+        if name not in self._recorded_names:
+            recorded_name = name
+            base, mark, loader = name.partition("/dataloader_idx_")
+            if base.endswith("_epoch") and _is_fork(name, trainer.callback_metrics):
+                root = base.removesuffix("_epoch")
+                recorded_name = f"{root}{mark}{loader}"
+            self._recorded_names[name] = recorded_name
+        return self._recorded_names[name]
 
 
 def _steps_done(trainer: Any) -> int:
@@ -285,8 +271,7 @@ def _steps_done(trainer: Any) -> int:
 
 def _last_step(trainer: Any) -> int:
     """Return the number of the last step, from 0; 0 also before the first."""
-    last_step = _steps_done(trainer) - 1
-    return max(0, last_step)
+    return max(0, _steps_done(trainer) - 1)
 
 
 def _learning_rates(trainer: Any) -> dict[str, float]:
@@ -297,24 +282,14 @@ def _learning_rates(trainer: Any) -> dict[str, float]:
         rate = _learning_rate(optimizer)
         if rate is None:
             continue
-        kind = type(optimizer)
-        name = config.name or f"lr-{kind.__name__}"
+        name = config.name or f"lr-{type(optimizer).__name__}"
         # Optimisers of one class are numbered.
-        earlier = _count_of_class(name, rates)
+        numbered = f"{name}-"
+        earlier = sum(other == name or other.startswith(numbered) for other in rates)
         if earlier:
             name = f"{name}-{earlier}"
         rates[name] = rate
     return rates
-
-
-def _count_of_class(name: str, rates: Mapping[str, float]) -> int:
-    """Count the names that are `name`, with a number or without."""
-    numbered = f"{name}-"
-    count = 0
-    for earlier in rates:
-        if earlier == name or earlier.startswith(numbered):
-            count += 1
-    return count
 
 
 def _learning_rate(optimizer: Any) -> float | None:
@@ -333,11 +308,8 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _is_fork(name: str, names: Container[str]) -> bool:
     """Return True if a name is `loss_step` or `loss_epoch` beside `loss`: the same value, under names for loggers."""
     base, mark, loader = name.partition("/dataloader_idx_")
-    root = base.removesuffix("_step")
-    root = root.removesuffix("_epoch")
+    root = base.removesuffix("_step").removesuffix("_epoch")
     if root == base:
         return False
     suffix = f"{mark}{loader}"
-    if f"{root}{suffix}" not in names:
-        return False
-    return f"{root}_epoch{suffix}" in names
+    return f"{root}{suffix}" in names and f"{root}_epoch{suffix}" in names

@@ -29,9 +29,6 @@ _SEPARATORS = r"[/_.\s-]+"
 def split_name(name: str) -> tuple[str, str]:
     """Split a metric's name into the measured quantity and the run stage; the latter may be empty.
 
-    Args:
-        name: The name, as it was logged.
-
     Returns:
         The quantity, and the run stage with the number of the loader.
 

@@ -3,8 +3,8 @@
 import contextlib
 import platform
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -12,22 +12,20 @@ from time import monotonic
 from typing import Any
 
 import rich
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.text import Text
 
-from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.report.added_sections import added_sections
-from equipoise.extensions.report.collect import collect_record
+from equipoise.extensions.report.collect_record import collect_record
 from equipoise.extensions.report.curve_history import CurveHistory
-from equipoise.extensions.report.facts import devices_of, size_function
+from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.page.page import write_report
-from equipoise.extensions.report.page.record import Outcome
+from equipoise.extensions.report.page.record import Outcome, ReportSection
+from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_summary import RunSummary
-from equipoise.extensions.report.throughput import Throughput
 from equipoise.formats import format_path
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.notices import rank_zero_warn
@@ -41,80 +39,7 @@ _INTERVAL = 60.0
 _TITLE_RANGE = 4000
 
 
-@dataclass(kw_only=True)
-class _Run:
-    """State of one fit.
-
-    Attributes:
-        folder: Folder of the report.
-        trainer: The trainer of the fit; None when it is over.
-        started: Begin of the fit, as date and time.
-        clock: Begin of the fit, as `monotonic` counts.
-        size_of: Returns the number of samples of a batch, None if unknown; None when the fit is over.
-        throughput: Samples and batches over time.
-        share: Share of all samples that this process trains on; None while unknown.
-        devices: Devices of all processes.
-        first_step: The step at the begin.
-        last_step: The step at the end; -1 before.
-        written: Time of the last report.
-    """
-
-    folder: Path
-    trainer: Any = None
-    started: datetime = field(default_factory=lambda: datetime.now().astimezone())
-    clock: float = field(default_factory=lambda: monotonic())
-    size_of: Callable[[Any], int | None] | None = None
-    throughput: Throughput = field(default_factory=Throughput)
-    share: float | None = None
-    devices: list[DeviceInfo] = field(default_factory=list)
-    first_step: int = 0
-    last_step: int = -1
-    written: float = field(default_factory=lambda: monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        """True after the end of the fit."""
-        return self.last_step >= 0
-
-    def attach(self, trainer: Any, module: Any) -> None:
-        """Begin to follow a trainer."""
-        self.trainer = trainer
-        self.size_of = size_function(trainer, module)
-        self.devices = _list_devices(trainer)
-
-    def begin_training(self, earlier: "_Run | None") -> None:
-        """Note the step at the begin; continue an earlier fit that ended at this step."""
-        step = self.trainer.global_step
-        self.first_step = step
-        if earlier is not None and earlier.last_step == step > 0:
-            self.started = earlier.started
-            self.clock = earlier.clock
-            self.throughput = earlier.throughput
-            self.first_step = earlier.first_step
-        self.throughput.begin(monotonic())
-
-    def count_all_processes(self) -> None:
-        """Compute the share of this process in the samples of all."""
-        strategy = self.trainer.strategy
-        samples = self.throughput.samples
-        counts = torch.tensor([samples, self.throughput.has_unknown_size], device=strategy.root_device)
-        all_samples, unknown_sizes = strategy.reduce(counts, reduce_op="sum").tolist()
-        self.share = None
-        if samples and not unknown_sizes:
-            self.share = samples / all_samples
-
-    def note_report(self) -> None:
-        """Note the time at which a report is written."""
-        self.written = monotonic()
-
-    def end(self, step: int) -> None:
-        """End the fit, and release the trainer."""
-        self.last_step = step
-        self.size_of = None
-        self.trainer = None
-
-
-class RunReport(Callback):
+class RunReport(FitRecorder):
     """Write `report.html` when a fit ends: learning curves, throughput, memory, events, devices, configuration.
 
     The page contains all its parts and opens without a network. A fit that fails leaves one too, with the error. During
@@ -132,31 +57,30 @@ class RunReport(Callback):
         >>> Trainer(max_epochs=3, callbacks=[RunReport()]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
-    uses_outputs = False
-
     def __init__(self) -> None:
-        self._recorded = CurveHistory()
-        self._shared: CurveHistory | None = None
-        self._run: _Run | None = None
-        self._earlier: _Run | None = None
+        super().__init__()
+        # True if a `RunSummary` records the curves.
+        self._shares_curves = False
+        self._folder = Path()
+        self._devices: list[DeviceInfo] = []
+        # Time of the last report.
+        self._written = 0.0
+        self._earlier: Fit | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves, without a fit under way."""
-        return copied_state(self, _run=None, _earlier=None, _shared=None)
+        return copied_state(self, _fit=None, _earlier=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far, unless a `RunSummary` records them."""
-        if self._shared is not None:
+        if self._shares_curves:
             return {}
-        # The trainer writes the checkpoint of an epoch's end when the values of the epoch are final.
-        if self._run is not None and self._run.trainer is not None:
-            self._recorded.take_epoch(self._run.trainer)
-        return self._recorded.state_dict()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the curves of an earlier process."""
         if state_dict:
-            self._recorded.load_state_dict(state_dict)
+            super().load_state_dict(state_dict)
 
     # Hooks.
 
@@ -164,85 +88,48 @@ class RunReport(Callback):
         """Start the clock."""
         if stage != "fit":
             return
-        self._shared = _shared_curves(trainer)
         # All processes agree on log_dir, so it is read while all of them run this hook.
-        folder = _local(trainer.log_dir or trainer.default_root_dir)
-        self._earlier = self._run
-        self._run = _Run(folder=folder)
+        self._folder = _local(trainer.log_dir or trainer.default_root_dir)
+        self._written = monotonic()
+        self._share_curves(trainer)
+        super().setup(trainer, pl_module, stage)
         # Remove the notes of an earlier failure.
         if trainer.is_global_zero:
-            _take_notes(folder)
+            _take_notes(self._folder)
+
+    def _share_curves(self, trainer: Any) -> None:
+        """Draw the curves of the first `RunSummary`, if there is one."""
+        summaries = [callback for callback in trainer.callbacks if isinstance(callback, RunSummary)]
+        if summaries:
+            # Both callbacks call its methods, which then have no further effect.
+            self.recorded = summaries[0].recorded
+        elif self._shares_curves:
+            self.recorded = CurveHistory()
+        self._shares_curves = bool(summaries)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """List the devices."""
-        if self._run is not None:
-            self._run.attach(trainer, pl_module)
-            if self._shared is None:
-                self._recorded.on_fit_start(trainer)
+        super().on_fit_start(trainer, pl_module)
+        self._devices = _list_devices(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue an earlier fit, if this one begins at its end."""
-        if self._run is not None:
-            self._run.begin_training(self._earlier)
-            if self._shared is None:
-                self._recorded.on_train_start(trainer)
+        super().on_train_start(trainer, pl_module)
+        earlier = self._earlier
+        if self._fit is not None and earlier is not None and earlier.last_step == trainer.global_step > 0:
+            self._fit.continue_from(earlier)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Write a report, if the last one is a minute old."""
-        if (run := self._run) is not None:
-            if self._shared is None:
-                self._recorded.on_train_epoch_start(trainer)
-            if monotonic() - run.written >= _INTERVAL:
-                self._write(trainer, pl_module, "running")
-            run.throughput.begin(monotonic())
-
-    def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Count the samples."""
-        self._recorded.batches_done = batch_idx + 1
-        if (run := self._run) is not None and run.size_of is not None:
-            run.throughput.add(run.size_of(batch), monotonic())
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock of training."""
-        if self._run is not None and not trainer.sanity_checking:
-            self._run.throughput.pause(monotonic())
-            if self._shared is None:
-                self._recorded.on_validation_start(trainer)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Start the clock of training again."""
-        if self._run is not None and not trainer.sanity_checking:
-            if self._shared is None:
-                self._recorded.on_validation_end(trainer)
-            self._run.throughput.begin(monotonic())
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock of training."""
-        if self._run is not None:
-            self._run.throughput.pause(monotonic())
-            if self._shared is None:
-                self._recorded.on_train_epoch_end(trainer)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the last values, and count the samples of all processes."""
-        if self._run is None:
-            return
-        self._run.throughput.pause(monotonic())
-        if self._shared is None:
-            self._recorded.take_epoch(trainer)
-        if trainer.world_size > 1:
-            self._run.count_all_processes()
+        super().on_train_epoch_start(trainer, pl_module)
+        if self._fit is not None and monotonic() - self._written >= _INTERVAL:
+            self._fit.throughput.pause(monotonic())
+            self._write(trainer, pl_module, self._fit, "running")
+            self._fit.throughput.begin(monotonic())
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the report."""
-        self._recorded.leave(trainer)
+        self.recorded.leave(trainer)
         outcome: Outcome = "finished"
         if trainer.received_sigterm:
             outcome = "interrupted"
@@ -252,83 +139,65 @@ class RunReport(Callback):
         """Write a report with the error and the values up to now."""
         if trainer.state.fn != "fit":
             return
-        # 1. A fit that failed before `setup` has no run yet.
-        if self._run is None or self._run.is_over:
+        # 1. A fit that failed before `setup` has no counts yet.
+        if self._fit is None:
             # Wrong input is refused in one message, which needs no report.
             if isinstance(exception, (ConfigurationError, MisconfigurationException)):
                 return
-            # The error of the run is the one to be seen.
-            with contextlib.suppress(ConfigurationError):
-                self._run = _Run(folder=_folder_of_failure(trainer))
-            if self._run is None or self._run.is_over:
+            try:
+                self._folder = _folder_of_failure(trainer)
+            except ConfigurationError:
+                # The error of the run is the one to be seen.
                 return
+            self._fit = Fit()
         # 2. Record the last values.
-        self._run.throughput.pause(monotonic())
-        curves = self._shared or self._recorded
-        curves.on_exception(trainer)
+        fit = self._fit
+        fit.throughput.pause(monotonic())
+        self.recorded.on_exception(trainer)
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer, pl_module, "interrupted")
             return
         # 3. Write the report. The other processes pass their errors on to the main process.
         error = "".join(traceback.format_exception(exception))
-        folder = self._run.folder
-        if not trainer.is_global_zero and not _has_report(folder / "report.html", self._run.started):
-            _leave_note(folder, trainer.global_rank, error)
+        if not trainer.is_global_zero and not _has_report(self._folder / "report.html", fit.started):
+            _leave_note(self._folder, trainer.global_rank, error)
         if trainer.is_global_zero and trainer.world_size > 1:
-            error += _take_notes(folder)
+            error += _take_notes(self._folder)
         self._conclude(trainer, pl_module, "failed", error)
 
     # The report.
 
     def _conclude(self, trainer: Any, module: Any, outcome: Outcome, error: str = "") -> None:
-        run = self._run
-        if run is None or run.is_over:
+        fit = self._fit
+        self._fit = None
+        if fit is None:
             return
-        path = self._write(trainer, module, outcome, error)
-        run.end(trainer.global_step)
-        self._earlier = None
+        path = self._write(trainer, module, fit, outcome, error)
+        # The trainer is released.
+        self._earlier = replace(fit, trainer=None, size_of=None, last_step=trainer.global_step)
         if path is not None:
             line = Text.assemble(("Report: ", "dim"), format_path(str(path)))
             rich.get_console().print(line, soft_wrap=True)
 
-    def _write(self, trainer: Any, module: Any, outcome: Outcome, error: str = "") -> Path | None:
+    def _write(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> Path | None:
         """Write the report in the main process; return its path, None if there is no report."""
-        run = self._run
-        if run is None or not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
             return None
-        run.note_report()
-        path = run.folder / "report.html"
-        curves = self._shared or self._recorded
+        self._written = monotonic()
+        path = self._folder / "report.html"
         try:
-            record = collect_record(
-                trainer,
-                module,
-                curves=curves.step_curves(),
-                epoch_ends=curves.epoch_ends(),
-                throughput=run.throughput,
-                share=run.share,
-                clock=run.clock,
-                started=run.started,
-                first_step=run.first_step,
-                folder=run.folder,
-            )
+            record = collect_record(trainer, module, fit, self.recorded, self._folder)
+            sections: Sequence[ReportSection] = ()
             # The report of a run under way is soon replaced.
-            sections = () if outcome == "running" else added_sections(trainer, module)
-            record = replace(record, outcome=outcome, error=error, devices=run.devices, sections=sections)
+            if outcome != "running":
+                sections = added_sections(trainer, module)
+            record = replace(record, outcome=outcome, error=error, devices=self._devices, sections=sections)
             write_report(record, path)
         except Exception as failure:
             # A failure to report must not make a run fail that has ended well.
             rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
             return None
         return path
-
-
-def _shared_curves(trainer: Any) -> CurveHistory | None:
-    """Return the curves of the first `RunSummary`, None without one."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, RunSummary):
-            return callback.recorded
-    return None
 
 
 def _folder_of_failure(trainer: Any) -> Path:

@@ -49,11 +49,7 @@ class Throughput:
         self._batches_before = 0
 
     def begin(self, now: float) -> None:
-        """Begin a stretch: training continues.
-
-        Args:
-            now: The time.
-        """
+        """Begin a stretch: training continues."""
         self._since = now
         self._samples_before = self.samples
         self._batches_before = self.batches
@@ -75,11 +71,7 @@ class Throughput:
             self.begin(now)
 
     def pause(self, now: float) -> None:
-        """End a stretch: validation begins, or training ends.
-
-        Args:
-            now: The time.
-        """
+        """End a stretch: validation begins, or training ends."""
         if self._since is not None:
             self._close(now)
         self._since = None

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from equipoise import __version__
-from equipoise.app.machine.facts import collection, device_list
+from equipoise.app.machine import doctor
+from equipoise.app.machine.facts import device_list
 from equipoise.app.machine.facts.device_list import Devices
 from equipoise.interop import adapters, versions
 from equipoise.memory.devices import DeviceInfo
@@ -120,7 +121,7 @@ def test_what_cannot_be_read_does_not_keep_the_rest_away(equipoise, monkeypatch:
         raise RuntimeError("no such thing in /home/somebody")
 
     for name in ("read_torch_build", "list_features", "read_limits"):
-        monkeypatch.setattr(collection, name, fail)
+        monkeypatch.setattr(doctor, name, fail)
     monkeypatch.setattr(device_list, "read_devices", fail)
     code, out, _ = equipoise("doctor")
     assert code == 0

@@ -172,7 +172,6 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryLogger(every_n_steps=10)
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
-    assert memory._fit is not None
     memory._begin(strategy_with([]), memory._fit)
     for phase in ("forward", "backward"):
         memory._fit.readings.read(phase)

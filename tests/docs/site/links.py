@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -23,6 +24,7 @@ def broken_links(page: Path) -> list[str]:
     return [link for link in _links(page) if not _leads_somewhere(page, link)]
 
 
+@cache
 def slugs(page: Path) -> list[str]:
     """Return the anchors of a page's headings, as a forge makes them."""
     found: list[str] = []
@@ -38,6 +40,7 @@ def slugs(page: Path) -> list[str]:
     return found
 
 
+@cache
 def _parsed(page: Path) -> list[Token]:
     return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import equipoise
 from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
-from equipoise.extensions.report import run_report
+from equipoise.extensions.report import fit_recorder, run_report
 from equipoise.extensions.report.throughput import Throughput
 from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
 from tests.extensions.report.page.parsing import Element, parse
@@ -39,7 +39,8 @@ BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 
 @pytest.fixture
 def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(run_report, "monotonic", clock)
+    for module in (fit_recorder, run_report):
+        monkeypatch.setattr(module, "monotonic", clock)
     return clock
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import equipoise
 from equipoise import MemoryLogger, RunReport
 from equipoise.callbacks.progress.progress_bar import ProgressBar
-from equipoise.extensions.report import facts, run_summary
+from equipoise.extensions.report import fit_recorder, read_trainer, run_summary
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_bytes
 from equipoise.memory.devices import peak_of_process
@@ -31,7 +31,8 @@ pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 @pytest.fixture
 def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(run_summary, "monotonic", clock)
+    for module in (fit_recorder, run_summary):
+        monkeypatch.setattr(module, "monotonic", clock)
     return clock
 
 
@@ -97,7 +98,7 @@ class TestTable:
             peaks.append(peak_of_process(device))
             return peaks[-1]
 
-        monkeypatch.setattr(facts, "peak_of_process", noted)
+        monkeypatch.setattr(read_trainer, "peak_of_process", noted)
         trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
         (peak,) = peaks
         assert peak is not None
@@ -299,7 +300,7 @@ class Shared(RunSummary):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
-            Path("samples.txt").write_text(str(self._fit.samples))
+            Path("samples.txt").write_text(f"{self._fit.factor * self._fit.throughput.samples:.0f}")
         super().on_fit_end(trainer, pl_module)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import Callback, ConfigurationError, OOMRecovery, StepError, Trainer
-from equipoise.extensions.report.facts import size_function
+from equipoise.extensions.report.fit_recorder import size_function
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from tests.support.trainer_runs import Small, Stream, Validated, loader, refuses, refuses_fit, trainer
 from tests.trainer.loops import test_resumption as resuming

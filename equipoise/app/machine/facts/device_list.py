@@ -56,11 +56,7 @@ def read_devices() -> Devices:
 
 
 def write_devices(file: Path) -> None:
-    """Write the devices that this process can use to a file, as JSON; called in a process of its own.
-
-    Args:
-        file: The file.
-    """
+    """Write the devices that this process can use to a file, as JSON; called in a process of its own."""
     devices = [asdict(info) for info in _anonymous(list_devices())]
     file.write_text(json.dumps(devices), encoding="utf-8")
 

@@ -32,11 +32,7 @@ class Feature:
 
 
 def list_features(packages: Sequence[Package]) -> list[Feature]:
-    """Check the private names of all features.
-
-    Args:
-        packages: The packages of this environment.
-    """
+    """Check the private names of all features."""
     untested = {}
     for package in packages:
         if package.status in (NEWER, OLDER):

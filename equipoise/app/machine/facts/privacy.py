@@ -17,10 +17,6 @@ _LONGEST = 500
 def is_private(name: str, value: str) -> bool:
     """Return True if the value of an environment variable may be a path, a user's name or a secret.
 
-    Args:
-        name: The name of the variable.
-        value: Its value.
-
     Example:
         >>> is_private("TORCH_HOME", "/home/user/torch"), is_private("NCCL_DEBUG", "INFO")
         (True, False)
@@ -34,9 +30,6 @@ def is_private(name: str, value: str) -> bool:
 
 def without_paths(message: str) -> str:
     """Return the first line of an error's message, with dots in place of paths and of the user's name.
-
-    Args:
-        message: The message.
 
     Example:
         >>> without_paths("cannot import name 'f' from 'g' (/home/user/g.py)")

@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +11,18 @@ import torch
 
 from equipoise.app.machine.facts.privacy import without_paths
 
-__all__ = ["TorchBuild", "read_torch_build"]
+__all__ = ["read_torch_build"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchBuild:
-    """Build of torch.
+def read_torch_build() -> dict[str, Any]:
+    """Return how torch was built, without asking for a device.
 
-    Attributes:
-        version: Torch's version.
-        built_for: "CPU", "MPS", or the version of CUDA or ROCm.
-        cudnn: Version of cuDNN, or of MIOpen; None if the build has none.
-        nccl: Version of NCCL, or of RCCL; None if the build has none.
-        gloo: True if processes can communicate through gloo.
-        compiler: Name of the C++ compiler that `torch.compile` calls on a CPU.
-        has_compiler: True if that compiler is found.
-    """
-
-    version: str
-    built_for: str
-    cudnn: str | None
-    nccl: str | None
-    gloo: bool
-    compiler: str
-    has_compiler: bool
-
-
-def read_torch_build() -> TorchBuild:
-    """Read the build, without asking for a device.
+    These are its version, the kind of devices, the versions of cuDNN and NCCL (or MIOpen and RCCL; None without),
+    whether processes can communicate through gloo, the C++ compiler that `torch.compile` calls on a CPU, and whether it
+    is found.
 
     Example:
-        >>> read_torch_build().version == torch.__version__
+        >>> read_torch_build()["version"] == torch.__version__
         True
     """
     built_for = "CPU"
@@ -56,16 +36,16 @@ def read_torch_build() -> TorchBuild:
     distributed = torch.distributed
     has_groups = distributed.is_available()
     compiler = _compiler()
-    return TorchBuild(
-        version=torch.__version__,
-        built_for=built_for,
-        cudnn=_cudnn_version(),
-        nccl=_nccl_version() if has_groups and distributed.is_nccl_available() else None,
-        gloo=has_groups and distributed.is_gloo_available(),
+    return {
+        "version": torch.__version__,
+        "built_for": built_for,
+        "cudnn": _cudnn_version(),
+        "nccl": _nccl_version() if has_groups and distributed.is_nccl_available() else None,
+        "gloo": has_groups and distributed.is_gloo_available(),
         # A path to it may lie in a user's home.
-        compiler=Path(compiler).name,
-        has_compiler=shutil.which(compiler) is not None,
-    )
+        "compiler": Path(compiler).name,
+        "has_compiler": shutil.which(compiler) is not None,
+    }
 
 
 def _compiler() -> str:

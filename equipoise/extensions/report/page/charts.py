@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import Markup, join, tag
+from equipoise.extensions.report.page.markup import CHARACTER, Markup, heading, join, legend, tag, word_column
 from equipoise.extensions.report.page.scales import Point, Scale, make_scale, thin
 from equipoise.formats import Unit, format_quantity
 
@@ -20,8 +20,6 @@ _BOTTOM = 24
 # Pixels from the axis across to the words below it, and of the row of words below those.
 _WORDS = 18
 _ROW = 15
-# Width of a character in pixels.
-_CHARACTER = 6.3
 # Least width of a picture on a narrow screen in pixels.
 _NARROW = 230
 # Width of the inner picture in units of its own.
@@ -111,7 +109,7 @@ def line_chart(
         log_across: Allow a logarithmic axis across. Default: False.
         most_points: Maximum number of points of a line; a longer one is thinned. Default: 1000.
     """
-    head = _caption(title, note, lines)
+    head = tag("figcaption", heading("h3", title, note), _legend(lines))
     drawable = [_drawable(line, most_points) for line in lines]
     finite = _finite_points(drawable)
     if not finite:
@@ -146,16 +144,10 @@ def line_chart(
         data_high=f"{across.high:.9g}",
         data_log="yes" if across.log else None,
     )
-    axes = tag("div", _labels(up, height, below), picture, class_="axes")
+    # A word stands in the middle of its line, so its baseline lies a little below.
+    words = [(format_quantity(tick, up.unit), _down(tick, up, height) + 4) for tick in up.ticks]
+    axes = tag("div", word_column(words, height + below), picture, class_="axes")
     return tag("figure", head, axes, class_="chart")
-
-
-def _caption(title: str, note: str, lines: Sequence[Line]) -> Markup:
-    note_element = None
-    if note:
-        note_element = tag("span", note, class_="note")
-    heading = tag("h3", title, note_element)
-    return tag("figcaption", heading, _legend(lines))
 
 
 def _drawable(line: Line, most: int) -> Line:
@@ -181,22 +173,14 @@ def _description(title: str, lines: Sequence[Line], across: Scale) -> str:
     return f"{title}: {labels}, from {first} to {last}"
 
 
-def _legend(lines: Sequence[Line]) -> Markup | None:
+def _legend(lines: Sequence[Line]) -> Markup:
     entries = []
     for line in lines:
-        # The style sheet colours the key as it does the line.
-        key = tag("i", class_=f"key {line.style}")
-        space = " " if line.value else None
-        entries.append(
-            tag(
-                "li",
-                key,
-                line.label,
-                space,
-                tag("b", line.value),
-            )
-        )
-    return tag("ul", *entries, class_="legend")
+        entry: tuple[object, ...] = (line.style, line.label)
+        if line.value:
+            entry += (" ", tag("b", line.value))
+        entries.append(entry)
+    return legend(entries)
 
 
 def _down(value: float, scale: Scale, height: int) -> float:
@@ -206,34 +190,6 @@ def _down(value: float, scale: Scale, height: int) -> float:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
-
-
-def _labels(up: Scale, height: int, below: int) -> Markup:
-    """Draw the axis up: a column of its own, as wide as its words."""
-    words = [format_quantity(tick, up.unit) for tick in up.ticks]
-    longest = max((len(word) for word in words), default=0)
-    width = 10 + round(_CHARACTER * longest)
-    texts = []
-    for tick, word in zip(up.ticks, words, strict=True):
-        # A word stands in the middle of its line, so its baseline lies a little below.
-        baseline = _down(tick, up, height) + 4
-        texts.append(
-            tag(
-                "text",
-                word,
-                x=width - 8,
-                y=f"{baseline:.1f}",
-                text_anchor="end",
-            )
-        )
-    return tag(
-        "svg",
-        *texts,
-        class_="labels",
-        width=width,
-        height=height + below,
-        aria_hidden="true",
-    )
 
 
 def _grid(across: Scale, up: Scale, height: int) -> Markup:
@@ -307,12 +263,12 @@ def _with_room(boundaries: Sequence[Boundary], across: Scale) -> list[Boundary]:
     free = math.inf
     for boundary in sorted(boundaries, key=lambda boundary: boundary.x, reverse=True):
         share = across.place(boundary.x)
-        length = _CHARACTER * len(boundary.text)
+        length = CHARACTER * len(boundary.text)
         before = {"start": 0.0, "middle": 0.5, "end": 1.0}[text_anchor(share)]
         left = share * _NARROW - before * length
         if left + length <= free:
             kept.append(boundary)
-            free = left - _CHARACTER
+            free = left - CHARACTER
     return kept
 
 

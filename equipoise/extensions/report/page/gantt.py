@@ -3,12 +3,13 @@
 Of several stages on a device later ones are paler.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.extensions.pipeline.schedule.schedule import Action
+from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.extensions.report.page.charts import tick_words
-from equipoise.extensions.report.page.markup import Markup, tag
-from equipoise.extensions.report.page.record import PipelineStep, StageSpan
+from equipoise.extensions.report.page.markup import Markup, heading, legend, tag, word_column
+from equipoise.extensions.report.page.record import PipelineStep
 from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
 
@@ -18,8 +19,7 @@ __all__ = ["pipeline_chart"]
 _ROW = 30
 _GAP = 6
 _BOTTOM = 24
-# Width of a character in pixels, and the longest name of a row in characters.
-_CHARACTER = 6.3
+# Characters of the longest name of a row.
 _LONGEST_NAME = 24
 # Opacity of a device's second stage, and of its last.
 _PALE = 0.5
@@ -56,13 +56,14 @@ def pipeline_chart(step: PipelineStep) -> Markup:
         step: The step, with at least one span.
     """
     # 1. Choose the axis; times count from the first span.
-    begin = min(span.begin for span in step.spans)
-    length = max(span.end for span in step.spans) - begin
+    timeline = step.timeline
+    begin = min(span.begin for span in timeline.spans)
+    length = timeline.seconds
     axes = _Axes(step, begin, make_scale([0.0, length], "seconds", tight=True, most=8))
-    boxes = sorted(step.spans, key=lambda span: span.begin)[:_MOST_BOXES]
-    row_kind = "device" if step.devices else "stage"
-    title = _title(step, row_kind)
-    rows = range(len(step.rows))
+    boxes = timeline.spans[:_MOST_BOXES]
+    row_kind = _row_kind(timeline)
+    title = _title(step)
+    rows = range(timeline.devices)
     height = len(rows) * (_ROW + _GAP)
     # 2. Draw. The rows show the time in which devices wait; the boxes lie on them.
     picture = tag(
@@ -86,25 +87,32 @@ def pipeline_chart(step: PipelineStep) -> Markup:
         height=height + _BOTTOM,
     )
     # 3. Put title, legend and picture together.
-    note = f"idle {step.idle:.0%} of {format_span(length)}"
-    if len(boxes) < len(step.spans):
-        note += f"; the first {len(boxes):,} of {len(step.spans):,} boxes"
-    heading = tag("h3", title, tag("span", note, class_="note"))
-    head = tag("figcaption", heading, _legend(step))
-    body = tag(
-        "div",
-        _labels(step.rows, height),
-        picture,
-        class_="axes",
-    )
+    note = f"idle {timeline.idle:.0%} of {format_span(length)}"
+    if len(boxes) < len(timeline.spans):
+        note += f"; the first {len(boxes):,} of {len(timeline.spans):,} boxes"
+    head = tag("figcaption", heading("h3", title, note), _legend(step))
+    names = [(_shortened(_named(f"{row_kind} {row}", step, row)), _baseline(row)) for row in rows]
+    body = tag("div", word_column(names, height + _BOTTOM), picture, class_="axes")
     return tag("figure", head, body, class_="chart")
 
 
-def _title(step: PipelineStep, row_kind: str) -> str:
-    batches = len({span.micro_batch for span in step.spans})
-    stages = _count(len(step.stages), "stage")
-    if step.devices:
-        stages += f" on {_count(len(step.rows), row_kind)}"
+def _row_kind(timeline: Timeline) -> str:
+    return "device" if timeline.stages_per_device > 1 else "stage"
+
+
+def _named(row: str, step: PipelineStep, device: int) -> str:
+    """Return the name of a row or a stage, with that of its device if it is known."""
+    if not step.devices:
+        return row
+    return f"{row}, {step.devices[device]}"
+
+
+def _title(step: PipelineStep) -> str:
+    timeline = step.timeline
+    batches = len({span.action.micro_batch for span in timeline.spans})
+    stages = _count(timeline.stages, "stage")
+    if timeline.stages_per_device > 1:
+        stages += f" on {_count(timeline.devices, 'device')}"
     title = f"{step.schedule}, {stages}, {_count(batches, 'micro-batch')}"
     return title.removeprefix(", ")
 
@@ -126,38 +134,32 @@ def _baseline(row: int) -> int:
 
 
 def _legend(step: PipelineStep) -> Markup:
-    phases = {_phase(span) for span in step.spans}
-    entries = []
+    phases = {_phase(span.action) for span in step.timeline.spans}
     # Only a schedule that splits its backward has gradients of weights.
-    for phase, name in _PHASES.items():
-        if phase in phases:
-            entries.append(_legend_entry(f"p-{phase}", name))
-    entries.append(_legend_entry("waits", "idle"))
-    if step.devices:
-        entries.append(tag("li", "paler: later stages"))
-    return tag("ul", *entries, class_="legend")
+    entries = [(f"p-{phase}", name) for phase, name in _PHASES.items() if phase in phases]
+    entries.append(("waits", "idle"))
+    further = []
+    if step.timeline.stages_per_device > 1:
+        further.append(tag("li", "paler: later stages"))
+    return legend(entries, *further)
 
 
-def _legend_entry(style: str, name: str) -> Markup:
-    return tag("li", tag("i", class_=f"key {style}"), name)
-
-
-def _phase(span: StageSpan) -> str:
-    if span.weights:
+def _phase(action: Action) -> str:
+    if action.weights:
         return "weights"
-    if span.backward:
+    if action.backward:
         return "backward"
     return "forward"
 
 
-def _box(span: StageSpan, axes: _Axes) -> Markup:
+def _box(span: Span, axes: _Axes) -> Markup:
     """Draw a span, with the number of its micro-batch if there is room."""
     step = axes.step
     # Stages lie on the devices in turn: `earlier` stages of the same device come before this one.
-    earlier, row = divmod(span.stage, len(step.rows))
+    earlier, row = divmod(span.stage, step.timeline.devices)
     left = axes.percent(span.begin)
     right = axes.percent(span.end)
-    number = str(span.micro_batch)
+    number = str(span.action.micro_batch)
     # Half a digit of room stays free beside the number.
     number_element = None
     if right - left >= _DIGIT * (len(number) + 0.5):
@@ -175,12 +177,11 @@ def _box(span: StageSpan, axes: _Axes) -> Markup:
         y=_top(row),
         width=f"{right - left:.3f}%",
         height=_ROW,
-        fill_opacity=_opacity(earlier, step),
+        fill_opacity=_opacity(earlier, step.timeline.stages_per_device),
     )
-    phase = _phase(span)
-    description = (
-        f"{step.stages[span.stage]}: {_PHASES[phase]} of micro-batch {number}, {format_span(span.end - span.begin)}"
-    )
+    phase = _phase(span.action)
+    stage = _named(f"stage {span.stage}", step, row)
+    description = f"{stage}: {_PHASES[phase]} of micro-batch {number}, {format_span(span.end - span.begin)}"
     later = " later" if earlier else ""
     return tag(
         "g",
@@ -191,40 +192,13 @@ def _box(span: StageSpan, axes: _Axes) -> Markup:
     )
 
 
-def _opacity(earlier: int, step: PipelineStep) -> str | None:
+def _opacity(earlier: int, stages_per_device: int) -> str | None:
     """Return the opacity of a device's stage after `earlier` ones; None for its first."""
     if not earlier:
         return None
-    stages_per_device = len(step.stages) // len(step.rows)
     # The opacity falls evenly from the second stage to the last.
     fading = (_PALE - _PALEST) / max(1, stages_per_device - 2)
     return f"{_PALE - fading * (earlier - 1):.2f}"
-
-
-def _labels(rows: Sequence[str], height: int) -> Markup:
-    """Draw the names of the rows: a column of its own, as wide as its words."""
-    names = [_shortened(name) for name in rows]
-    width = 10 + round(_CHARACTER * max(map(len, names)))
-    texts = []
-    for row, name in enumerate(names):
-        # Names end 8 pixels before the picture.
-        texts.append(
-            tag(
-                "text",
-                name,
-                x=width - 8,
-                y=_baseline(row),
-                text_anchor="end",
-            )
-        )
-    return tag(
-        "svg",
-        *texts,
-        class_="labels",
-        width=width,
-        height=height + _BOTTOM,
-        aria_hidden="true",
-    )
 
 
 def _shortened(name: str) -> str:

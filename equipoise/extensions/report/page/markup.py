@@ -2,10 +2,25 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Markup", "hint", "join", "plain", "section", "table", "tag"]
+__all__ = [
+    "CHARACTER",
+    "Markup",
+    "heading",
+    "hint",
+    "join",
+    "legend",
+    "plain",
+    "section",
+    "table",
+    "tag",
+    "word_column",
+]
+
+# Width of a character in pixels.
+CHARACTER = 6.3
 
 # Elements without an end tag.
 _EMPTY = {"meta", "br"}
@@ -71,11 +86,37 @@ def join(*content: object) -> Markup:
 
 def section(title: str, *content: Markup | None, note: str = "") -> Markup:
     """Return a section with a heading; the note stands beside the title."""
+    return tag("section", heading("h2", title, note), *content)
+
+
+def heading(name: str, title: str, note: str) -> Markup:
+    """Return a heading; the note stands beside it, if there is one."""
     note_element = None
     if note:
         note_element = tag("span", note, class_="note")
-    heading = tag("h2", title, note_element)
-    return tag("section", heading, *content)
+    return tag(name, title, note_element)
+
+
+def legend(entries: Iterable[Sequence[object]], *further: Markup) -> Markup:
+    """Return the legend of a figure.
+
+    Args:
+        entries: For each part its CSS class, by which the style sheet colours its key, then its label and more content.
+        further: Items without a key.
+    """
+    items = [tag("li", tag("i", class_=f"key {style}"), *content) for style, *content in entries]
+    return tag("ul", *items, *further, class_="legend")
+
+
+def word_column(words: Sequence[tuple[str, float]], height: int) -> Markup:
+    """Draw words beside a figure, each with its baseline in pixels: a column as wide as the longest of them."""
+    longest = max((len(word) for word, _ in words), default=0)
+    width = 10 + round(CHARACTER * longest)
+    texts = []
+    for word, baseline in words:
+        # Words end 8 pixels before the figure.
+        texts.append(tag("text", word, x=width - 8, y=f"{baseline:.1f}", text_anchor="end"))
+    return tag("svg", *texts, class_="labels", width=width, height=height, aria_hidden="true")
 
 
 def hint(*content: object) -> Markup:

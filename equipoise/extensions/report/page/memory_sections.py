@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from equipoise.extensions.report.page.charts import Line, Mark, line_chart
-from equipoise.extensions.report.page.markup import Markup, hint, section, table, tag
+from equipoise.extensions.report.page.markup import Markup, hint, legend, section, table, tag
 from equipoise.extensions.report.page.record import RunEvent
 from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.report.page.sections import MOST_CHARTS, event_marks, points_per_line
@@ -28,12 +28,7 @@ _LARGEST = 10
 
 
 def memory_section(points: Sequence[MemoryPoint], events: Sequence[RunEvent]) -> Markup:
-    """Draw for each device the peak of each phase, over time.
-
-    Args:
-        points: Readings in the order of time.
-        events: Events to mark.
-    """
+    """Draw for each device the peak of each phase, over time."""
     if not points:
         advice = hint("No reading of memory: add ", tag("code", "MemoryLogger()"), " to the callbacks.")
         return section("Memory", advice)
@@ -187,20 +182,9 @@ def _categories(composition: Composition) -> Markup:
     total = max(sum(sizes.values()), 1)
     entries = []
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if not size:
-            continue
-        key = tag("i", class_=f"key {style_of(name)}")
-        entries.append(
-            tag(
-                "li",
-                key,
-                name,
-                " ",
-                tag("b", format_bytes(size)),
-                f" {_percent(size, total)}",
-            )
-        )
-    return tag("ul", *entries, class_="legend")
+        if size:
+            entries.append((style_of(name), name, " ", tag("b", format_bytes(size)), f" {_percent(size, total)}"))
+    return legend(entries)
 
 
 def _sizes_by_category(composition: Composition) -> Mapping[str, int]:

@@ -194,11 +194,7 @@ def _error(record: RunRecord) -> Markup | None:
 
 
 def facts_section(facts: Mapping[str, str]) -> Markup | None:
-    """Draw a tile for each fact, if there are any.
-
-    Args:
-        facts: Names and values.
-    """
+    """Draw a tile for each fact, if there are any."""
     if not facts:
         return None
     tiles = []

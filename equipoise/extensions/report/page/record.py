@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import Composition, MemoryPoint
 
-__all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "ReportSection", "RunEvent", "RunRecord", "StageSpan"]
+__all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "ReportSection", "RunEvent", "RunRecord"]
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
@@ -31,61 +32,20 @@ class RunEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSpan:
-    """Computation of one stage of a pipeline on one micro-batch.
-
-    Attributes:
-        stage: Number of the stage, from 0.
-        micro_batch: Number of the micro-batch, from 0.
-        backward: True for a backward.
-        begin: Time of its begin, in seconds.
-        end: Time of its end, in seconds.
-        weights: True for the second part of a backward, the gradients of weights. Default: False.
-    """
-
-    stage: int
-    micro_batch: int
-    backward: bool
-    begin: float
-    end: float
-    weights: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineStep:
     """Step of a pipeline as it ran.
 
     Attributes:
-        spans: The computations of all stages.
-        stages: Names of the stages, such as those of their devices.
-        devices: Names of the devices, if each has several stages: of p devices, stage s lies on device s modulo p.
-            Default: each stage has its own device.
+        timeline: The computations of all stages.
+        devices: Names of the devices, of which each computes one span at a time. Default: unnamed.
         schedule: Name of the schedule. Default: unnamed.
         note: Remark about the times. Default: none.
     """
 
-    spans: Sequence[StageSpan]
-    stages: Sequence[str]
+    timeline: Timeline
     devices: Sequence[str] = ()
     schedule: str = ""
     note: str = ""
-
-    @property
-    def rows(self) -> Sequence[str]:
-        """Names of the devices, each of which computes one span at a time."""
-        return self.devices or self.stages
-
-    @property
-    def idle(self) -> float:
-        """Share of the devices' time in which they wait, from 0 to 1."""
-        if not self.spans:
-            return 0.0
-        begin = min(span.begin for span in self.spans)
-        length = max(span.end for span in self.spans) - begin
-        if not length:
-            return 0.0
-        busy = sum(span.end - span.begin for span in self.spans)
-        return 1 - busy / (length * len(self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Axis marks, and thinned time lines."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -191,7 +192,7 @@ def _first_from(span: float, steps: Sequence[int], size: float) -> float:
 def thin(points: Sequence[Point], most: int) -> list[Point]:
     """Take points out of a long line without a visible change.
 
-    The least and the greatest value of each stretch stay, so does the first that is no number, and so do both ends.
+    Of each stretch across stay the least and the greatest value and the first that is no finite number. Both ends stay.
 
     Args:
         points: Points ordered by x.
@@ -205,32 +206,19 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    inner = len(points) - 2
+    first = points[0][0]
+    length = points[-1][0] - first
     # Three points of each stretch stay, and both ends.
     stretches = (most - 2) // 3
+    by_stretch: dict[int, list[int]] = defaultdict(list)
+    for index, (x, _) in enumerate(points):
+        number = int(stretches * (x - first) / length) if length else 0
+        by_stretch[min(number, stretches - 1)].append(index)
     indices = {0, len(points) - 1}
-    for number in range(stretches):
-        begin = 1 + number * inner // stretches
-        end = 1 + (number + 1) * inner // stretches
-        indices |= _landmarks(points, range(begin, end))
+    for members in by_stretch.values():
+        finite = [index for index in members if math.isfinite(points[index][1])]
+        indices.update([index for index in members if not math.isfinite(points[index][1])][:1])
+        if finite:
+            indices.add(min(finite, key=lambda index: points[index][1]))
+            indices.add(max(finite, key=lambda index: points[index][1]))
     return [points[index] for index in sorted(indices)]
-
-
-def _landmarks(points: Sequence[Point], stretch: range) -> set[int]:
-    """Return the indices of the least, the greatest and the first value that is no number."""
-
-    def value(index: int) -> float:
-        return points[index][1]
-
-    finite = []
-    not_finite = []
-    for index in stretch:
-        if math.isfinite(value(index)):
-            finite.append(index)
-        else:
-            not_finite.append(index)
-    landmarks = set(not_finite[:1])
-    if finite:
-        landmarks.add(min(finite, key=value))
-        landmarks.add(max(finite, key=value))
-    return landmarks

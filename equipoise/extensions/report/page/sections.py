@@ -74,15 +74,7 @@ def curves_section(curves: Mapping[str, Mapping[str, Curve]], epoch_ends: Mappin
     span = _span_of(drawn)
     figures = []
     for name, members in drawn.items():
-        figures.append(
-            _family(
-                name,
-                members,
-                most_points,
-                boundaries,
-                span,
-            )
-        )
+        figures.append(_family(name, members, most_points, boundaries, span))
     note = "by step"
     if len(families) > len(drawn):
         note += f"; {len(drawn)} of {len(families)} shown"
@@ -121,11 +113,7 @@ def _epoch_stride(last: int) -> int:
 
 
 def _family(
-    name: str,
-    members: Mapping[str, Curve],
-    most_points: int,
-    boundaries: Sequence[Boundary],
-    span: tuple[float, float],
+    name: str, members: Mapping[str, Curve], most_points: int, boundaries: Sequence[Boundary], span: tuple[float, float]
 ) -> Markup:
     """Draw the curves of one quantity."""
     curves = {run_stage: curve for run_stage, curve in members.items() if curve}
@@ -134,12 +122,7 @@ def _family(
     # Training lies below: where the two meet, validation is what one looks for.
     for run_stage in sorted(curves, key=lambda run_stage: run_stage != "train"):
         points = sorted(curves[run_stage].items())
-        line = Line(
-            label=run_stage or name,
-            style=styles[run_stage],
-            points=points,
-            value=format_count(points[-1][1]),
-        )
+        line = Line(label=run_stage or name, style=styles[run_stage], points=points, value=format_count(points[-1][1]))
         lines.append(line)
     return line_chart(
         name,
@@ -227,11 +210,7 @@ def event_marks(events: Sequence[RunEvent]) -> list[Mark]:
         if event.seconds is None:
             continue
         text = f"{event.kind} at {format_span(event.seconds)}: {event.text}"
-        mark = Mark(
-            x=event.seconds,
-            style=_event_style(event.kind),
-            text=text[:_MARK_TEXT],
-        )
+        mark = Mark(x=event.seconds, style=_event_style(event.kind), text=text[:_MARK_TEXT])
         marks.append(mark)
     stride = math.ceil(len(marks) / _MOST_MARKS)
     return marks[:: max(1, stride)]
@@ -246,7 +225,7 @@ def _event_style(kind: str) -> str:
 
 def pipeline_section(step: PipelineStep | None) -> Markup | None:
     """Draw the computations of each stage over time."""
-    if step is None or not step.spans:
+    if step is None or not step.timeline.spans:
         return None
     note_element = None
     if step.note:
@@ -345,10 +324,4 @@ def _coloured(line: str) -> Markup:
     if match is None:
         return tag("span", line, "\n")
     key = tag("span", match[2], class_="name")
-    return tag(
-        "span",
-        match[1],
-        key,
-        match[3],
-        "\n",
-    )
+    return tag("span", match[1], key, match[3], "\n")

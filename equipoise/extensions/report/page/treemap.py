@@ -120,12 +120,7 @@ def _lay_row(row: Sequence[float], free: Box, share: float) -> tuple[list[Box], 
     # Position of the next cell, as a share of the row's length.
     position = 0.0
     for size in row:
-        cell = Box(
-            free.x,
-            free.y + free.height * position,
-            width,
-            free.height * size / total,
-        )
+        cell = Box(free.x, free.y + free.height * position, width, free.height * size / total)
         cells.append(cell)
         position += size / total
     rest = Box(
@@ -159,16 +154,7 @@ def fold(records: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _
         name = "1 other"
         if len(sizes) > 1:
             name = f"{len(sizes):,} others"
-        folded.append(
-            TensorRecord(
-                module=module,
-                category=category,
-                name=name,
-                shape=(),
-                dtype="",
-                nbytes=sum(sizes),
-            )
-        )
+        folded.append(TensorRecord(module=module, category=category, name=name, shape=(), dtype="", nbytes=sum(sizes)))
     return _by_size(folded)
 
 
@@ -261,14 +247,7 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
     for category, nbytes in totals.most_common():
         categories.append(f"{category} {format_bytes(nbytes)}")
     title = tag("title", f"Memory on {composition.device} by module: {', '.join(categories)}")
-    return tag(
-        "svg",
-        title,
-        *drawing.elements,
-        class_="treemap",
-        role="img",
-        height=round(_HEIGHT),
-    )
+    return tag("svg", title, *drawing.elements, class_="treemap", role="img", height=round(_HEIGHT))
 
 
 class _Drawing:
@@ -301,14 +280,7 @@ class _Drawing:
             else:
                 self._add_cell(entry, cell, owner="" if is_named else node.name)
 
-    def _add_frame(
-        self,
-        node: _Node,
-        box: Box,
-        depth: int,
-        *,
-        is_named: bool,
-    ) -> None:
+    def _add_frame(self, node: _Node, box: Box, depth: int, *, is_named: bool) -> None:
         label = None
         if is_named:
             label = tag("text", node.name, x=5, y=14)
@@ -332,13 +304,7 @@ class _Drawing:
             texts.append(tag("text", size, x=5, y=29, class_="small"))
         tip = tag("title", self._tip(record))
         style = f"cell {style_of(record.category)}"
-        element = _placed(
-            box,
-            tip,
-            _background(),
-            *texts,
-            class_=style,
-        )
+        element = _placed(box, tip, _background(), *texts, class_=style)
         self.elements.append(element)
 
     def _tip(self, record: TensorRecord) -> str:

@@ -10,9 +10,9 @@ from equipoise.app.machine.facts.torch_build import read_torch_build
 
 def test_this_build() -> None:
     build = read_torch_build()
-    assert build.version == torch.__version__
-    assert build.gloo == torch.distributed.is_gloo_available()
-    assert (build.nccl is not None) == torch.distributed.is_nccl_available()
+    assert build["version"] == torch.__version__
+    assert build["gloo"] == torch.distributed.is_gloo_available()
+    assert (build["nccl"] is not None) == torch.distributed.is_nccl_available()
 
 
 @pytest.mark.parametrize(("number", "text"), [(91002, "9.10.2"), (90501, "9.5.1"), (8902, "8.9.2"), (None, None)])
@@ -23,7 +23,7 @@ def test_a_build_for_cuda(monkeypatch: pytest.MonkeyPatch, number: int | None, t
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     build = read_torch_build()
-    assert (build.built_for, build.cudnn, build.nccl) == ("CUDA 12.8", text, "2.27.3")
+    assert (build["built_for"], build["cudnn"], build["nccl"]) == ("CUDA 12.8", text, "2.27.3")
 
 
 def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    assert read_torch_build().cudnn == "cuDNN version incompatibility: see ..."
+    assert read_torch_build()["cudnn"] == "cuDNN version incompatibility: see ..."
 
 
 @pytest.mark.parametrize(
@@ -50,23 +50,23 @@ def test_builds_for_others(
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(module, name, value)
-    assert read_torch_build().built_for == built_for
+    assert read_torch_build()["built_for"] == built_for
 
 
 def test_the_compiler_is_named_without_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "my-compiler"
     monkeypatch.setenv("CXX", f"{compiler} -O2")
     build = read_torch_build()
-    assert (build.compiler, build.has_compiler) == ("my-compiler", False)
+    assert (build["compiler"], build["has_compiler"]) == ("my-compiler", False)
     compiler.touch(mode=0o755)
-    assert read_torch_build().has_compiler
+    assert read_torch_build()["has_compiler"]
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.platform", "darwin")
-    assert read_torch_build().compiler == "clang++"
+    assert read_torch_build()["compiler"] == "clang++"
     monkeypatch.setattr("sys.platform", "linux")
     build = read_torch_build()
-    assert (build.compiler, build.has_compiler) == ("g++", False)
+    assert (build["compiler"], build["has_compiler"]) == ("g++", False)

@@ -4,19 +4,20 @@ import random
 from datetime import datetime
 from typing import Any
 
-import pytest
-
+from equipoise.extensions.pipeline.schedule.schedule import Action
+from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.extensions.report.page.page import render_report
-from equipoise.extensions.report.page.record import PipelineStep, RunRecord, StageSpan
+from equipoise.extensions.report.page.record import PipelineStep, RunRecord
 from tests.extensions.report.page.parsing import Element, parse
 
 
-def span(stage: int, micro_batch: int, begin: float, end: float, *, backward: bool = False) -> StageSpan:
-    return StageSpan(stage=stage, micro_batch=micro_batch, backward=backward, begin=begin, end=end)
+def span(stage: int, micro_batch: int, begin: float, end: float, *, backward: bool = False) -> Span:
+    return Span(stage, Action(backward, micro_batch), begin, end)
 
 
-def step(*spans: StageSpan, stages: int = 2, **given: Any) -> PipelineStep:
-    return PipelineStep(spans=spans, stages=[f"stage {number}" for number in range(stages)], **given)
+def step(*spans: Span, stages: int = 2, **given: Any) -> PipelineStep:
+    ordered = sorted(spans, key=lambda span: span.begin)
+    return PipelineStep(timeline=Timeline(tuple(ordered), stages), **given)
 
 
 def figure(drawn: PipelineStep) -> Element:
@@ -52,7 +53,6 @@ def test_boxes_lie_where_they_were() -> None:
 
 
 def test_the_caption_tells_what_was_idle() -> None:
-    assert BOTH.idle == pytest.approx(0.5)
     told = caption(BOTH)
     assert "1f1b, 2 stages, 1 micro-batch" in told
     assert "idle 50% of 6 s" in told
@@ -83,8 +83,6 @@ def test_a_random_step_keeps_its_order_and_stays_within() -> None:
 def test_a_moment_is_no_mistake() -> None:
     """All at one time, as where a clock is coarse."""
     assert len(figure(step(span(0, 0, 1.0, 1.0), span(1, 0, 1.0, 1.0))).all("g", "bar")) == 2
-    assert step(span(0, 0, 1.0, 1.0)).idle == 0
-    assert step().idle == 0
 
 
 def test_many_boxes_are_cut_off_and_that_is_told() -> None:
@@ -106,24 +104,21 @@ def test_without_a_pipeline_there_is_no_section() -> None:
 
 def test_devices_with_several_stages_have_one_row_each() -> None:
     """Later stages are paler, and what is idle is told of devices."""
-    drawn = PipelineStep(
-        spans=[span(stage, 0, stage, stage + 1.0) for stage in range(6)],
-        stages=[f"stage {number}" for number in range(6)],
-        devices=["device 0, cuda:0", "device 1, <b>"],
-        schedule="looped_bfs",
-    )
-    assert drawn.idle == pytest.approx(0.5)
+    spans = tuple(span(stage, 0, stage, stage + 1.0) for stage in range(6))
+    drawn = PipelineStep(timeline=Timeline(spans, 6, 3), devices=["cuda:0", "<b>"], schedule="looped_bfs")
     assert "looped_bfs, 6 stages on 2 devices, 1 micro-batch" in caption(drawn)
+    assert "idle 50%" in caption(drawn)
     assert "paler" in caption(drawn)
     boxes = figure(drawn).all("g", "bar")
     assert [box.one("rect").attributes["y"] for box in boxes] == ["0", "36"] * 3
     assert [box.one("rect").attributes.get("fill-opacity") for box in boxes] == [None] * 2 + ["0.50"] * 2 + ["0.30"] * 2
-    assert [box.one("title").text.split(":")[0] for box in boxes] == [f"stage {number}" for number in range(6)]
+    titles = [box.one("title").text.split(": ")[0] for box in boxes]
+    assert titles == [f"stage {number}, {drawn.devices[number % 2]}" for number in range(6)]
     assert len(figure(drawn).all("rect", "waiting")) == 2
 
 
 def test_backwards_in_two_parts() -> None:
-    later = StageSpan(stage=0, micro_batch=0, backward=True, weights=True, begin=3.0, end=4.0)
+    later = Span(0, Action(backward=True, micro_batch=0, weights=True), 3.0, 4.0)
     drawn = step(span(0, 0, 0.0, 1.0), span(0, 0, 2.0, 3.0, backward=True), later, stages=1)
     assert "gradients of weights" in caption(drawn)
     boxes = figure(drawn).all("g", "bar")

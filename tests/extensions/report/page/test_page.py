@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from equipoise.extensions.pipeline.schedule.schedule import Action
+from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.extensions.report.page import page as page_module
 from equipoise.extensions.report.page.page import render_report, write_report
-from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord, StageSpan
+from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
@@ -62,8 +64,8 @@ def rich(name: str = "net") -> dict[str, Any]:
         "memory": [point(1, name, name), point(2, name, name)],
         "compositions": [composition(holder(name, 10, name=name, dtype=name), holder(f"{name}.x", 5), device=name)],
         "pipeline": PipelineStep(
-            spans=[StageSpan(stage=0, micro_batch=0, backward=False, begin=0.0, end=1.0)],
-            stages=[name],
+            timeline=Timeline((Span(0, Action(backward=False, micro_batch=0), 0.0, 1.0),), 1),
+            devices=[name],
             schedule=name,
             note=name,
         ),

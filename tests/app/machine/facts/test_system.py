@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.app.machine.facts import surroundings
-from equipoise.app.machine.facts.surroundings import read_environment, read_limits
+from equipoise.app.machine.facts import system
+from equipoise.app.machine.facts.system import read_environment, read_limits
 
 
 def test_only_variables_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,21 +30,21 @@ def test_only_variables_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
-    monkeypatch.setattr(surroundings, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(system, "_SHARED_MEMORY", tmp_path)
     limits = read_limits()
-    assert (limits.open_files, limits.most_open_files) == (1024, None)
-    assert limits.shared_memory is not None
-    assert limits.free_shared_memory is not None
-    assert limits.shared_memory >= limits.free_shared_memory > 0
+    assert (limits["open_files"], limits["most_open_files"]) == (1024, None)
+    assert limits["shared_memory"] is not None
+    assert limits["free_shared_memory"] is not None
+    assert limits["shared_memory"] >= limits["free_shared_memory"] > 0
 
 
 def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Windows is, which has no module for them."""
-    monkeypatch.setattr(surroundings, "resource", None)
+    monkeypatch.setattr(system, "resource", None)
     limits = read_limits()
-    assert limits.open_files is limits.most_open_files is None
+    assert limits["open_files"] is limits["most_open_files"] is None
 
 
 def test_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(surroundings, "_SHARED_MEMORY", tmp_path / "shm")
-    assert read_limits().shared_memory is None
+    monkeypatch.setattr(system, "_SHARED_MEMORY", tmp_path / "shm")
+    assert read_limits()["shared_memory"] is None

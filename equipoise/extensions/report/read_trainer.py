@@ -1,26 +1,18 @@
-"""Facts of a run that its summary and its report both state."""
+"""Devices, memory and checkpoints of a trainer, ours or Lightning's, which the summary and the report both state."""
 
 import contextlib
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.formats import format_path
+from equipoise.interop.lightning.classes import is_a
 from equipoise.memory.devices import peak_of_process
-from equipoise.parallel.batches.splitting import Splitter
 
-__all__ = [
-    "checkpoint_callbacks",
-    "device_name",
-    "devices_of",
-    "memory_logger_of",
-    "peaks_of",
-    "size_function",
-]
+__all__ = ["best_scores", "device_name", "devices_of", "memory_logger_of", "peaks_of", "saved_checkpoints"]
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
@@ -43,8 +35,26 @@ def device_name(device: torch.device) -> str:
     return f"cpu, {platform.machine()}, {threads} thread{ending}"
 
 
-def checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
-    """Return the callbacks that save checkpoints."""
+def best_scores(trainer: Any) -> list[tuple[str, float]]:
+    """Return the best value of each monitored metric, under a name such as "best val_loss"."""
+    scores = []
+    for callback in _checkpoint_callbacks(trainer):
+        if callback.monitor and callback.best_model_score is not None:
+            scores.append((f"best {callback.monitor}", float(callback.best_model_score)))
+    return scores
+
+
+def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:
+    """Return the path of each callback's best checkpoint, with "best checkpoint" or "checkpoint" before it."""
+    checkpoints = []
+    for callback in _checkpoint_callbacks(trainer):
+        if callback.best_model_path:
+            kind = "best checkpoint" if callback.monitor else "checkpoint"
+            checkpoints.append((kind, format_path(callback.best_model_path)))
+    return checkpoints
+
+
+def _checkpoint_callbacks(trainer: Any) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.callbacks if is_a(callback, ModelCheckpoint)]
 
 
@@ -58,11 +68,7 @@ def memory_logger_of(trainer: Any) -> Any:
 
 
 def peaks_of(trainer: Any) -> dict[str, int]:
-    """Return the peak of each device in bytes: that of the steps where a MemoryLogger has read it, else of the process.
-
-    Args:
-        trainer: The trainer of the fit.
-    """
+    """Return the peak of each device in bytes, of the steps where a MemoryLogger has read it, else of the process."""
     peaks: dict[str, int] = {}
     for point in getattr(memory_logger_of(trainer), "timeline", ()):
         # Some devices keep no peak.
@@ -77,21 +83,3 @@ def peaks_of(trainer: Any) -> dict[str, int]:
             if peak is not None:
                 peaks[str(device)] = peak
     return peaks
-
-
-def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
-    """Return a function from the batch that `on_train_batch_end` receives to the number of samples of the step.
-
-    That function returns None if the number is unknown.
-
-    Args:
-        trainer: The trainer of the fit.
-        module: The user's module.
-    """
-    # The hook receives only the last of the batches that such a step pulls.
-    if takes_iterator(module, "training_step"):
-        return _unknown_size
-    return Splitter(module, getattr(trainer.strategy, "dim", 0)).size
-
-
-def _unknown_size(batch: Any) -> None: ...

@@ -56,10 +56,6 @@ def is_first(values: Mapping[str, Any] | None = None) -> bool:
 def check_can_share(values: Mapping[str, Any], rank: Rank) -> None:
     """Check that several processes can carry out a run together.
 
-    Args:
-        values: The configuration.
-        rank: The rank of this process.
-
     Raises:
         ConfigurationError: If the run is a job of a sweep, or has a launcher, which starts processes by itself.
     """
@@ -75,9 +71,6 @@ def check_can_share(values: Mapping[str, Any], rank: Rank) -> None:
 
 def refuse_sweep(rank: Rank) -> None:
     """Refuse a sweep, in which each process would choose the jobs by itself.
-
-    Args:
-        rank: The rank of this process.
 
     Raises:
         ConfigurationError: Always.

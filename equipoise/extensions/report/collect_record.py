@@ -1,6 +1,6 @@
 """Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from equipoise.extensions.pipeline.schedule.timeline import Timeline
+from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.curve_names import group_curves
-from equipoise.extensions.report.facts import checkpoint_callbacks, memory_logger_of, peaks_of
-from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord, StageSpan
-from equipoise.extensions.report.throughput import Throughput
+from equipoise.extensions.report.fit_recorder import Fit
+from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord
+from equipoise.extensions.report.read_trainer import best_scores, memory_logger_of, peaks_of, saved_checkpoints
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
@@ -29,72 +30,29 @@ _DEEPEST = 8
 _LONGEST_VALUE = 500
 
 
-def collect_record(
-    trainer: Any,
-    module: Any,
-    *,
-    curves: Mapping[str, Mapping[float, float]],
-    epoch_ends: Mapping[int, int],
-    throughput: Throughput,
-    share: float | None,
-    clock: float,
-    started: datetime,
-    first_step: int,
-    folder: Path,
-) -> RunRecord:
-    """Collect the facts of a fit.
-
-    Args:
-        trainer: The trainer of the fit: ours or Lightning's.
-        module: The trained module.
-        curves: For every metric's name its values, by steps.
-        epoch_ends: The last step of each epoch, by epochs done.
-        throughput: Samples and batches over time.
-        share: Share of all samples that this process trained on; None if unknown.
-        clock: Begin of the fit, as `time.monotonic` counts.
-        started: Begin of the fit, as date and time.
-        first_step: The step at its begin.
-        folder: Folder of the run's files.
-    """
+def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, folder: Path) -> RunRecord:
+    """Collect the facts of a fit."""
     memory_logger = memory_logger_of(trainer)
-    timeline = getattr(memory_logger, "timeline", ())
-    # The other processes trained on the rest of the samples.
-    factor = 1 / (share or 1.0)
-    unit = "batches per second" if throughput.has_unknown_size else "samples per second"
-    facts = [
-        *_result_facts(trainer, module),
-        *_throughput_facts(throughput, factor, unit),
-        *_progress_facts(trainer, throughput),
-        *_setting_facts(trainer),
-        *_peak_facts(trainer),
-        *_checkpoint_facts(trainer),
-    ]
-    counts_one_process = trainer.world_size > 1 and share is None
-    throughput_unit = f"{unit} of the first process" if counts_one_process else unit
     return RunRecord(
         title=type(module).__name__,
-        started=started,
+        started=fit.started,
         finished=datetime.now().astimezone(),
-        facts=dict(facts),
-        curves=group_curves(curves),
-        epoch_ends=epoch_ends,
-        throughput=throughput.points(clock, factor),
-        throughput_unit=throughput_unit,
-        memory=list(timeline),
+        facts=dict(_facts(trainer, module, fit)),
+        curves=group_curves(curves.step_curves()),
+        epoch_ends=curves.epoch_ends(),
+        throughput=fit.throughput.points(fit.clock, fit.factor),
+        throughput_unit=fit.speed_unit,
+        memory=list(getattr(memory_logger, "timeline", ())),
         compositions=list(getattr(memory_logger, "compositions", ())),
         pipeline=pipeline_step(trainer.strategy),
         learning_rates=learning_rate_search(trainer.callbacks),
-        events=_events(trainer, clock, first_step),
+        events=_events(trainer, fit.clock, fit.first_step),
         configuration=_configuration(trainer, module, folder),
     )
 
 
 def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:
-    """Return the search of the first LearningRateFinder that has made one, None without a search.
-
-    Args:
-        callbacks: The callbacks of a trainer.
-    """
+    """Return the search of the first LearningRateFinder that has made one, None without a search."""
     for callback in callbacks:
         if not is_a(callback, LearningRateFinder) or callback.optimal_lr is None:
             continue
@@ -113,69 +71,36 @@ def pipeline_step(strategy: Any) -> PipelineStep | None:
     if not isinstance(timeline, Timeline) or not timeline.spans:
         return None
     devices = [str(device) for device in getattr(strategy, "devices", ())]
-    device_names: Sequence[str] = ()
-    if timeline.stages_per_device > 1:
-        device_names = _device_names(timeline, devices)
     # Other devices compute asynchronously.
     note = ""
     if any(device != "cpu" for device in devices):
         note = "Times are those at which the process gave devices their work, which they may do later."
     return PipelineStep(
-        spans=_spans(timeline),
-        stages=_stage_names(timeline, devices),
-        devices=device_names,
+        timeline=timeline,
+        devices=devices if len(devices) == timeline.devices else (),
         schedule=str(getattr(strategy, "schedule", "")),
         note=note,
     )
 
 
-def _spans(timeline: Timeline) -> list[StageSpan]:
-    spans = []
-    for stage, task, begin, end in timeline.spans:
-        span = StageSpan(
-            stage=stage,
-            micro_batch=task.micro_batch,
-            backward=task.backward,
-            weights=task.weights,
-            begin=begin,
-            end=end,
-        )
-        spans.append(span)
-    return spans
-
-
-def _stage_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
-    names = []
-    for stage in range(timeline.stages):
-        name = f"stage {stage}"
-        if len(devices) == timeline.devices:
-            # Stages lie on the devices in turn.
-            name += f", {devices[stage % len(devices)]}"
-        names.append(name)
-    return names
-
-
-def _device_names(timeline: Timeline, devices: Sequence[str]) -> list[str]:
-    names = []
-    for index in range(timeline.devices):
-        name = f"device {index}"
-        if len(devices) == timeline.devices:
-            name += f", {devices[index]}"
-        names.append(name)
-    return names
-
-
 # Facts.
 
 
-def _result_facts(trainer: Any, module: Any) -> list[Fact]:
-    facts = []
-    for callback in checkpoint_callbacks(trainer):
-        if callback.monitor and callback.best_model_score is not None:
-            score = float(callback.best_model_score)
-            facts.append((f"best {callback.monitor}", format_count(score)))
-    facts.append(("parameters", _parameters(module)))
-    return facts
+def _facts(trainer: Any, module: Any, fit: Fit) -> Iterator[Fact]:
+    """Yield the names and values at the top of the report."""
+    for name, score in best_scores(trainer):
+        yield name, format_count(score)
+    yield "parameters", _parameters(module)
+    if fit.speed:
+        yield fit.speed_unit, format_count(round(fit.speed, 1))
+    yield "epochs", f"{trainer.current_epoch:,}"
+    yield "steps", f"{trainer.global_step:,}"
+    if fit.throughput.seconds > 0:
+        yield "time in training", format_span(fit.throughput.seconds)
+    yield "strategy", _strategy(trainer)
+    yield "precision", str(trainer.precision)
+    yield from _peaks(trainer)
+    yield from saved_checkpoints(trainer)
 
 
 def _parameters(module: Any) -> str:
@@ -192,50 +117,22 @@ def _parameters(module: Any) -> str:
     return text
 
 
-def _throughput_facts(throughput: Throughput, factor: float, unit: str) -> list[Fact]:
-    count = throughput.batches if throughput.has_unknown_size else throughput.samples
-    # Without a batch there is no speed.
-    if throughput.seconds <= 0 or not count:
-        return []
-    per_second = factor * count / throughput.seconds
-    return [(unit, format_count(round(per_second, 1)))]
-
-
-def _progress_facts(trainer: Any, throughput: Throughput) -> list[Fact]:
-    facts = [
-        ("epochs", f"{trainer.current_epoch:,}"),
-        ("steps", f"{trainer.global_step:,}"),
-    ]
-    if throughput.seconds > 0:
-        facts.append(("time in training", format_span(throughput.seconds)))
-    return facts
-
-
-def _setting_facts(trainer: Any) -> list[Fact]:
+def _strategy(trainer: Any) -> str:
     strategy = trainer.strategy
     # Lightning's strategies have no name.
     name = str(getattr(strategy, "name", "") or type(strategy).__name__)
     if trainer.world_size > 1:
         name += f", {trainer.world_size} processes"
-    return [("strategy", name), ("precision", str(trainer.precision))]
+    return name
 
 
-def _peak_facts(trainer: Any) -> list[Fact]:
+def _peaks(trainer: Any) -> list[Fact]:
     """Return the peak of each device; with many devices, the highest alone."""
     peaks = peaks_of(trainer)
     if len(peaks) > _MOST_PEAKS:
         highest = max(peaks, key=lambda name: peaks[name])
         return [(f"highest peak memory: {highest}", format_bytes(peaks[highest]))]
     return [(f"peak memory, {name}", format_bytes(peak)) for name, peak in peaks.items()]
-
-
-def _checkpoint_facts(trainer: Any) -> list[Fact]:
-    facts = []
-    for callback in checkpoint_callbacks(trainer):
-        if callback.best_model_path:
-            kind = "best checkpoint" if callback.monitor else "checkpoint"
-            facts.append((kind, format_path(callback.best_model_path)))
-    return facts
 
 
 # Events.
