@@ -96,6 +96,16 @@ class InPlace(Classifier):
         return nn.functional.cross_entropy(self.net(features), batch[1])
 
 
+class Clamping(Classifier):
+    """Changes the weights of its network before the call, which must not use those of before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
 class Scheduled(Classifier):
     """Sets an attribute of the network in later steps."""
 
@@ -170,7 +180,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.quick_cases(6)
-@pytest.mark.parametrize("module", [Steps, Branching, InPlace, Scheduled, Skipping, Weighing, Mixing])
+@pytest.mark.parametrize("module", [Steps, Branching, InPlace, Clamping, Scheduled, Skipping, Weighing, Mixing])
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
     strategy, _, _ = ensemble(seed, module, accumulate_grad_batches=window)

@@ -8,7 +8,6 @@ members together. The first call of each kind is computed both ways and compared
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.interop.torch.batching import batched_linear, compute_batched
-from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of, versions
+from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
 from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
 
-__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "Noted", "reason_against"]
+__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "reason_against", "taken_apart"]
 
 # Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,7 +55,7 @@ class NotBatchable(Exception):
         self.draws = "randomness error mode" in reason
 
 
-class Noted(NamedTuple):
+class _Noted(NamedTuple):
     """State that a call may change.
 
     Attributes:
@@ -66,22 +65,6 @@ class Noted(NamedTuple):
 
     buffers: list[Tensor]
     attributes: list[dict[str, Any]]
-
-
-class CallState(NamedTuple):
-    """Everything beside the arguments on which the result of a call depends.
-
-    Attributes:
-        attributes: The attributes of the network's modules.
-        versions: The versions of the first member's parameters and buffers; None if they have none.
-        grad: True if gradients are enabled.
-        modes: The states of autocast.
-    """
-
-    attributes: list[Any]
-    versions: list[int] | None
-    grad: bool
-    modes: tuple[Any, ...]
 
 
 def _uncover(layers: Sequence[tuple[dict[str, Any], Any]], covered: Sequence[Any]) -> None:
@@ -109,14 +92,6 @@ def _linear_forward(layer: nn.Module, input: Tensor) -> Tensor:
     weight = registered["weight"]
     bias = registered["bias"]
     return batched_linear(input, weight, bias)
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    modes: list[Any] = []
-    for kind in ("cpu", "cuda"):
-        modes.append(torch.is_autocast_enabled(kind))
-        modes.append(torch.get_autocast_dtype(kind))
-    return tuple(modes)
 
 
 def reason_against(network: nn.Module) -> str:
@@ -201,6 +176,7 @@ class BatchedCall:
         for slots in self._slots:
             registered, key = slots[0]
             self._own_tensors.append(registered[key])
+        self._tensors_of_members = [[*network.parameters(), *network.buffers()] for network in self.networks]
         self._buffers = []
         for identity in by_id:
             if identity in members.buffers:
@@ -252,11 +228,12 @@ class BatchedCall:
         args, kwargs = call
         return self._forward(self.networks[member], *args, **kwargs)
 
-    def __call__(self, calls: Sequence[Call], randomness: str) -> list[Any]:
+    def __call__(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> list[Any]:
         """Compute the calls of all members together.
 
         Args:
-            calls: The arguments of each member.
+            tree: The structure of the arguments, with slots for tensors; see `taken_apart`.
+            tensors: The tensors of each member.
             randomness: "error" or "different": whether the network may draw random numbers, which differ then between
                 members, and from those that a member draws by itself.
 
@@ -266,36 +243,22 @@ class BatchedCall:
         Raises:
             NotBatchable: If that is not possible; buffers and attributes are then as before.
         """
-        tree, tensors = _taken_apart(calls)
         inputs, dims = _stack(tensors)
-        self._check_attributes()
+        # The steps may have given the networks of members other attributes.
+        if self._members.have_other_attributes(self._indices):
+            raise NotBatchable("the members have set different attributes of it", passes=True)
         kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
-            return self._guarded(inputs, dims, tree, len(calls), randomness)
+            return self._guarded(inputs, dims, tree, len(tensors), randomness)
         try:
-            outputs = self._compared_outputs(calls, inputs, dims, tree)
+            outputs = self._compared_outputs(tensors, inputs, dims, tree)
         except NotBatchable as error:
             if not error.draws or randomness == "error":
                 raise
             # A network that draws random numbers has nothing to compare with.
-            outputs = self._checked_outputs(inputs, dims, tree, len(calls), randomness)
+            outputs = self._checked_outputs(inputs, dims, tree, len(tensors), randomness)
         self._compared.add(kind)
         return outputs
-
-    def again(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str, noted: Noted) -> list[Any]:
-        """Compute calls of a structure that was computed before, right after the members were refreshed.
-
-        Args:
-            tree: The structure of the arguments, with slots for tensors.
-            tensors: The tensors of each member.
-            randomness: See `__call__`.
-            noted: What `note` has returned.
-
-        Raises:
-            NotBatchable: See `__call__`.
-        """
-        inputs, dims = _stack(tensors)
-        return self._guarded(inputs, dims, tree, len(tensors), randomness, noted)
 
     def _guarded(
         self,
@@ -304,18 +267,16 @@ class BatchedCall:
         tree: Any,
         members: int,
         randomness: str,
-        noted: Noted | None = None,
     ) -> list[Any]:
         """Compute a batched call; if that fails, restore what it has changed."""
-        if noted is None:
-            noted = self.note()
+        noted = self._note()
         try:
             return self._batched(inputs, dims, tree, members, randomness)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
-            self.restore(noted)
+            self._restore(noted)
             raise NotBatchable(_first_line(error)) from None
         except BaseException:
-            self.restore(noted)
+            self._restore(noted)
             raise
 
     def _batched(
@@ -366,82 +327,76 @@ class BatchedCall:
     # The comparison.
 
     def _compared_outputs(
-        self, calls: Sequence[Call], inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        inputs: list[Tensor],
+        dims: tuple[int | None, ...],
+        tree: Any,
     ) -> list[Any]:
         """Compute a call together and member by member, compare, and return the outputs of the former."""
         # 1. Together, and without random numbers, which would come twice.
-        noted = self.note()
-        outputs = self._checked_outputs(inputs, dims, tree, len(calls), "error")
-        computed = self.note()
+        noted = self._note()
+        outputs = self._checked_outputs(inputs, dims, tree, len(tensors), "error")
+        computed = self._note()
 
         # 2. Member by member, without a graph.
-        self.restore_buffers(noted)
+        self._restore_buffers(noted.buffers)
         with torch.no_grad():
-            expected = [self.alone(member, call) for member, call in enumerate(calls)]
+            expected = [self.alone(member, _arguments(tree, column)) for member, column in enumerate(tensors)]
         if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
-            self.restore(noted)
+            self._restore(noted)
             raise NotBatchable("the results differ from those of members computed one by one")
-        self.restore(computed)
+        self._restore(computed)
         return outputs
 
     def _checked_outputs(
         self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
     ) -> list[Any]:
         """Compute a call for all members together, and refuse attributes that it has set for all members."""
-        noted = self.note()
+        noted = self._note()
         outputs = self._guarded(inputs, dims, tree, members, randomness)
         changed = self._changed_attribute(noted)
         if changed:
-            self.restore(noted)
+            self._restore(noted)
             raise NotBatchable(f"its forward sets {changed}")
         return outputs
 
-    def _check_attributes(self) -> None:
-        """Check that the steps have not given the networks of members other attributes.
-
-        Raises:
-            NotBatchable: If they have.
-        """
-        if self._members.have_other_attributes(self._indices):
-            raise NotBatchable("the members have set different attributes of it", passes=True)
-
-    def note(self) -> Noted:
-        """Return what a call may change, for `restore`."""
-        buffers = [buffer.clone() for buffer in self._buffers]
+    def _note(self) -> _Noted:
         attributes = [dict(vars(part)) for part in self._parts]
-        return Noted(buffers, attributes)
+        return _Noted(self.buffers_now(), attributes)
 
-    def restore(self, noted: Noted) -> None:
-        """Restore what a call has changed.
-
-        Args:
-            noted: The state before, which `note` returned.
-        """
-        self.restore_buffers(noted)
+    def _restore(self, noted: _Noted) -> None:
+        """Restore what a call has changed."""
+        self._restore_buffers(noted.buffers)
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
             present = vars(part)
             present.clear()
             present.update(attributes)
 
-    def restore_buffers(self, noted: Noted) -> None:
-        """Restore the buffers of all members.
-
-        Args:
-            noted: The state before.
-        """
-        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+    def _restore_buffers(self, values_of_buffers: Sequence[Tensor]) -> None:
+        for buffer, values in zip(self._buffers, values_of_buffers, strict=True):
             # Without a trace in graphs that have saved the buffer.
             buffer.data.copy_(values)
 
-    def restore_member(self, noted: Noted, member: int) -> None:
+    # For calls that are computed before the members make them.
+
+    def buffers_now(self) -> list[Tensor]:
+        """Return copies of the stacked buffers."""
+        return [buffer.clone() for buffer in self._buffers]
+
+    def restore_member(self, values_of_buffers: Sequence[Tensor], member: int) -> None:
         """Restore the buffers of one member.
 
         Args:
-            noted: The state before.
+            values_of_buffers: What `buffers_now` returned.
             member: The index of the member.
         """
-        for buffer, values in zip(self._buffers, noted.buffers, strict=True):
+        for buffer, values in zip(self._buffers, values_of_buffers, strict=True):
             buffer.data[member].copy_(values[member])
+
+    def tensors_of(self, member: int) -> list[Tensor]:
+        """Return the parameters and buffers of the network of a member."""
+        return self._tensors_of_members[member]
 
     def has_own_attributes(self, member: int) -> bool:
         """Return True if the step of a member has given its network other attributes than the first member's.
@@ -454,35 +409,7 @@ class BatchedCall:
             return False
         return self._members.has_other_attributes(member, self._indices)
 
-    def state_of_call(self) -> CallState:
-        """Return everything beside the arguments on which the result of a call depends."""
-        attributes: list[Any] = []
-        for part in self._parts:
-            values = vars(part).values()
-            attributes.extend(values)
-        return CallState(
-            attributes=attributes,
-            versions=versions(self._own_tensors),
-            grad=torch.is_grad_enabled(),
-            modes=_autocast_state(),
-        )
-
-    def is_in_state(self, state: CallState) -> bool:
-        """Return True if a call would compute what it would have computed in an earlier state.
-
-        Args:
-            state: That state.
-        """
-        now = self.state_of_call()
-        if now.grad != state.grad or now.modes != state.modes:
-            return False
-        if now.versions is None or now.versions != state.versions:
-            return False
-        if len(now.attributes) != len(state.attributes):
-            return False
-        return all(map(is_, now.attributes, state.attributes))
-
-    def _changed_attribute(self, noted: Noted) -> str:
+    def _changed_attribute(self, noted: _Noted) -> str:
         """Return an attribute that a call has set; empty if there is none."""
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
             kind = type(part).__name__
@@ -494,8 +421,11 @@ class BatchedCall:
         return ""
 
 
-def _taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
+def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
     """Return the structure that calls have in common, and the tensors of each.
+
+    Args:
+        calls: The arguments of each member.
 
     Raises:
         NotBatchable: If the calls differ in more than tensors.

@@ -5,7 +5,7 @@
     member 2    training_step ──> net(x) ─┘              └─> loss
 
 Everything else in a step runs once for each member, unchanged. A call that others do not make, too, is computed by the
-member alone.
+member alone. A call with parts of the batch is computed where the first member makes it, and no thread waits.
 """
 
 from collections import Counter
@@ -18,14 +18,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from equipoise.extensions.ensemble.computation.anticipation import AnticipatedCalls, Anticipation
 from equipoise.extensions.ensemble.computation.batched_call import (
     BatchedCall,
     Call,
     Computing,
     NotBatchable,
     reason_against,
+    taken_apart,
 )
+from equipoise.extensions.ensemble.computation.early_call import EarlyCall, parts_of_batches
 from equipoise.extensions.ensemble.computation.member_threads import MemberThread
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.interop.torch.modules import children_of
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 # Failures after which a network is computed member by member.
 _MOST_FAILURES = 8
+# Members that did not make a call that was computed for them, after which they are waited for.
+_MOST_EARLY_FAILURES = 3
 # Answers a thread that is to compute the call by itself.
 _ALONE: Any = object()
 
@@ -65,18 +68,18 @@ class SideBySide:
         self._module = members.modules[0]
         self._randomness = "different" if allows_randomness else "error"
         self._forward_context = nullcontext if forward_context is None else forward_context
-        # 1. The threads, and the step that they run.
+        # 1. The threads, and the steps that they run.
         self._threads: list[MemberThread] = []
         self._by_ident: dict[int, MemberThread] = {}
         self._steps: Sequence[Callable[[], Any]] = ()
+        self._batches: Sequence[Any] = ()
         self._has_begun = False
-        # The calls that all members have made together.
-        self._met: list[tuple[str, list[Call]]] = []
-        # 2. Calls that are known before.
-        self._anticipation = Anticipation()
-        self._anticipated: AnticipatedCalls | None = None
-        self._compared_with: AnticipatedCalls | None = None
+        # The member whose step runs in the calling thread.
         self._member = 0
+        # 2. Calls of the first member that were computed for all, and how many of them each member has made.
+        self._early: list[EarlyCall] = []
+        self._made: list[int] = []
+        self._early_failures: Counter[str] = Counter()
         # 3. The networks.
         self.reasons: dict[str, str] = {}
         self._failures: Counter[str] = Counter()
@@ -103,88 +106,40 @@ class SideBySide:
             BaseException: The first error of a step. The others are ended.
         """
         self.has_batched = False
-        self._met = []
-        with self._intercepted():
-            self._members.refresh()
-            anticipated = self._anticipate(batches)
-            if anticipated is not None and self._anticipation.is_trusted:
-                return self._run_in_turn(steps, anticipated)
-            results = self._run_in_threads(steps, anticipated)
-        if anticipated is None:
-            self._anticipation.observe(self._met, batches)
-        return results
-
-    def _run_in_turn(self, steps: Sequence[Callable[[], T]], anticipated: AnticipatedCalls) -> list[T]:
-        """Run one step after the other, with the outputs of a network that was computed before."""
-        self.has_batched = True
-        self._anticipated = anticipated
-        results = []
-        try:
-            for member, step in enumerate(steps):
-                self._member = member
-                results.append(step())
-                if anticipated.put_back(member):
-                    self._anticipation.fail()
-        finally:
-            self._anticipated = None
-            self._member = 0
-        return results
-
-    def _run_in_threads(self, steps: Sequence[Callable[[], T]], anticipated: AnticipatedCalls | None) -> list[T]:
-        """Run the steps up to their calls, which are computed together, and on to their ends."""
-        if not self._threads:
-            self._threads = [MemberThread(member) for member in range(1, len(steps))]
-            self._by_ident = {thread.ident: thread for thread in self._threads}
-        self._state = ThreadState.capture(("cpu", "cuda"))
         self._steps = steps
+        self._batches = batches
         self._has_begun = False
-        self._compared_with = anticipated
+        self._made = [0] * len(steps)
+        self._state = ThreadState.capture(("cpu", "cuda"))
         try:
-            first = steps[0]()
-            # The others may make calls that the first does not make.
-            if not self._has_begun:
-                self._begin()
-            self._finish()
-            return [first] + [thread.take_result() for thread in self._threads]
+            with self._intercepted():
+                self._members.refresh()
+                results = self._run_all()
+                for member in range(1, len(steps)):
+                    self._put_back(member)
+                return results
         except BaseException:
             for thread in self._threads:
                 thread.abandon()
             raise
         finally:
             self._steps = ()
-            self._compared_with = None
+            self._batches = ()
+            self._member = 0
+            self._early.clear()
 
-    # Anticipation.
-
-    def _anticipate(self, batches: Sequence[Any]) -> AnticipatedCalls | None:
-        """Compute the call that the members will make, if it is known."""
-        pattern = self._anticipation.pattern
-        if pattern is None or pattern.name in self.reasons:
-            return None
-        tensors = pattern.tensors(batches)
-        if tensors is None:
-            return None
-        network = self._calls[pattern.name]
-        try:
-            with self._without_logs(), self._forward_context():
-                anticipated = AnticipatedCalls(network, pattern, tensors, self._randomness)
-        except NotBatchable:
-            # The members may not make the call after all.
-            self._anticipation.fail()
-            return None
-        if not self._anticipation.is_trusted:
-            # The call itself comes, too.
-            anticipated.put_back_all()
-        return anticipated
-
-    def _compare(self, outputs: Sequence[Any]) -> None:
-        """Compare the outputs of a call with those that were anticipated."""
-        if self._compared_with is None:
-            return
-        if self._compared_with.are_equal_to(outputs):
-            self._anticipation.agree()
-        else:
-            self._anticipation.fail()
+    def _run_all(self) -> list[Any]:
+        """Run the step of the first member, and the others in threads, if it has waited for them, or else in turn."""
+        first, *others = self._steps
+        results = [first()]
+        if self._has_begun:
+            self._finish()
+            results.extend(thread.take_result() for thread in self._threads)
+            return results
+        for member, step in enumerate(others, start=1):
+            self._member = member
+            results.append(step())
+        return results
 
     def skip(self) -> None:
         """Note that a step is computed one by one."""
@@ -199,6 +154,9 @@ class SideBySide:
     def _begin(self) -> None:
         """Run all other steps to their first calls."""
         self._has_begun = True
+        if not self._threads:
+            self._threads = [MemberThread(member) for member in range(1, len(self._steps))]
+            self._by_ident = {thread.ident: thread for thread in self._threads}
         for thread in self._threads:
             thread.start(self._steps[thread.member], self._state)
 
@@ -242,28 +200,65 @@ class SideBySide:
         if name in self.reasons:
             # Its parts may meet.
             return network.forward_of(member, call)
-        if self._anticipated is not None:
-            return self._take(name, call)
-        if thread is None:
-            reply = self._meet(name, call)
+        if member == 0:
+            is_known, output = self._compute_early(name, call)
         else:
-            reply = thread.pause((name, call))
-        if reply is _ALONE:
+            is_known, output = self._take(member, name, call)
+        if is_known:
+            return output
+        if thread is not None:
+            output = thread.pause((name, call))
+        elif member == 0:
+            output = self._meet(name, call)
+        else:
+            output = _ALONE
+        if output is _ALONE:
             return network.alone(member, call)
-        return reply
+        return output
 
-    def _take(self, name: str, call: Call) -> Any:
-        """Return the output of a call that was anticipated, or compute another one."""
-        anticipated = self._anticipated
-        member = self._member
-        assert anticipated is not None
-        if name == anticipated.network.name:
-            is_anticipated, output = anticipated.take(member, call)
-            if is_anticipated:
-                return output
-        anticipated.put_back(member)
-        self._anticipation.fail()
-        return self._calls[name].alone(member, call)
+    def _compute_early(self, name: str, call: Call) -> tuple[bool, Any]:
+        """Return whether a call of the first member was computed for all members before they make it, and its output.
+
+        Args:
+            name: The network.
+            call: The arguments, which must be parts of the batch.
+        """
+        if self._has_begun or self._early_failures[name] >= _MOST_EARLY_FAILURES:
+            return False, None
+        try:
+            tree, (tensors,) = taken_apart([call])
+            tensors_of_members = parts_of_batches(tensors, self._batches)
+            if tensors_of_members is None:
+                return False, None
+            with self._without_logs():
+                early = EarlyCall(self._calls[name], tree, tensors_of_members, self._randomness)
+        except NotBatchable:
+            # The members may not make the call, or set the same attributes before.
+            self._early_failures[name] += 1
+            return False, None
+        self.has_batched = True
+        self._early.append(early)
+        return True, early.take_first()
+
+    def _take(self, member: int, name: str, call: Call) -> tuple[bool, Any]:
+        """Return whether a call of another member is the next one that was computed early, and its output."""
+        made = self._made[member]
+        if made < len(self._early):
+            early = self._early[made]
+            if early.network.name == name:
+                is_same, output = early.take(member, call)
+                if is_same:
+                    self._made[member] += 1
+                    return True, output
+            self._put_back(member)
+        return False, None
+
+    def _put_back(self, member: int) -> None:
+        """Undo the early calls that a member has not made, which it computes by itself from now on."""
+        for early in reversed(self._early[self._made[member] :]):
+            early.put_back(member)
+            self._early_failures[early.network.name] += 1
+        self._made[member] = len(self._early)
 
     def _meet(self, name: str, call: Call) -> Any:
         """Bring all other steps to their next calls, compute them with that of the first member, and return its output.
@@ -282,14 +277,13 @@ class SideBySide:
         # 2. All calls together.
         calls = [call] + [arguments for _, arguments in waiting]
         try:
+            tree, tensors = taken_apart(calls)
             with self._without_logs():
-                outputs = self._calls[name](calls, self._randomness)
+                outputs = self._calls[name](tree, tensors, self._randomness)
         except NotBatchable as error:
             self._note_failure(name, error)
             return self._let_others_go(_ALONE, name)
         self.has_batched = True
-        self._met.append((name, calls))
-        self._compare(outputs)
         for thread, output in zip(self._threads, outputs[1:], strict=True):
             thread.resume(output)
         return outputs[0]
