@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split
     from equipoise.parallel.batches.calibration import SimulatedDevice as SimulatedDevice
+    from equipoise.parallel.batches.splitting import Splitter as Splitter
     from equipoise.parallel.strategy_optimizer import StrategyOptimizer as StrategyOptimizer
     from equipoise.strategies import BalancedDataParallelStrategy as BalancedDataParallelStrategy
     from equipoise.strategies import DataParallelStrategy as DataParallelStrategy

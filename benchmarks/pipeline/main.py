@@ -112,7 +112,7 @@ def unequal(steps: int) -> tuple[Table, list[str]]:
         taken = step_seconds(Sleeper(layers, seconds, seconds, [1.0, 3.0]), strategy, 2, m, steps).seconds
         first = first or taken
         gain = first / taken
-        cut = strategy.state_dict()["cut_before"][0]
+        cut = strategy.portable.strategy_state()["cut_before"][0]
         table.add_row(f"{name}: before {cut}", f"{taken * 1e3:.0f}", f"{gain:.2f}")
     return table, [f"unequal devices: {gain:.2f} times the throughput"] if gain < LEAST_GAIN else []
 

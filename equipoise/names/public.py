@@ -19,7 +19,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.errors": ("CheckpointError", "ConfigurationError", "StepError", "WorkerError"),
         "equipoise.memory.out_of_memory": ("OutOfMemoryEvent", "Split"),
         "equipoise.parallel.batches.calibration": ("SimulatedDevice",),
-        # What strategies of others derive from, beside those of `equipoise.strategies`.
+        # What strategies of others use and derive from, beside those of `equipoise.strategies`.
+        "equipoise.parallel.batches.splitting": ("Splitter",),
         "equipoise.parallel.strategy_optimizer": ("StrategyOptimizer",),
         "equipoise.strategies.distributed.process_strategy": ("ProcessStrategy",),
         "equipoise.strategies.portable_state": ("PortableState",),

@@ -115,10 +115,14 @@ class TrainingStep(PartwiseStep, Protocol):
         """
 
     def backward(self, result: StepResult) -> None:
-        """Run the backward of a result with its hooks and the scaler. Does nothing in manual optimisation."""
+        """Run the backward of a result with its hooks and the scaler. Does nothing in manual optimisation.
+
+        Raises:
+            StepError: If the batch had its backward already, and `begin_micro_batch` did not announce another part.
+        """
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Note that the next result is of a micro-batch, before its backward.
+        """Announce a micro-batch, before its step and its backward.
 
         Args:
             size: Number of samples of the micro-batch.

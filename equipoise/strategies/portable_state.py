@@ -1,6 +1,6 @@
-"""Full states of modules and optimisers, which any other strategy can load; the default is torch's."""
+"""Full states of modules and optimisers, which any other strategy can load, and the strategy's own state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -9,7 +9,10 @@ from torch.optim import Optimizer
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.strategies.checkpoint_folders import CheckpointFolders
 
-__all__ = ["PortableState", "gradients_of", "load_gradients"]
+__all__ = ["LoadState", "PortableState", "SaveState", "gradients_of", "load_gradients"]
+
+SaveState = Callable[[], dict[str, Any]]
+LoadState = Callable[[dict[str, Any]], None]
 
 
 class PortableState:
@@ -17,6 +20,12 @@ class PortableState:
 
     This class is for modules and optimisers that are in this process as a whole. Strategies that distribute them over
     processes override it.
+
+    Args:
+        own_state: Function that returns the strategy's own state, with which a resumed run continues: a dictionary of
+            what a checkpoint can hold. Default: None, it has none.
+        load_own_state: Function that restores what `own_state` has returned, as far as it applies: another strategy
+            or other devices may have saved it. Default: None.
 
     Attributes:
         is_sharded: Whether weights are in shards in a run. Then a checkpoint's weights are loaded behind
@@ -28,6 +37,27 @@ class PortableState:
 
     is_sharded: ClassVar[bool] = False
     folders: CheckpointFolders | None = None
+
+    # A subclass need not call the constructor.
+    _own_state: SaveState | None = None
+    _load_own_state: LoadState | None = None
+
+    def __init__(
+        self,
+        own_state: SaveState | None = None,
+        load_own_state: LoadState | None = None,
+    ) -> None:
+        self._own_state = own_state
+        self._load_own_state = load_own_state
+
+    def strategy_state(self) -> dict[str, Any]:
+        """Return the strategy's own state."""
+        return {} if self._own_state is None else self._own_state()
+
+    def load_strategy_state(self, state: dict[str, Any]) -> None:
+        """Restore a state that `strategy_state` has returned, of this strategy or of another one."""
+        if self._load_own_state is not None:
+            self._load_own_state(state)
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Receive the optimisers of a fit, once they are made and before their states are loaded.

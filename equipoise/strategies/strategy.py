@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.shard import Shard
+from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.communication.membership import refuse_copies
@@ -30,7 +31,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["Strategy", "Transfer"]
+__all__ = ["Strategy", "Transfer", "splitter_of"]
 
 # Neutral collaborators have no state, so all strategies share them.
 _NEUTRAL_RECOVERY = RecoverySupport()
@@ -47,21 +48,16 @@ class Strategy:
 
     Attributes:
         name: The name by which `Trainer(strategy=...)` finds it.
-        backward_per_micro_batch: Whether `forward_backward` runs a backward for each part of a batch rather than one
-            for all.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
-        dim: The dimension of a batch's tensors that holds its samples.
         processes: The processes that compute together; this one alone unless `connect` sets others.
     """
 
     name: ClassVar[str] = ""
-    backward_per_micro_batch: ClassVar[bool] = False
     keeps_batches_whole: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
-    dim: int = 0
     processes: Processes = SingleProcess()
 
     # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
@@ -84,7 +80,7 @@ class Strategy:
 
     @property
     def portable(self) -> PortableState:
-        """Full states of the module and the optimisers, which any other strategy can load."""
+        """Full states of the module and the optimisers, which any other strategy can load, and the strategy's own."""
         return _WHOLE_STATE
 
     # Where it runs.
@@ -185,7 +181,7 @@ class Strategy:
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
-        """Compute the gradients of a batch.
+        """Compute the gradients of a batch, by one backward or, with `step.begin_micro_batch`, by several.
 
         Args:
             step: `step(part)` runs the training step, `step.backward(result)` its backward.
@@ -253,11 +249,12 @@ class Strategy:
             step: The step that evaluated the loader's batches.
         """
 
-    # State: full and portable, whatever the strategy; called in every process.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the strategy's own state, with which a resumed run continues."""
-        return {}
+def splitter_of(strategy: Strategy, module: nn.Module) -> Splitter:
+    """Return what counts and splits the samples of batches.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state as far as it applies; another strategy or other devices may have saved it."""
+    Args:
+        strategy: The strategy. Where it has an attribute `dim`, samples are in this dimension, else in the first.
+        module: The user's module, which may define `batch_size` and `split_batch`.
+    """
+    return Splitter(module, getattr(strategy, "dim", 0))

@@ -187,7 +187,7 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
     entry: dict[str, Any] = {
         "position": position,
         "steps": fit.data.steps.state_dict(),
-        "strategy": context.strategy.state_dict(),
+        "strategy": context.strategy.portable.strategy_state(),
         "switches": fit.switches.turned_in(context.module),
     }
     if fit.left is not None:

@@ -12,7 +12,7 @@ from equipoise.interop.lightning.classes import is_a, is_overridden, takes_itera
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.interop.metrics import note_batch_values
-from equipoise.parallel.batches.splitting import Splitter
+from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
@@ -64,7 +64,7 @@ def _callbacks_of(module: LightningModule) -> list[Callback]:
 def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     """Let the logged values of a run be weighted by batch sizes, and reduced over its processes."""
     strategy = parts.strategy
-    size_of: Callable[[Any], int | None] = Splitter(module, strategy.dim).size
+    size_of: Callable[[Any], int | None] = splitter_of(strategy, module).size
     if any(takes_iterator(module, step) for step in ("training_step", "validation_step", "test_step")):
         from equipoise.trainer.data.dataloader_iter import checking_batches
 

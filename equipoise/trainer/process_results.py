@@ -129,7 +129,7 @@ def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResul
         attributes=attributes,
         metrics=parts.logs.shown(),
         random=random_state.capture(),
-        strategy=parts.strategy.state_dict(),
+        strategy=parts.strategy.portable.strategy_state(),
         precision=parts.precision.state_dict(),
         module_state=_state_of_incomplete_module(shared, attributes),
     )
@@ -240,7 +240,7 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
 
     # 3. The states of the trainer's parts.
     parts.logs.show(results.metrics)
-    parts.strategy.load_state_dict(results.strategy)
+    parts.strategy.portable.load_strategy_state(results.strategy)
     parts.precision.load_state_dict(results.precision)
     if results.random is not None:
         results.random.restore()

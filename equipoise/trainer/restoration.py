@@ -210,7 +210,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
 
     # 3. The position in the epoch.
     entry = checkpoint.get(OUR_KEY, {})
-    context.strategy.load_state_dict(entry.get("strategy", {}))
+    context.strategy.portable.load_strategy_state(entry.get("strategy", {}))
     with loading(OUR_KEY):
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
         saved = entry.get("checkpoint_callbacks", {})

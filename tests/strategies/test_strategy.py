@@ -17,7 +17,7 @@ from equipoise.strategies.strategy import Strategy
 # What every strategy can override or set. A duty that only one family of strategies has belongs to a collaborator:
 # `processes`, `recovery`, `portable`, `Shard` or `StrategyOptimizer`.
 MEMBERS = {
-    *("name", "devices", "dim", "keeps_batches_whole", "backward_per_micro_batch"),
+    *("name", "devices", "keeps_batches_whole"),
     *("processes", "recovery", "portable"),
     *(
         "default_devices",
@@ -31,13 +31,12 @@ MEMBERS = {
     *("shard", "sync_buffers", "batch_to_devices"),
     *("forward_backward", "evaluate", "await_others", "backward", "collect_gradients"),
     *("setup_optimizer", "finish_gradients", "clip_gradients"),
-    *("state_dict", "load_state_dict"),
 }
 
 
 def test_members() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
-    assert len(MEMBERS) <= 28
+    assert len(MEMBERS) <= 24
 
 
 def test_neutral_collaborators() -> None:

@@ -26,6 +26,8 @@ class MemberStates(PortableState):
         keep: Function that receives those of a checkpoint.
         optimizer_of: Function that returns an optimiser as the strategy steps it; None outside of a run.
         other_optimizer_states: Function that returns the states of a checkpoint for all members but the first.
+        own_state: Function that returns what else members need to continue.
+        load_own_state: Function that restores what `own_state` has returned.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class MemberStates(PortableState):
         keep: Callable[[list[dict[str, Any]]], None],
         optimizer_of: Callable[[Optimizer], MemberOptimizer | None],
         other_optimizer_states: Callable[[Optimizer], Sequence[OptimizerState] | None],
+        own_state: Callable[[], dict[str, Any]],
+        load_own_state: Callable[[dict[str, Any]], None],
     ) -> None:
+        super().__init__(own_state, load_own_state)
         self._count = count
         self._states = states
         self._keep = keep

@@ -258,7 +258,7 @@ class EnsembleStrategy(Strategy):
             _Steps(make(), Choice(self.mode, device, "trained")),
             _Steps(make(), Choice(self.mode, device, "evaluated")),
             MemberLogs(members.metrics(), device),
-            Splitter(module, self.dim),
+            Splitter(module),
         )
 
     def _initial_states(self, module: nn.Module) -> list[dict[str, Any]]:
@@ -482,7 +482,13 @@ class EnsembleStrategy(Strategy):
     def portable(self) -> PortableState:
         """Full states: the first member's, and those of the others beside; see `Strategy.portable`."""
         return MemberStates(
-            self.members, self._other_states, self._keep_loaded, self._optimizer_of, self._loaded_optimizer_states
+            self.members,
+            self._other_states,
+            self._keep_loaded,
+            self._optimizer_of,
+            self._loaded_optimizer_states,
+            self._own_state,
+            self._load_own_state,
         )
 
     def _keep_loaded(self, states: list[dict[str, Any]]) -> None:
@@ -500,7 +506,7 @@ class EnsembleStrategy(Strategy):
         states: Sequence[OptimizerState] = self._run.loaded_optimizers[0]
         return states
 
-    def state_dict(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         """Return what the members but the first need to continue: random numbers, optimisers, open windows."""
         run = self._run
         state: dict[str, Any] = {"optimizers": self._optimizer_states}
@@ -514,7 +520,7 @@ class EnsembleStrategy(Strategy):
             state["weights"] = run.weights.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restore a saved state; its optimisers and gradients are used when the run comes to them."""
         if self._run is not None:
             self._run.load(state)

@@ -26,7 +26,7 @@ class OffloadedForward(StepExtension):
         check_feature("offload")
         strategy = context.strategy
         # Several devices compute in threads of their own, which the hooks of this thread do not reach.
-        if len(strategy.devices) > 1 or strategy.backward_per_micro_batch:
+        if len(strategy.devices) > 1:
             raise ConfigurationError(
                 f"offload_activations reaches forwards on one device of this process, but strategy={strategy.name!r}"
                 " computes them in parts. Leave it out, or choose 'single_device' or 'ddp'."

@@ -19,6 +19,7 @@ from equipoise.strategies.ddp.recovery import DDPRecovery
 from equipoise.strategies.distributed.loaders import Sizes
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.distributed.sample_shares import ProcessShares, check_shares, check_shares_count
+from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["DDPStrategy"]
@@ -218,13 +219,18 @@ class DDPStrategy(ProcessStrategy):
             return super().finish_gradients(window, optimizer)
         return self._run.exchange.finish(window, optimizer)
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def portable(self) -> PortableState:
+        """Full states, and the measured shares; see `Strategy.portable`."""
+        return PortableState(self._own_state, self._load_own_state)
+
+    def _own_state(self) -> dict[str, Any]:
         """Return the measured shares."""
         if self._user_shares == "auto" and self.shares is not None:
             return {"shares": self.shares}
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restore measured shares, if they are for as many processes; otherwise they are measured."""
         if self._shares is not None:
             self._shares.restore(state.get("shares"))

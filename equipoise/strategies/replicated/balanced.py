@@ -18,6 +18,7 @@ from equipoise.parallel.batches.shares import (
     sizes_by_shares,
 )
 from equipoise.precision import Precision
+from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
 from equipoise.validation import is_whole
 
@@ -305,7 +306,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def portable(self) -> PortableState:
+        """Full states, and the shares that the user has not set; see `Strategy.portable`."""
+        return PortableState(self._own_state, self._load_own_state)
+
+    def _own_state(self) -> dict[str, Any]:
         """Return shares that were measured, or reduced after an error of memory; then also the user's setting."""
         if self._shares is None:
             return {}
@@ -316,7 +322,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             state["instead_of"] = self._user_setting
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restore shares, if they are for as many devices and the user's setting is the same."""
         shares = state.get("shares")
         if shares is None or len(shares) != len(self.devices):

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
+from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
@@ -125,7 +126,7 @@ class FitLoop:
         self.context = context
         self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
-        self.weight = BatchWeight(context.module, context.strategy.dim, context.strategy.processes.world_size)
+        self.weight = BatchWeight(splitter_of(context.strategy, context.module), context.strategy.processes.world_size)
         for extension in step_extensions(self.state):
             self.step_class = extension.step_class(context) or self.step_class
         self.load_data()

@@ -12,9 +12,9 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.devices import free_memory
 from equipoise.memory.footprint import footprint_of
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
-from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.device_work import empty_cache
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.captured_error import CapturedError
 from equipoise.trainer.recovery.micro_batch_outputs import detached, outputs_in_order
@@ -91,7 +91,7 @@ class MicroBatcher:
         self._context = context
         self._compute = compute
         self._strategy = context.strategy
-        self._splitter = Splitter(context.module, context.strategy.dim)
+        self._splitter = splitter_of(context.strategy, context.module)
         # Number of answers in a row that did not ask for smaller micro-batches.
         self._repeats = 0
         self._sizes: dict[Shapes, _FittingSize] = context.fitting.setdefault(name, {})
@@ -100,7 +100,7 @@ class MicroBatcher:
 
     def _kind(self, parts: Sequence[Any]) -> Shapes:
         """Return the shapes of a batch's tensors without the dimension of the samples."""
-        dim = self._strategy.dim
+        dim = self._splitter.dim
         shapes = [tuple(tensor.shape) for part in parts for _, tensor in entries_of(part)]
         return tuple(shape[:dim] + shape[dim + 1 :] for shape in shapes)
 
@@ -165,7 +165,7 @@ class MicroBatcher:
         # Before a step takes something out of them.
         sizes = [self.size(micro_batch) for micro_batch in micro_batches]
         device = self._strategy.root_device
-        dim = self._strategy.dim
+        dim = self._splitter.dim
         results: list[StepResult] = []
         step.begin_micro_batches()
         try:

@@ -83,14 +83,14 @@ class LocalSGDStrategy(ProcessStrategy):
 
     @property
     def portable(self) -> PortableState:
-        """Full states for checkpoints, collected after an averaging."""
+        """Full states for checkpoints, collected after an averaging, and the counts."""
         return AveragedState(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         """Return the counts, with which a resumed run continues."""
         return dict(self.counts)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_own_state(self, state: dict[str, Any]) -> None:
         """Restore the counts, unless another strategy has written the checkpoint."""
         self.counts.update((name, state[name]) for name in self.counts if name in state)
 
@@ -123,6 +123,7 @@ class AveragedState(PortableState):
     """Full states of a module whose parameters are averaged first."""
 
     def __init__(self, strategy: LocalSGDStrategy) -> None:
+        super().__init__(strategy.own_state, strategy.load_own_state)
         self.strategy = strategy
 
     def prepare(self) -> None:

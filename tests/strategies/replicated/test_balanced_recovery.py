@@ -141,4 +141,4 @@ def test_reduced_shares_are_saved(tmp_path: Path) -> None:
     strategy.connect([torch.device("cpu")] * 2)
     assert strategy.shares == saved["shares"]  # for a second run
     strategy.shares = [2, 3]
-    assert strategy.state_dict() == {}
+    assert strategy.portable.strategy_state() == {}

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from equipoise import Callback, ConfigurationError, StepError
+from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.trainer.optimization.automatic import AutomaticOptimization, make_optimization
@@ -86,7 +87,7 @@ class Setup:
         optimization = make_optimization(
             self.context,
             self.window,
-            BatchWeight(self.module),
+            BatchWeight(Splitter(self.module)),
             skip_backward=False,
             count_skipped=self._count_skipped,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from equipoise import ConfigurationError, StepResult, Strategy
+from equipoise import ConfigurationError, PortableState, StepResult, Strategy
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import EvaluationStep, TrainingStep
 from equipoise.precision import Precision
@@ -48,8 +48,12 @@ class ScaledStrategy(Strategy):
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         return step(parts[0])
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def portable(self) -> PortableState:
+        return PortableState(self.own_state, self.load_own_state)
+
+    def own_state(self) -> dict[str, Any]:
         return {"batches": self.batches}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_own_state(self, state: dict[str, Any]) -> None:
         self.batches = state.get("batches", 0)

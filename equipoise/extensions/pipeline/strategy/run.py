@@ -18,6 +18,7 @@ from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
+from equipoise.strategies.portable_state import LoadState, SaveState
 
 __all__ = ["PipelineRun", "ProcessParts"]
 
@@ -42,21 +43,24 @@ class ProcessParts:
     common_cut: CommonCut | None = None
 
     @classmethod
-    def connect(cls, client: StageClient, module: nn.Module, *, has_replicas: bool) -> "ProcessParts":
+    def connect(
+        cls, client: StageClient, module: nn.Module, own_state: tuple[SaveState, LoadState], *, has_replicas: bool
+    ) -> "ProcessParts":
         """Begin with a module that is in the main process as a whole.
 
         Args:
             client: The processes of other stages.
             module: The user's module, the same in all replicas once this returns.
+            own_state: The functions that `PortableState` takes.
             has_replicas: True if there are several replicas.
         """
         if not has_replicas:
-            backend = ProcessBackend(client, module)
+            backend = ProcessBackend(client, module, *own_state)
             restore_metrics = compute_metrics_alone(module)
             return cls(backend, restore_metrics)
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
-        backend = ProcessBackend(client, module)
+        backend = ProcessBackend(client, module, *own_state)
         store = group_store()
         # Replicas have begun their process groups themselves.
         assert store is not None

@@ -93,7 +93,6 @@ class PipelineStrategy(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    backward_per_micro_batch: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -228,7 +227,8 @@ class PipelineStrategy(Strategy):
         measured_on = None
         if self._launch is not None and self._launch.processes is not None:
             client = self._launch.processes
-            parts = ProcessParts.connect(client, module, has_replicas=self.replicas > 1)
+            own_state = (self._own_state, self._load_own_state)
+            parts = ProcessParts.connect(client, module, own_state, has_replicas=self.replicas > 1)
             client.seeds.steps = self._steps
             devices = tuple(client.commands.devices)
             # The devices of other processes cannot be measured from here.
@@ -243,7 +243,6 @@ class PipelineStrategy(Strategy):
             stages_per_device=self.stages_per_device,
             speeds=self.speeds,
             links=[1 / (speed * 2**20) for speed in self.link_speeds or ()],
-            dim=self.dim,
         )
         network = StagedNetwork(
             module,
@@ -255,7 +254,7 @@ class PipelineStrategy(Strategy):
             processes=client,
             common_cut=None if parts is None else parts.common_cut,
         )
-        self._run = PipelineRun(network, Splitter(module, self.dim), parts)
+        self._run = PipelineRun(network, Splitter(module), parts)
         network.cover()
 
     def _num_micro_batches(self, num_devices: int) -> int:
@@ -314,7 +313,7 @@ class PipelineStrategy(Strategy):
     def portable(self) -> PortableState:
         """Full states of the module and the optimisers; see `Strategy.portable`."""
         if self._run is None or self._run.backend is None:
-            return super().portable
+            return PortableState(self._own_state, self._load_own_state)
         return self._run.backend
 
     # Computation.
@@ -368,7 +367,7 @@ class PipelineStrategy(Strategy):
             if batch.timeline is not None:
                 self.timeline = batch.timeline
         # All micro-batches log by the module's own metrics, so each metric is its own original.
-        return step.merge(results, sizes, self.root_device, dim=self.dim, original=lambda metric: metric)
+        return step.merge(results, sizes, self.root_device, original=lambda metric: metric)
 
     def _micro_batch_sizes(self, parts: Sequence[Any]) -> list[int]:
         """Return the number of samples of each micro-batch of a batch."""
@@ -425,7 +424,7 @@ class PipelineStrategy(Strategy):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         """Return the cut, with which a resumed run continues, and the number of steps, for random numbers."""
         if self._run is not None:
             self._keep_cut(self._run.network)
@@ -438,7 +437,7 @@ class PipelineStrategy(Strategy):
             state["steps"] = self._steps if client is None else client.seeds.steps
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restore a saved cut. It is used if it is for as many devices, and the user names no other cut."""
         names = state.get("cut_before")
         calls = state.get("calls")

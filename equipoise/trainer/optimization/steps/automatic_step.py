@@ -64,9 +64,11 @@ class AutomaticStep(ModuleStep):
         self._batch_weight = batch_weight
         # One process that computes a window together needs no weights.
         self._is_alone = context.strategy.processes.world_size == 1
-        is_unweighed = window.parts == 1 and self._is_alone and not context.strategy.backward_per_micro_batch
+        is_unweighed = window.parts == 1 and self._is_alone
         self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight
         self._weight_of: WeightOf | None = self._usual_weight_of
+        # True if the present batch, or micro-batch, had its backward.
+        self._had_backward = False
 
     def begin_batch(self, *indices: int) -> None:
         """Begin a batch of the training loader, with the number of the batch."""
@@ -74,10 +76,15 @@ class AutomaticStep(ModuleStep):
         batch_idx = indices[0]
         self.batch_idx = batch_idx
         self.begins_window = batch_idx % self.window.parts == 0
+        self._had_backward = False
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Note that the next part is a micro-batch; see `AccumulationWindow.micro_batch`."""
+        """Note that the next part is a micro-batch, which has a weight; see `AccumulationWindow.micro_batch`."""
         self.window.begin_micro_batch(size, batch_size)
+        self._had_backward = False
+        if self._weight_of is None:
+            self._usual_weight_of = self._batch_weight.of_micro_batch
+            self._weight_of = self._usual_weight_of
 
     def __call__(self, part: Any) -> StepResult:
         """Run the training step on a batch, and find the loss and its weight in what it returned."""
@@ -126,6 +133,9 @@ class AutomaticStep(ModuleStep):
         """Zero the gradients at the beginning of a window, then run the backward with the part's factor."""
         if self._skip_backward:
             return
+        if self._had_backward:
+            raise _second_backward(self.batch_idx)
+        self._had_backward = True
         # 1. Gradients of the last window are kept until now, for hooks and for the user.
         if self.begins_window:
             self.begins_window = False
@@ -169,6 +179,7 @@ class RepeatableStep(AutomaticStep):
         self.phase = "forward"
         self.indices = (batch_idx,)
         self.batch_idx = batch_idx
+        self._had_backward = False
 
     def release_memory(self) -> None:
         """Release what the step holds between two batches to be faster. A step as it is holds nothing."""
@@ -199,6 +210,15 @@ class RepeatableStep(AutomaticStep):
         """Run the backward."""
         self.phase = "backward"
         AutomaticStep.backward(self, result)
+
+
+def _second_backward(batch_idx: int) -> StepError:
+    """Return the error for a batch that a strategy would count twice."""
+    return StepError(
+        f"The strategy calls `step.backward` a second time for the batch {batch_idx}, which would count twice in its"
+        " accumulation window. Call `step.begin_micro_batch` before each of several parts of a batch. A gradient that"
+        " is not added to the window comes from `torch.autograd.grad`."
+    )
 
 
 def _loss_and_weight(output: Any) -> tuple[Tensor, Weight | None]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.errors import StepError
@@ -24,21 +23,19 @@ class BatchWeight:
     has dealt. Where there is none either, parts have equal weights, and a warning says so once.
 
     Args:
-        module: The user's module.
-        dim: The dimension of the samples. Default: the first.
+        splitter: Counts the samples of a batch.
         processes: The number of processes that have a part of each step. Default: 1.
 
     Attributes:
         counts: The number of samples of each batch of the pass.
     """
 
-    def __init__(self, module: LightningModule, dim: int = 0, processes: int = 1) -> None:
-        splitter = Splitter(module, dim)
+    def __init__(self, splitter: Splitter, processes: int = 1) -> None:
         self.counts = SampleCounts()
         self._asks_module = splitter.asks_module
         # Without a method of the module, and with samples in the first dimension, a function does without the splitter.
         self._size: Callable[[Any], int | None] = infer_batch_size
-        if splitter.asks_module or dim:
+        if splitter.asks_module or splitter.dim:
             self._size = splitter.size
         self._processes = processes
         # True if the number of samples follows from the tensors, so that none is counted.

@@ -53,16 +53,15 @@ class WindowGradients:
         self._user_zero_grad = hooks.bind_module("optimizer_zero_grad")
         self._is_torch_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
 
-        # 2. Weighing. A window that is computed together in one process has gradients that are right already, unless
-        #    recovery from an out-of-memory error splits a batch.
+        # 2. Weighing. A window of one backward in one process has gradients that are right already, unless the strategy
+        #    or the recovery from an out-of-memory error computes a batch in micro-batches.
         self._weigh: Callable[[AccumulationWindow, Optimizer], bool | None] | None = None
-        strategy_class = type(self._strategy)
-        has_default_finish = strategy_class.finish_gradients is Strategy.finish_gradients
+        has_default_finish = type(self._strategy).finish_gradients is Strategy.finish_gradients
         is_alone = self._strategy.processes.world_size == 1
-        is_one_part = window.parts == 1 and is_alone and not strategy_class.backward_per_micro_batch
+        is_one_part = window.parts == 1 and is_alone
         if not has_default_finish or not is_one_part:
             self._weigh = self._strategy.finish_gradients
-        elif may_split:
+        elif may_split or not self._strategy.keeps_batches_whole:
             self._weigh = self._weigh_if_split
         self.are_weighed = self._weigh is not None
 

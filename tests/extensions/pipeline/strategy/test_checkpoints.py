@@ -82,7 +82,7 @@ def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
     whole, _, _ = fit(Dropping, SIZES, **moved(3, cut_before=cut))
     fit(Dropping, SIZES, callbacks=[Save(path, 3)], **moved(3, cut_before=cut))
     again, _, trainer = resume(Dropping, path, **moved(3))
-    assert trainer.connected_strategy.state_dict()["cut_before"] == cut
+    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == cut
     same_weights(whole, again, 0.0)
 
 
@@ -103,27 +103,27 @@ def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
     trainer = quiet(strategy=strategy, devices=["cpu", "cpu"])
     loader = DataLoader(Batches(SIZES), batch_size=None)
     trainer.validate(Tokens().double(), loader, verbose=False)
-    state = strategy.state_dict()
+    state = strategy.portable.strategy_state()
     other = PipelineStrategy(micro_batches=2)
-    other.load_state_dict(state)
+    other.portable.load_strategy_state(state)
     again = quiet(strategy=other, devices=["cpu", "cpu"])
     again.fit(Tokens(by_self=True).double(), loader)
     assert other.state_dict() == state
     for strange in ({"cut_before": 3}, {"cut_before": ["a"], "calls": ["b"]}, {}):
         third = PipelineStrategy(micro_batches=2)
-        third.load_state_dict(strange)
+        third.portable.load_strategy_state(strange)
         quiet(strategy=third, devices=["cpu", "cpu"]).fit(Tokens().double(), loader)
-        assert third.state_dict()["cut_before"]
+        assert third.portable.strategy_state()["cut_before"]
 
 
 def test_names_that_the_table_shows_can_be_given():
     loader = DataLoader(Batches(SIZES), batch_size=None)
     first = quiet(**pipelined(3, micro_batches=2))
     first.fit(Tokens().double(), loader)
-    names = first.connected_strategy.state_dict()["cut_before"]
+    names = first.connected_strategy.portable.strategy_state()["cut_before"]
     second = quiet(**pipelined(3, micro_batches=2, cut_before=names))
     second.fit(Tokens().double(), loader)
-    assert second.connected_strategy.state_dict() == first.connected_strategy.state_dict()
+    assert second.connected_strategy.portable.strategy_state() == first.connected_strategy.portable.strategy_state()
 
 
 # Where things lie. There is one kind of device here that computes, so what would be moved is noted.

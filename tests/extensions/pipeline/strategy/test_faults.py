@@ -325,7 +325,7 @@ def test_the_modules_own_cuts():
 
     trainer = quiet(**pipelined(2))
     trainer.fit(Own().double(), DataLoader(Batches([4]), batch_size=None))
-    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.3"]
+    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.3"]
     refused(Own(), "3 stages need 2 names to cut before, but there are 1", stages=3)
 
 

@@ -144,7 +144,7 @@ def test_the_last_stage_gets_less(
     seconds: float, stages: int, expected: list[str], by_self: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = fit(Model(seconds, by_self=by_self), stages)
-    assert trainer.connected_strategy.state_dict()["cut_before"] == expected
+    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == expected
     last = LAYERS - int(expected[-1].removeprefix("net."))
     assert f"{(3 * last + 3 * seconds) * 1000:.2f} ms" in caplog.text
     assert f"last stage are {3 * seconds * 1000:.2f} ms for what the step computes after the call" in caplog.text
@@ -163,7 +163,7 @@ class Pops(Model):
 @pytest.mark.usefixtures("clock")
 def test_a_step_that_takes_something_out_of_its_batch(caplog: pytest.LogCaptureFixture) -> None:
     trainer = fit(Pops(4.0, by_self=True))
-    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.6"]
+    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.6"]
     assert "for what the step computes after the call" in caplog.text
 
 
@@ -186,7 +186,7 @@ class Validated(Model):
 def test_a_check_before_training_does_not_decide(caplog: pytest.LogCaptureFixture) -> None:
     module = Validated(4.0)
     trainer = fit(module, val=True)
-    assert trainer.connected_strategy.state_dict()["cut_before"] == ["net.6"]
+    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.6"]
     assert caplog.text.count("is cut into stages") == 1
     given = Validated(4.0)
     fit(given, val=True, cut_before=["net.6"])
@@ -210,7 +210,7 @@ def test_measuring_leaves_no_trace(engine: str) -> None:
     trainer = fit(measured, engine=engine)
     assert measured.calls == len(measured.seen) == len(measured.noise) == 2 * 3 * 4
     given = Model(2.0)
-    other = fit(given, engine=engine, cut_before=trainer.connected_strategy.state_dict()["cut_before"])
+    other = fit(given, engine=engine, cut_before=trainer.connected_strategy.portable.strategy_state()["cut_before"])
     assert given.seen == measured.seen
     assert given.noise == measured.noise
     for name, value in given.state_dict().items():

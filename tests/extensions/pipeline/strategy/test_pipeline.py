@@ -240,7 +240,7 @@ def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(options):
     cut_before = ["net.layers.1.linear1"]
     run = fit(Evaluated, [13, 5], val=[7], **pipelined(2, micro_batches=2, cut_before=cut_before, **options))
     expected = fit(Evaluated, [13, 5], val=[7])
-    assert run[2].connected_strategy.state_dict()["cut_before"] == cut_before
+    assert run[2].connected_strategy.portable.strategy_state()["cut_before"] == cut_before
     for name, value in expected[0].state_dict().items():
         torch.testing.assert_close(run[0].state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
     assert_same_logs(expected[2], run[2])
@@ -515,7 +515,7 @@ def test_measuring_leaves_no_trace():
             return self.norm(super().forward(features))
 
     measured = fit(Normed, [8, 12], **pipelined(2, micro_batches=4))
-    names = measured[2].connected_strategy.state_dict()["cut_before"]
+    names = measured[2].connected_strategy.portable.strategy_state()["cut_before"]
     given = fit(Normed, [8, 12], **pipelined(2, micro_batches=4, cut_before=names))
     assert_same(measured, given, 0.0)
     for one, other in zip(measured[0].buffers(), given[0].buffers(), strict=True):

@@ -244,9 +244,9 @@ def test_its_cut_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_MUCH_QUICKER", float("inf"))
     strategy = PipelineStrategy()
     fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
-    cut = strategy.state_dict()["cut_before"]
+    cut = strategy.portable.strategy_state()["cut_before"]
     fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
-    assert strategy.state_dict()["cut_before"] == cut
+    assert strategy.portable.strategy_state()["cut_before"] == cut
 
 
 @pytest.mark.parametrize(

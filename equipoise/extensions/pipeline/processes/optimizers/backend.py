@@ -18,7 +18,7 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
-from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 
 __all__ = ["ProcessBackend"]
 
@@ -33,9 +33,14 @@ class ProcessBackend(PortableState):
     Args:
         processes: The workers.
         module: The user's module, all of which is still in this process.
+        own_state: Function that returns the strategy's own state; see `PortableState`.
+        load_own_state: Function that restores it.
     """
 
-    def __init__(self, processes: StageClient, module: nn.Module) -> None:
+    def __init__(
+        self, processes: StageClient, module: nn.Module, own_state: SaveState, load_own_state: LoadState
+    ) -> None:
+        super().__init__(own_state, load_own_state)
         self.processes = processes
         self._module = module
         self._optimizers: list[Optimizer] = []
