@@ -142,11 +142,21 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
         if values["stage"] != "fit":
             # Nothing is saved there.
             warnings.filterwarnings("ignore", "The dirpath has changed")
-        return _run_stages(trainer, module, data, values)
+        return _run_stages(trainer, module, data, values, finders)
 
 
-def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any]) -> dict[str, float]:
-    """Run the stage, and the test that `test` asks for after a fit; return the metrics of both."""
+def _run_stages(
+    trainer: Any, module: Any, data: Any, values: Mapping[str, Any], finders: Sequence[Callback]
+) -> dict[str, float]:
+    """Run the stage, and the test that `test` asks for after a fit; return the metrics of both.
+
+    Args:
+        trainer: The trainer.
+        module: The module.
+        data: The data module; None if the module has the loaders.
+        values: The configuration.
+        finders: Callbacks of the trainer that search for the fit alone.
+    """
     # 1. The stage itself.
     stage = values["stage"]
     run_stage = getattr(trainer, stage)
@@ -162,6 +172,7 @@ def _run_stages(trainer: Any, module: Any, data: Any, values: Mapping[str, Any])
     # 3. The test after a fit.
     if stage == "fit" and values["test"]:
         if _has_test(module, data):
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in finders]
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             trainer.test(module, datamodule=data, ckpt_path=best or None)
             metrics.update(trainer.callback_metrics)

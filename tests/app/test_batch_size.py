@@ -35,9 +35,9 @@ def sized(project):
 
 @pytest.mark.slow
 def test_a_fit_takes_the_largest_size(sized, equipoise):
-    code, out, err = equipoise("fit", "data=sized", "data.batch_size=auto", "seed=3")
+    code, out, err = equipoise("fit", "data=sized", "data.batch_size=auto", "seed=3", "test=true")
     assert code == 0, err
-    # The small step, the real ones, and then the fit with all samples in one batch.
+    # The small step, the real ones, and then the fit with all samples in one batch; the test searches no other size.
     sizes = [line for line in out.splitlines() if line.startswith("batches of")]
     assert sizes[0] == "batches of 2"
     assert set(sizes[1:]) == {"batches of 24"}

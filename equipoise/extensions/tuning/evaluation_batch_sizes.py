@@ -8,20 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.tuning.batch_sizes import FINDER, check_processes, check_settings
 from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAttribute
 from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, evaluate_trial
-from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import (
     BatchSizeSettings,
     batch_size_settings,
     ends_after_search,
     keep_batch_size,
 )
+from equipoise.interop.lightning.loaders import combine
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.trainer.runtime.request import Request
 
@@ -39,8 +38,8 @@ class _Samples(Callback):
         self.most: int | None = None
 
     def _count(self, loaders: Any) -> None:
-        flat = CombinedLoader(loaders).flattened if not is_a(loaders, CombinedLoader) else loaders.flattened
-        samplers = [getattr(loader, "sampler", None) for loader in flat]
+        combined, _ = combine(loaders, "sequential")
+        samplers = [getattr(loader, "sampler", None) for loader in combined.flattened]
         if all(hasattr(sampler, "__len__") for sampler in samplers):
             self.most = max(map(len, samplers), default=0)  # type: ignore[arg-type]
 

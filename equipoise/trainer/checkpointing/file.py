@@ -191,7 +191,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
         with filesystem.open(path_text, "rb") as file:
             checkpoint: dict[str, Any] = read(file)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"There is no checkpoint at {path_text!r}.") from error
+        raise CheckpointNotFoundError(f"The checkpoint {path_text!r} does not exist.") from error
     except PermissionError as error:
         raise CheckpointError(f"The checkpoint {path_text!r} may not be read by this user.") from error
     except MemoryError as error:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,11 +199,17 @@ def _default_logger(root_dir: str) -> Logger:
     try:
         return TensorBoardLogger(save_dir=root_dir)
     except ModuleNotFoundError:
-        rank_zero_info(
-            "TensorBoard is not installed: metrics are written as CSV. For TensorBoard: pip install"
-            " 'equipoise[tensorboard]'."
-        )
+        _tell_of_tensorboard()
         return CSVLogger(save_dir=root_dir)
+
+
+# Once in a program, however many trainers it makes.
+@cache
+def _tell_of_tensorboard() -> None:
+    rank_zero_info(
+        "TensorBoard is not installed: metrics are written as CSV. For TensorBoard: pip install"
+        " 'equipoise[tensorboard]'."
+    )
 
 
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize")

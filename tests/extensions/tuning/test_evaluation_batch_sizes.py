@@ -96,6 +96,8 @@ def test_the_largest_size_that_fits(method: str, settings: dict[str, Any], most:
     assert module.batch_size <= most
 
 
+# The warning of torch about a line of Lightning does not reach the user.
+@pytest.mark.filterwarnings("error:.*LeafSpec")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_callback_searches_and_the_evaluation_follows(method: str) -> None:
     module, finder = Sized(40), BatchSizeFinder(steps_per_trial=2)

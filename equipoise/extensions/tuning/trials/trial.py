@@ -8,11 +8,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.plugins import sort_plugins
-from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.loaders import combine
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
@@ -174,5 +173,5 @@ def _loaders_in(train: Any) -> list[Any]:
     """Return the loaders of training that were passed."""
     if train is None:
         return []
-    combined = train if is_a(train, CombinedLoader) else CombinedLoader(train)
+    combined, _ = combine(train, "max_size_cycle")
     return list(combined.flattened)
