@@ -16,6 +16,7 @@ __all__ = [
     "Stream",
     "combined",
     "loader",
+    "odd",
     "samples",
     "several_val",
     "shuffled",
@@ -42,6 +43,11 @@ def loader(batches: int, seed: int = 0, odd: int = 0, **options: Any) -> DataLoa
 def sized(train: int = 6, val: int = 3, odd: int = 0) -> dict[str, Any]:
     """A training and a validation loader in fixed order."""
     return {"train_dataloaders": loader(train, 1, odd), "val_dataloaders": loader(val, 2, odd)}
+
+
+def odd() -> dict[str, Any]:
+    """Both loaders with a short last batch."""
+    return sized(5, 3, odd=2)
 
 
 def shuffled() -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
-from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from . import data
 from .harness import Case, Record, column, parity
 from .modules import Classifier, with_optimizers
+from .resumption import by_epoch, by_plateau, by_step
+from .test_evaluation import everything
 
 
 class Pulls(Classifier):
@@ -157,22 +157,6 @@ class EvaluatesOnly(Evaluates):
         return Classifier.training_step(self, batch, batch_idx)
 
 
-def by_step(module: Any) -> Any:
-    optimizer = SGD(module.parameters(), 0.1, momentum=0.9)
-    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-
-def by_epoch(module: Any) -> Any:
-    optimizer = SGD(module.parameters(), 0.1)
-    return [optimizer], [StepLR(optimizer, 1, 0.5)]
-
-
-def by_plateau(module: Any) -> Any:
-    optimizer = SGD(module.parameters(), 0.1)
-    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
 def pulls(batches: int, dropout: float = 0.0, base: type[Pulls] = Pulls) -> Any:
     return lambda: base(batches, dropout)
 
@@ -234,15 +218,6 @@ CASES = [
         options={"max_epochs": 4},
     ),
 ]
-
-
-def everything(trainer: Any, module: Any, given: Any) -> Any:
-    """All entry points on one trainer, one after the other."""
-    loader = given["val_dataloaders"]
-    results = [trainer.validate(module, loader, verbose=False)]
-    trainer.fit(module, **given)
-    results += [trainer.validate(module, loader, verbose=False), trainer.test(module, loader, verbose=False)]
-    return [*results, trainer.predict(module, loader)]
 
 
 LAST = ["is_last_batch"]

@@ -39,14 +39,6 @@ def everything(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
     return [before, validate(trainer, module, given), run_test(trainer, module, given), predict(trainer, module, given)]
 
 
-def fit_twice(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
-    trainer.fit(module, **given)
-    first = trainer.global_step
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, **given)
-    return first, trainer.global_step
-
-
 def after_fit(entry: str, **arguments: Any) -> Run:
     """`fit`, then one entry point with a checkpoint or without a module."""
 
@@ -193,7 +185,6 @@ CASES = [
         for entry in ("validate", "test", "predict")
     ),
     Case(name="everything-on-one-trainer", module=lambda: Classifier(dropout=0.5), run=everything, data=data.shuffled),
-    Case(name="fit-twice", run=fit_twice, ignore=["generators"], proves=lambda r: r["returned"] == (12, 18)),
     # Values of an evaluated checkpoint stand at its step in ours.
     Case(
         name="test-best-after-fit",

@@ -145,32 +145,18 @@ class FromDataclass(Mapped):
         return Classifier.loss(self, (batch.features, batch.labels))
 
 
-def mapped() -> dict[str, Any]:
-    def collate(items: Any) -> dict[str, Any]:
+def collated(make: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
+    """Loaders whose batches a function makes of features and labels."""
+
+    def collate(items: Any) -> Any:
         features, labels = zip(*items, strict=True)
-        return {"name": "batch", "features": torch.stack(features), "labels": torch.stack(labels)}
+        return make(features=torch.stack(features), labels=torch.stack(labels))
 
     options = {"batch_size": 4, "collate_fn": collate}
-    return {
+    return lambda: {
         "train_dataloaders": DataLoader(data.samples(22), **options),
         "val_dataloaders": DataLoader(data.samples(10), **options),
     }
-
-
-def dataclasses_() -> dict[str, Any]:
-    def collate(items: Any) -> Pair:
-        features, labels = zip(*items, strict=True)
-        return Pair(torch.stack(features), torch.stack(labels))
-
-    options = {"batch_size": 4, "collate_fn": collate}
-    return {
-        "train_dataloaders": DataLoader(data.samples(22), **options),
-        "val_dataloaders": DataLoader(data.samples(10), **options),
-    }
-
-
-def odd() -> dict[str, Any]:
-    return data.sized(train=5, val=3, odd=2)
 
 
 def simple(module: Any, loss: Tensor, index: int) -> None:
@@ -189,11 +175,11 @@ CASES = [
     ),
     Case(name="destinations", module=both(destinations), proves=lambda r: "bar_only_step" not in columns(r)),
     Case(name="reductions", module=logging_module(reductions)),
-    Case(name="reductions-in-validation", module=logging_module(val=reductions), data=odd),
+    Case(name="reductions-in-validation", module=logging_module(val=reductions), data=data.odd),
     Case(name="not-finite", module=both(extremes)),
     Case(name="kinds-of-values", module=both(kinds)),
     Case(name="changed-in-place-afterwards", module=both(changed_afterwards)),
-    Case(name="unequal-batches", module=both(weights), data=odd),
+    Case(name="unequal-batches", module=both(weights), data=data.odd),
     Case(
         name="neither-level",
         module=logging_module(lambda m, loss, i: m.log("loss", loss, on_step=False, on_epoch=False)),
@@ -206,8 +192,8 @@ CASES = [
     Case(name="logged-twice", module=logging_module(twice_equal)),
     Case(name="graph-and-ranks", module=both(with_graph)),
     Case(name="own-log", module=OwnLog, observe=lambda trainer: trainer.lightning_module.names),
-    Case(name="batches-as-dictionaries", module=Mapped, data=mapped),
-    Case(name="batches-as-dataclasses", module=FromDataclass, data=dataclasses_),
+    Case(name="batches-as-dictionaries", module=Mapped, data=collated(lambda **parts: {"name": "batch", **parts})),
+    Case(name="batches-as-dataclasses", module=FromDataclass, data=collated(Pair)),
     Case(name="two-validation-loaders", module=logging_module(simple, simple), data=data.several_val),
     Case(
         name="two-validation-loaders-without-index",

@@ -160,21 +160,23 @@ class LossFromMetric(WithMetric):
         self.log("accuracy", self.val_accuracy, on_step=True, on_epoch=True)
 
 
-def odd() -> dict[str, Any]:
-    return data.sized(train=5, val=3, odd=2)
-
-
 CASES = [
     Case(name="defaults", module=WithMetric, proves=lambda r: {"train_accuracy", "val_accuracy"} <= columns(r)),
     Case(
-        name="by-step-and-epoch", module=ByStepAndEpoch, data=odd, proves=lambda r: "val_accuracy_epoch" in columns(r)
+        name="by-step-and-epoch",
+        module=ByStepAndEpoch,
+        data=data.odd,
+        proves=lambda r: "val_accuracy_epoch" in columns(r),
     ),
-    Case(name="by-epoch", module=ByEpoch, data=odd),
-    Case(name="updated-only", module=Updated, data=odd),
-    Case(name="result-logged", module=LogsResult, data=odd),
-    Case(name="at-epoch-end", module=LogsAtEpochEnd, data=odd),
+    Case(name="by-epoch", module=ByEpoch, data=data.odd),
+    Case(name="updated-only", module=Updated, data=data.odd),
+    Case(name="result-logged", module=LogsResult, data=data.odd),
+    Case(name="at-epoch-end", module=LogsAtEpochEnd, data=data.odd),
     Case(
-        name="collections", module=WithCollection, data=odd, proves=lambda r: {"val/f1", "train/f1_epoch"} <= columns(r)
+        name="collections",
+        module=WithCollection,
+        data=data.odd,
+        proves=lambda r: {"val/f1", "train/f1_epoch"} <= columns(r),
     ),
     Case(name="one-per-loader", module=PerLoader, data=data.several_val),
     Case(name="named-attribute", module=Nested),
@@ -192,7 +194,7 @@ CASES = [
         name="tested",
         module=ByStepAndEpoch,
         run=lambda trainer, module, given: trainer.validate(module, given["val_dataloaders"], verbose=False),
-        data=odd,
+        data=data.odd,
         proves=lambda r: (
             torch.is_tensor(r["returned"][0]["val_accuracy_epoch"]) or r["returned"][0]["val_accuracy_epoch"] >= 0
         ),

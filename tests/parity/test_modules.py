@@ -82,30 +82,25 @@ def compiled(module: Any) -> Any:
     return torch.compile(module, backend="eager")
 
 
+MOCKED = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "on_validation_epoch_end",
+    "on_after_backward",
+)
+
+
 def mocked() -> Any:
     """Hooks replaced by mocks, as tests of users do."""
     module = Classifier()
-    for hook in (
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_optimizer_step",
-        "on_validation_epoch_end",
-        "on_after_backward",
-    ):
+    for hook in MOCKED:
         setattr(module, hook, Mock(return_value=None))
     return module
 
 
 def mock_calls(trainer: Any) -> Any:
-    module = trainer.lightning_module
-    names = (
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_optimizer_step",
-        "on_validation_epoch_end",
-        "on_after_backward",
-    )
-    return {name: getattr(module, name).call_count for name in names}
+    return {name: getattr(trainer.lightning_module, name).call_count for name in MOCKED}
 
 
 def on_the_instance() -> Any:

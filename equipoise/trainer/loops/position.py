@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.interop.metrics import metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
-from equipoise.trainer.data.loader_state import load_random_state, random_state_of
+from equipoise.trainer.data.loader_state import random_state_of
 from equipoise.trainer.loops.fit_state import FitState
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["before_validation", "leave_epoch", "position_of", "restore_before_validation"]
+__all__ = ["before_validation", "leave_epoch", "position_of"]
 
 
 def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
@@ -36,6 +36,8 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
     pulled = None
     if takes_iterator(module, "training_step"):
         pulled = fit.progress.pulled.state_dict()
+    # What the validation has logged may be metrics of the module.
+    validated = {names.get(id(entry.metric)) for entry in val_loop.collection.entries.values()} - {None}
     return {
         "random_state": random_state_of(data.flat),
         "epoch_random_state": data.epoch_random_state,
@@ -43,10 +45,11 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "pulled": pulled,
         "ahead": _storable_ahead(data.stream),
         "window": fit.window.state_dict(),
-        "gradients": _gradients(context, fit),
+        # Those of an unfinished window, in the order of the optimisers' parameters.
+        "gradients": context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open),
         "logs": context.logs.state_dict(fit.collection, names),
         "metrics": metric_states(module),
-        "metrics_of_validation": sorted(fit.validated_metrics.union(_metrics_of_validation(val_loop, names))),
+        "metrics_of_validation": sorted(fit.validated_metrics.union(validated)),
         "validated": sorted(fit.validated | val_loop.collection.names()),
         "before_validation": fit.before_validation,
         "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
@@ -60,42 +63,23 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
 
 def _storable_ahead(stream: BatchStream | None) -> list[Any]:
     """Return the batch that was read ahead, if a file can hold it: it cannot be read again as it was."""
-    if stream is None or stream.ahead is NOTHING or stream.ahead is NO_BATCH:
-        return []
-    if not is_plain(stream.ahead):
+    if stream is None or stream.ahead is NOTHING or stream.ahead is NO_BATCH or not is_plain(stream.ahead):
         return []
     return [stream.ahead]
-
-
-def _gradients(context: "RunContext", fit: FitState) -> list[Any]:
-    """Return the gradients of an unfinished accumulation window, in the order of the optimisers' parameters."""
-    return context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open)
-
-
-def _metrics_of_validation(val_loop: "EvaluationLoop", names: dict[int, str]) -> list[str]:
-    """Return the names of the module's metrics that the validation has logged."""
-    metrics = [entry.metric for entry in val_loop.collection.entries.values()]
-    return [names[id(metric)] for metric in metrics if id(metric) in names]
 
 
 def _stopped_by(state: "RunState") -> list[str]:
     """Return the keys of the callbacks that have stopped the run early."""
     if not state.should_stop:
         return []
-    keys = []
-    for callback in state.callbacks:
-        if isinstance(callback, EarlyStopping) and callback.stopping_reason.name != "NOT_STOPPED":
-            keys.append(callback.state_key)
-    return keys
+    stoppers = [callback for callback in state.callbacks if isinstance(callback, EarlyStopping)]
+    return [callback.state_key for callback in stoppers if callback.stopping_reason.name != "NOT_STOPPED"]
 
 
 def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
     """Return what a run with higher limits needs to continue an epoch that this run leaves before its end.
 
-    Args:
-        context: The run.
-        fit: The state of training, after the last batch and before the hooks of the epoch's end.
-        val_loop: The loop that validates inside the fit.
+    It is called after the last batch, and before the hooks of the epoch's end.
     """
     position = position_of(context, fit, val_loop)
     position["batch_is_done"] = True
@@ -112,9 +96,3 @@ def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoo
         "metrics": metric_states(module),
         "val_loaders": val_loop.loaders_state(),
     }
-
-
-def restore_before_validation(module: nn.Module, fit: FitState, state: dict[str, Any]) -> None:
-    """Restore the state that `before_validation` returned."""
-    load_random_state(fit.data.flat, state["random_state"])
-    load_metric_states(module, state["metrics"])

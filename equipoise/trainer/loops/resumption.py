@@ -27,7 +27,6 @@ from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.loops.position import restore_before_validation
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
@@ -44,15 +43,7 @@ def resume(
     loop_state: dict[str, Any],
     ours: dict[str, Any],
 ) -> "Resumption":
-    """Prepare training to continue from a checkpoint, once its counters are loaded.
-
-    Args:
-        context: The run.
-        fit: The state of training.
-        val_loop: The loop that validates inside the fit.
-        loop_state: The `fit_loop` entry of the checkpoint.
-        ours: The entry under our own key; empty for a checkpoint of Lightning.
-    """
+    """Prepare training to continue from a checkpoint, once its counters are loaded; see `FitLoop.resume`."""
     state = context.state
     # 1. The position of the first process.
     position = ours.get("position")
@@ -159,10 +150,7 @@ class Resumption:
         was_left = position is not None and position.get("batch_is_done", False)
         self.in_validation = between_batches and not was_left
         # 2. Set the counters to where training continues.
-        pulled = None
-        if position is not None:
-            pulled = position.get("pulled")
-        self._restore_counters(pulled)
+        self._restore_counters(None if position is None else position.get("pulled"))
         if position is not None:
             fit.load_position(position)
             val_loaders = position.get("val_loaders")
@@ -289,7 +277,9 @@ class Resumption:
     def restore_before_validation(self) -> None:
         """Restore the state before a validation that was killed, which begins anew."""
         if self.position is not None and self.position["before_validation"]:
-            restore_before_validation(self.context.module, self.fit, self.position["before_validation"])
+            before = self.position["before_validation"]
+            load_random_state(self.fit.data.flat, before["random_state"])
+            load_metric_states(self.context.module, before["metrics"])
 
     def end_validation(self) -> None:
         """Run the work that follows a validation whose last hook wrote the checkpoint."""

@@ -8,7 +8,7 @@ from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.optimization.automatic import AutomaticOptimization, make_optimization
+from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass
@@ -63,7 +63,11 @@ class TrainingEpoch:
         self, window: AccumulationWindow, weight: BatchWeight
     ) -> "AutomaticOptimization | ManualOptimization":
         window.resize(self.state.accumulate_grad_batches)
-        return make_optimization(
+        if not self.context.module.automatic_optimization:
+            from equipoise.trainer.optimization.manual import ManualOptimization
+
+            return ManualOptimization(self.context)
+        return AutomaticOptimization(
             self.context,
             window,
             weight,

@@ -34,48 +34,14 @@ from equipoise.trainer.optimization.steps.window_gradients import WindowGradient
 from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
-    from equipoise.trainer.optimization.manual import ManualOptimization
     from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
     from equipoise.trainer.recovery.recovery import Recovery
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["AutomaticOptimization", "make_optimization"]
+__all__ = ["AutomaticOptimization"]
 
 
 ForwardBackward = Callable[[Any, Sequence[Any], bool], StepResult]
-
-
-def make_optimization(
-    context: "RunContext",
-    window: AccumulationWindow,
-    batch_weight: BatchWeight,
-    *,
-    skip_backward: bool,
-    count_skipped: Callable[[], None],
-    step_class: StepClass | None = None,
-) -> "AutomaticOptimization | ManualOptimization":
-    """Return the optimisation that the module chooses by `automatic_optimization`.
-
-    Args:
-        context: The run.
-        window: The accumulation window.
-        batch_weight: Finds the weight of a batch.
-        skip_backward: Run the forward only.
-        count_skipped: Called when `training_step` has returned None.
-        step_class: Creates the training step of automatic optimisation. Default: None, a step that is not compiled.
-    """
-    if not context.module.automatic_optimization:
-        from equipoise.trainer.optimization.manual import ManualOptimization
-
-        return ManualOptimization(context)
-    return AutomaticOptimization(
-        context,
-        window,
-        batch_weight,
-        skip_backward=skip_backward,
-        count_skipped=count_skipped,
-        step_class=step_class,
-    )
 
 
 class AutomaticOptimization:
@@ -83,6 +49,14 @@ class AutomaticOptimization:
 
     It is bound for an epoch: callbacks may change the optimiser and the window between epochs. It is called with the
     parts of a batch, the number of the batch, and whether the accumulation window ends with it.
+
+    Args:
+        context: The run.
+        window: The accumulation window.
+        batch_weight: Finds the weight of a batch.
+        skip_backward: Whether to run the forward only.
+        count_skipped: Called when `training_step` has returned None.
+        step_class: Creates the training step. Default: None, a step that is not compiled.
 
     Attributes:
         step: The training step.

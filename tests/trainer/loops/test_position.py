@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 from torch.optim import SGD
 
-from equipoise import ConfigurationError
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.loops.fit_state import FitState
@@ -95,13 +94,3 @@ def test_where_a_checkpoint_was_written(name: str) -> None:
     assert progress.batch.current.ready == expected
     # The loop has read as many batches as it began.
     assert progress.pulled.current.ready == expected
-
-
-def test_steps_that_pulled_several_batches_cannot_continue_with_one_each() -> None:
-    parts = Parts()
-    parts.fit.progress.epoch.current = Counts(1, 1, 0, 0)
-    parts.fit.progress.batch.current = Counts(2, 2, 2, 2)
-    pulled = {"total": Counts(6, 6, 6, 6).state_dict(), "current": Counts(6, 6, 6, 6).state_dict()}
-    resumption = parts.resumption({**parts.position(), "pulled": pulled})
-    with pytest.raises(ConfigurationError, match=r"after 2 steps of a .* that had pulled 6 batches"):
-        resumption.start_stream()

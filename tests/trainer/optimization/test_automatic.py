@@ -13,7 +13,7 @@ from equipoise import Callback, ConfigurationError, StepError
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
-from equipoise.trainer.optimization.automatic import AutomaticOptimization, make_optimization
+from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.runtime.run_context import RunContext
 from tests.support.contexts import training_context
@@ -84,14 +84,13 @@ class Setup:
         self.optimization = self._bind()
 
     def _bind(self) -> AutomaticOptimization:
-        optimization = make_optimization(
+        optimization = AutomaticOptimization(
             self.context,
             self.window,
             BatchWeight(Splitter(self.module)),
             skip_backward=False,
             count_skipped=self._count_skipped,
         )
-        assert isinstance(optimization, AutomaticOptimization)
         # A LightningOptimizer finds it there.
         self.context.hooks.trainer.parts.fit_loop.optimization = optimization
         return optimization

@@ -3,11 +3,10 @@
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor
 
-from equipoise import Callback, ConfigurationError
+from equipoise import Callback
 from equipoise.memory.out_of_memory import Split
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.recovery.armed import is_armed
@@ -113,21 +112,6 @@ class TestDecisions:
         helper = batcher(Answers(None), Answers(4), Answers(8))
         assert helper.ask(event(helper, batch(8), 1)) == Split(4)
 
-    def test_none_of_them(self) -> None:
-        helper = batcher(Answers(None))
-        assert helper.ask(event(helper, batch(8), 1)) is None
-
-    @pytest.mark.parametrize("answer", [True, -1, "2", 1.5])
-    def test_other_answers_are_refused(self, answer: Any) -> None:
-        helper = batcher(Answers(answer))
-        with pytest.raises(ConfigurationError, match=r"Answers\.on_out_of_memory returns a number of parts from 0"):
-            helper.ask(event(helper, batch(8), 1))
-
-    def test_the_same_is_not_tried_for_ever(self) -> None:
-        helper = batcher(Answers(*[2] * 6))
-        decisions = [helper.ask(event(helper, batch(8), 2)) for _ in range(6)]
-        assert decisions == [Split(2)] * 5 + [None]
-
     def test_smaller_micro_batches_begin_to_count_anew(self) -> None:
         helper = batcher(Answers(*[2] * 5, 4, *[4] * 5))
         counts = [2] * 6 + [4] * 5
@@ -137,16 +121,3 @@ class TestDecisions:
     def test_armed_are_runs_with_a_callback_that_decides(self) -> None:
         assert is_armed(training_context(Empty(), callbacks=[Answers()]))
         assert not is_armed(training_context(Empty(), callbacks=[Callback()]))
-
-
-class TestEvents:
-    def test_it_has_the_sizes_of_the_batch(self) -> None:
-        helper = batcher()
-        made = event(helper, batch(8), 2)
-        assert (made.phase, made.batch_idx, made.batch_size, made.parts, made.most_parts) == ("forward", 2, 8, 2, 8)
-        assert made.can_repeat
-        assert made.obstacle == ""
-
-    def test_a_refusal_leaves_no_micro_batches(self) -> None:
-        made = event(batcher(), batch(8), 1, "Not again.")
-        assert (made.most_parts, made.obstacle, made.can_repeat) == (1, "Not again.", False)
