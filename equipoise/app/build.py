@@ -15,11 +15,7 @@ from equipoise.trainer.checkpointing.file import check_is_file
 __all__ = ["build", "build_trainer", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
 
 # Arguments of the trainer that are groups of their own in the configuration, with the way to choose them.
-_GROUPS_OF_THE_TRAINER = {
-    "callbacks": "callbacks=[NAME]",
-    "logger": "logger=[NAME]",
-    "strategy": "strategy=NAME",
-}
+_GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
 _PACKAGES_OF_LOGGERS = {
     "CometLogger": "comet-ml",
     "MLFlowLogger": "mlflow",

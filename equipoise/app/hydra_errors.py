@@ -65,11 +65,7 @@ def _causes(error: BaseException) -> list[BaseException]:
     return causes
 
 
-def _explain_link(
-    error: BaseException,
-    start: str,
-    folders: Sequence[Path],
-) -> str | None:
+def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> str | None:
     """Return the message for one error in a chain of causes; None if its class does not say what is wrong."""
     # 1. Errors of Hydra.
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -159,12 +155,7 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
     return f"There is no key {key!r} in the configuration{hint}"
 
 
-def _unknown_key_in(
-    parent: str,
-    name: str,
-    mapping: Mapping[Any, Any],
-    folders: Sequence[Path],
-) -> str:
+def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
     """Return the message for a key that its mapping, which is not the outermost one, does not have."""
     key = f"{parent}.{name}"
     names = [str(present) for present in mapping]
@@ -194,11 +185,7 @@ def _unknown_key_in(
     return f"There is no key {key!r} in the configuration{hint}"
 
 
-def _path_below(
-    name: str,
-    mapping: Mapping[Any, Any],
-    names: Sequence[str],
-) -> str | None:
+def _path_below(name: str, mapping: Mapping[Any, Any], names: Sequence[str]) -> str | None:
     """Return the path of an argument for which the user forgot the group; None if there is no such argument."""
     # 1. An argument of the module or the data.
     for part in ("module", "data"):

@@ -94,10 +94,7 @@ def agree_with_first(config: DictConfig, values: Mapping[str, Any], rank: Rank) 
     Returns:
         The values of `output_dir` and `ckpt_path`.
     """
-    here = {
-        "output_dir": str(Path(values["output_dir"]).absolute()),
-        "ckpt_path": values["ckpt_path"],
-    }
+    here = {"output_dir": str(Path(values["output_dir"]).absolute()), "ckpt_path": values["ckpt_path"]}
     agreed = _of_first(here, rank)
     if agreed["output_dir"] != here["output_dir"]:
         _use_folder(config, Path(agreed["output_dir"]))

@@ -50,11 +50,7 @@ class OOMRecovery(Callback):
     """
 
     def __init__(
-        self,
-        policy: Literal["split", "skip", "raise"] = "split",
-        *,
-        grow_after: int = 100,
-        most_skipped: int = 10,
+        self, policy: Literal["split", "skip", "raise"] = "split", *, grow_after: int = 100, most_skipped: int = 10
     ) -> None:
         if policy not in ("split", "skip", "raise"):
             raise ConfigurationError(f"policy must be 'split', 'skip' or 'raise', not {policy!r}.")

@@ -65,20 +65,12 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",),
         "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
     },
-    "equipoise.strategies.ddp": {
-        "equipoise.strategies.ddp.strategy": ("DDPStrategy",),
-    },
-    "equipoise.extensions.fsdp": {
-        "equipoise.extensions.fsdp.strategy": ("FSDPStrategy",),
-    },
-    "equipoise.extensions.ensemble": {
-        "equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",),
-    },
-    "equipoise.extensions.hogwild": {
-        "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
-    },
+    "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
+    "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
+    "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
+    "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},
     "equipoise.extensions.pipeline.strategy": {
-        "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",),
+        "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",)
     },
     "equipoise.trainer": {
         "equipoise.extensions.ensemble.split_checkpoint": ("split_ensemble",),

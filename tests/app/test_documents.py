@@ -21,7 +21,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:The '.*' does not have many workers", "ignore:An epoch has")
-def test_the_first_module_and_the_callback(tmp_path, monkeypatch, capfd):
+def test_the_first_module_the_callback_and_a_pipeline(tmp_path, monkeypatch, capfd):
+    """As pasted; that the module alone prints no warning is shown by tests/docs."""
     monkeypatch.chdir(tmp_path)
     (first_module,) = blocks(README, "python")
     (callback,) = [block for block in blocks(START, "python") if "class GradientNorm" in block]
@@ -33,14 +34,6 @@ def test_the_first_module_and_the_callback(tmp_path, monkeypatch, capfd):
     start = first_module.index("class Classifier")
     assert len(first_module[start:].split("\nimages, labels")[0].strip().splitlines()) <= 20
 
-
-@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
-def test_the_first_module_prints_no_warning_and_fits_a_pipeline(tmp_path, monkeypatch, capfd):
-    """Both as pasted; of warnings that are errors here, none but Lightning's advice on workers is passed over."""
-    monkeypatch.chdir(tmp_path)
-    (first_module,) = blocks(README, "python")
-    names: dict[str, object] = {"__name__": "readme"}
-    exec(compile(first_module, "first module", "exec"), names)  # noqa: S102
     pipelined = 'max_epochs=1, strategy="pipeline", devices=["cpu", "cpu"]'
     again = first_module[first_module.index("Trainer(max_epochs") :].replace("max_epochs=5", pipelined)
     exec(compile(again, "pipeline", "exec"), names)  # noqa: S102

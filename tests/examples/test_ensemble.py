@@ -31,12 +31,12 @@ def test_together_they_are_better(equipoise, tmp_path, monkeypatch):
 def test_student(equipoise, tmp_path):
     command = ("fit", "--config-dir", str(CONF), *QUIET)
     code, _, err = equipoise(
-        *(*command, "strategy.members=2", "trainer.max_epochs=10", f"hydra.run.dir={tmp_path / 'ensemble'}")
+        *(*command, "strategy.members=2", "trainer.max_epochs=5", f"hydra.run.dir={tmp_path / 'ensemble'}")
     )
     assert code == 0, err
     teacher = tmp_path / "ensemble" / "checkpoints" / "last.ckpt"
     code, _, err = equipoise(
-        *(*command, "experiment=student", f"module.teacher={teacher}", "module.channels=4", "trainer.max_epochs=20"),
+        *(*command, "experiment=student", f"module.teacher={teacher}", "module.channels=4", "trainer.max_epochs=10"),
         f"hydra.run.dir={tmp_path / 'student'}",
     )
     assert code == 0, err

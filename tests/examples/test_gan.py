@@ -15,12 +15,12 @@ QUICK = ("module.channels=2", "trainer.enable_progress_bar=false", "~callbacks.m
 def test_digits(equipoise, tmp_path, monkeypatch):
     monkeypatch.chdir(CONF.parent)
     code, _, err = equipoise(
-        *("fit", *QUICK, "data.batch_size=512", "trainer.max_epochs=20", "trainer.log_every_n_steps=1"),
+        *("fit", *QUICK, "data.batch_size=512", "trainer.max_epochs=10", "trainer.log_every_n_steps=1"),
         f"hydra.run.dir={tmp_path / 'run'}",
     )
     assert code == 0, err
     pictures = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
-    assert pictures == ["epoch009.png", "epoch019.png"]
+    assert pictures == ["epoch009.png"]
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -29,11 +29,7 @@ _LISTS = (
     collections.abc.Iterable,
 )
 # Origins of annotations that allow a mapping.
-_MAPPINGS = (
-    dict,
-    collections.abc.Mapping,
-    collections.abc.MutableMapping,
-)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str) -> None:

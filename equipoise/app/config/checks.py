@@ -34,12 +34,7 @@ KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir"
 _OPTIONAL = ("precision", "launcher", "module", "data", "experiment", "objective", "hydra")
 
 # Packages that are imported under another name, by that name.
-_PACKAGES = {
-    "sklearn": "scikit-learn",
-    "cv2": "opencv-python",
-    "PIL": "pillow",
-    "yaml": "pyyaml",
-}
+_PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml"}
 
 
 def check_keys(values: Mapping[str, Any]) -> None:

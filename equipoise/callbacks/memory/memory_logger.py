@@ -288,7 +288,9 @@ class MemoryLogger(Callback):
 
     def _gather(self, trainer: Any, fit: RunState) -> None:
         """Log in the main process the largest readings of the epoch of all processes."""
-        gathered = gather_objects(fit.take_largest())
+        # Lightning's strategies have no such method.
+        gather = getattr(trainer.strategy, "gather_objects", gather_objects)
+        gathered = gather(fit.take_largest())
         if trainer.global_rank != 0:
             return
         readings: ByPhase = {}

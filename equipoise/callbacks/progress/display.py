@@ -1,200 +1,121 @@
-"""Content of the progress bar as text.
+"""Output of the progress bar: a terminal, a notebook's widget, or plain lines."""
 
-Layout       tracks and metrics as one or two lines of rich text, as wide as the terminal allows
-plain_line   the same for a file
-"""
-
-import math
-from collections.abc import Mapping, Sequence
+import importlib.util
+import logging
+import sys
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from equipoise.callbacks.progress.track import Track
-from equipoise.formats import format_clock, format_number, format_rate, printable
+__all__ = ["Display"]
 
-__all__ = ["Layout", "Metrics", "plain_line"]
-
-# Numbers and texts by name.
-Metrics = Mapping[str, Any]
-
-# Widths of the bar, in cells.
-_WIDE_BARS = (30, 20, 10)
-_NARROW_BAR = 6
-# Space between columns.
-_SPACE = Text("  ")
+_StreamHandler = logging.StreamHandler[Any]
 
 
-class Layout:
-    """Format tracks and metrics as lines that fit a width.
+class Display:
+    """Draw lines in place on a terminal or in a notebook's widget, and write them line by line elsewhere.
 
-    The first line shows as many of its columns as fit: bar, count, rate, times. Metrics follow on it, or on a second
-    line. A column that was once left out for a width stays out, so that the line does not jump.
+    It draws only when a method is called, and has no thread.
 
-    Args:
-        ascii_only: Use no characters beyond ASCII. Default: False.
+    Attributes:
+        animated: True if lines are redrawn in place.
     """
 
-    def __init__(self, *, ascii_only: bool = False) -> None:
-        self.ascii_only = ascii_only
-        self._width = 0
-        # For each track, the index of its layout among the possible ones.
-        self._choices: dict[int, int] = {}
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        if console.is_jupyter:
+            self.animated = _has_widgets()
+        else:
+            self.animated = _has_cursor(console)
+        self.ascii_only = console.options.ascii_only or console.legacy_windows
+        self._live: Live | None = None
+        # Handlers of logs whose stream is replaced, and their former streams.
+        self._diverted: list[tuple[_StreamHandler, Any]] = []
 
-    def compose(
-        self,
-        tracks: Sequence[Track],
-        metrics: Metrics,
-        *,
-        width: int,
-        now: float,
-    ) -> Text:
-        """Format the tracks, one below the other, with the metrics at the first.
+    def show(self, lines: Text) -> None:
+        """Draw lines in place of the former ones."""
+        if self._live is None:
+            self._live = Live(console=self.console, auto_refresh=False, vertical_overflow="crop")
+            streams = (sys.stdout, sys.stderr)
+            # This replaces `sys.stdout` and `sys.stderr`.
+            self._live.start()
+            self._divert_logs(streams)
+        self._live.update(self._encodable(lines), refresh=True)
+
+    def _divert_logs(self, streams: tuple[Any, Any]) -> None:
+        """Let handlers that write to one of the streams write above the redrawn lines."""
+        self._diverted = []
+        for handler in _log_handlers():
+            if handler.stream in streams:
+                self._diverted.append((handler, handler.stream))
+        for handler, _ in self._diverted:
+            handler.setStream(sys.stderr)
+
+    def keep(self, lines: Text) -> None:
+        """Write lines that stay, above those that are redrawn."""
+        self.console.print(self._encodable(lines), soft_wrap=True)
+
+    def write(self, text: str) -> None:
+        """Write text without changes; on an animated display above the redrawn lines, in whole lines."""
+        if self.animated:
+            end = "" if text.endswith("\n") else "\n"
+            self.console.print(text, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        else:
+            self.console.file.write(self._encoded(text))
+            self.console.file.flush()
+
+    def close(self, *, keep: bool) -> None:
+        """Stop to draw, and restore the streams.
 
         Args:
-            tracks: The present stages, outermost first.
-            metrics: Metrics of the first track, in order.
-            width: Width of a line in cells.
-            now: The present time.
+            keep: Leave the last lines on the terminal.
         """
-        if width != self._width:
-            self._width = width
-            self._choices = {}
-        lines: list[Text] = []
-        for index, track in enumerate(tracks):
-            lines += self._lines(index, track, metrics, now)
-            # Tracks below the first one have no metrics.
-            metrics = {}
-        return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
-
-    def _lines(self, index: int, track: Track, metrics: Metrics, now: float) -> list[Text]:
-        """Format a track as the first of its layouts that fits."""
-        label = Text(printable(track.label), "bold")
-        values = _metrics(metrics)
-        layouts = _layouts(track, values, now)
-        # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
-        for choice in range(self._choices.get(index, 0), len(layouts)):
-            bar, columns = layouts[choice]
-            parts = [label, self._bar(track, bar), *columns]
-            line = _SPACE.join(filter(None, parts))
-            if line.cell_len <= self._width:
-                break
-        self._choices[index] = choice
-        self._shorten(line)
-        lines = [line]
-        # 2. Put metrics that are not on the line below it.
-        if values and columns[-1] is not values:
-            second_line = _SPACE + values
-            self._shorten(second_line)
-            lines.append(second_line)
-        return lines
-
-    def _bar(self, track: Track, width: int) -> Text:
-        """Draw the bar, with a resolution of half a cell except in ASCII."""
-        # 1. Count the cells that are done, in halves.
-        fraction = 0.0
-        if track.total:
-            fraction = min(1.0, track.done / track.total)
-        full, half = divmod(int(fraction * width * 2), 2)
-        # 2. Draw them, and the rest.
-        if self.ascii_only:
-            done = "#" * full
-            rest = "-" * (width - full)
-        else:
-            done = "━" * full + "╸" * half
-            rest = "─" * (width - full - half)
-        colour = "cyan"
-        if fraction == 1:
-            colour = "green"
-        return Text.assemble((done, colour), (rest, "dim"))
-
-    def _shorten(self, line: Text) -> None:
-        """Shorten a line in place if it is too long, and mark its end by dots."""
-        if line.cell_len <= self._width:
+        live = self._live
+        self._live = None
+        if live is None:
             return
-        dots = "…"
-        if self.ascii_only:
-            dots = "..."
-        line.truncate(max(0, self._width - len(dots)), overflow="crop")
-        line.append(dots[: self._width], "dim")
+        for handler, stream in self._diverted:
+            handler.setStream(stream)
+        live.transient = not keep
+        live.stop()
+
+    def _encodable(self, lines: Text) -> Text:
+        if not self.ascii_only:
+            return lines
+        copy = lines.copy()
+        copy.plain = self._encoded(lines.plain)
+        return copy
+
+    def _encoded(self, text: str) -> str:
+        """Replace characters that the console cannot write."""
+        encoding = self.console.encoding
+        return text.encode(encoding, "replace").decode(encoding)
 
 
-def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Text, ...]]]:
-    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns behind it."""
-    count = Text(_count(track))
-    all_but_values = (count, _rate(track), _clock(track, now))
-    short = (count, _short_clock(track, now))
-    # Without a total there is no bar.
-    wide_bars: tuple[int, ...] = (0,)
-    narrow_bar = 0
-    if track.total:
-        wide_bars = _WIDE_BARS
-        narrow_bar = _NARROW_BAR
-    return [
-        *((bar, (*all_but_values, values)) for bar in wide_bars),
-        *((bar, all_but_values) for bar in wide_bars),
-        *((bar, short) for bar in (wide_bars[-1], narrow_bar)),
-        *((bar, (count,)) for bar in (narrow_bar, 0)),
-    ]
+def _has_cursor(console: Console) -> bool:
+    """Return True if a console writes to a terminal whose cursor can be moved.
 
-
-def _rate(track: Track) -> Text:
-    """Format the rate; empty if it is unknown."""
-    text = ""
-    if track.rate is not None:
-        text = format_rate(track.rate)
-    return Text(text, "dim")
-
-
-def _clock(track: Track, now: float) -> Text:
-    """Format the elapsed time, and the remaining time if it is known."""
-    text = format_clock(track.elapsed(now))
-    if track.remaining is not None:
-        text += f"<{format_clock(track.remaining)}"
-    return Text(text, "dim")
-
-
-def _short_clock(track: Track, now: float) -> Text:
-    """Format the remaining time if it is known, else the elapsed time."""
-    if track.remaining is None:
-        return Text(format_clock(track.elapsed(now)), "dim")
-    return Text(f"{format_clock(track.remaining)} left", "dim")
-
-
-def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
-    """Format a track and metrics as one line for a file, without a bar and control characters.
-
-    Example:
-        >>> plain_line(Track("Epoch 1/3", 40, 0.0), {"loss": 0.5}, now=2.0)
-        'Epoch 1/3: 0/40 batches, 0:02, loss 0.5000'
+    Rich's own check is not enough: with FORCE_COLOR, which notebooks and CI systems set, rich takes a file or a pipe
+    for a terminal. Colours may be useful there, but codes that move the cursor would stay in the text.
     """
-    # 1. Count and rate, without the spaces that keep their widths.
-    parts = [f"{_count(track).strip()} batches"]
-    if track.rate is not None:
-        parts.append(format_rate(track.rate).strip())
-    # 2. Times.
-    parts.append(format_clock(track.elapsed(now)))
-    if track.remaining is not None:
-        parts.append(f"{format_clock(track.remaining)} left")
-    # 3. Metrics.
-    parts += [f"{printable(name)} {format_number(value)}" for name, value in metrics.items()]
-    return f"{printable(track.label)}: {', '.join(parts)}"
+    is_terminal = getattr(console.file, "isatty", None)
+    if is_terminal is None or not is_terminal():
+        return False
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
 
 
-def _count(track: Track) -> str:
-    total = "?" if track.total is None else str(track.total)
-    # The count keeps its width while it grows.
-    return f"{track.done:>{len(total)}}/{total}"
+def _has_widgets() -> bool:
+    """Return True if a notebook can redraw a line, for which rich needs a widget."""
+    return all(importlib.util.find_spec(package) is not None for package in ("IPython", "ipywidgets"))
 
 
-def _metrics(metrics: Metrics) -> Text:
-    """Format metrics as one text; values that are not finite stand out."""
-    texts = []
-    for name, value in metrics.items():
-        style = ""
-        if isinstance(value, float) and not math.isfinite(value):
-            style = "bold red"
-        label = printable(name)
-        text = Text.assemble((f"{label} ", "dim"), (format_number(value), style))
-        texts.append(text)
-    return _SPACE.join(texts)
+def _log_handlers() -> list[_StreamHandler]:
+    """Return handlers that may hold a stream from before the display, and would write into its lines."""
+    stream_handlers = []
+    for name in ("", "lightning", "lightning.pytorch", "lightning.fabric", "equipoise"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                stream_handlers.append(handler)
+    return stream_handlers

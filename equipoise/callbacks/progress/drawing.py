@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.text import Text
 
-from equipoise.callbacks.progress.display import Layout, Metrics, plain_line
+from equipoise.callbacks.progress.display import Display
 from equipoise.callbacks.progress.latest_values import LatestValues
-from equipoise.callbacks.progress.live_display import Display
+from equipoise.callbacks.progress.layout import Layout, Metrics, plain_line
 from equipoise.callbacks.progress.track import Track
 
 __all__ = ["Drawing"]

@@ -15,9 +15,9 @@ import rich
 from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 
 from equipoise.callbacks.copied_state import copied_state
+from equipoise.callbacks.progress.display import Display
 from equipoise.callbacks.progress.drawing import Drawing
 from equipoise.callbacks.progress.latest_values import LatestValues
-from equipoise.callbacks.progress.live_display import Display
 from equipoise.callbacks.progress.track import Track
 from equipoise.errors import ConfigurationError
 from equipoise.validation import is_number

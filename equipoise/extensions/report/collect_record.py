@@ -1,6 +1,6 @@
 """Collect the facts of a run for the report, from the trainer, its module and its callbacks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, fo
         compositions=list(getattr(memory_logger, "compositions", ())),
         pipeline=pipeline_step(trainer.strategy),
         learning_rates=learning_rate_search(trainer.callbacks),
-        events=_events(trainer, fit.clock, fit.first_step),
+        events=_events(trainer, fit),
         configuration=_configuration(trainer, module, folder),
     )
 
@@ -138,15 +138,35 @@ def _peaks(trainer: Any) -> list[Fact]:
 # Events.
 
 
-def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
-    """Return the events that callbacks have recorded, in the order of time."""
+def _events(trainer: Any, fit: Fit) -> list[RunEvent]:
+    """Return the events that callbacks have recorded, in the order of time, without those of an earlier fit."""
     events = []
-    if first_step:
-        events.append(_resumption(trainer, first_step))
+    if fit.first_step:
+        origin = "an earlier fit"
+        path = getattr(trainer, "ckpt_path", None)
+        if path:
+            origin = format_path(str(path))
+        event = RunEvent(
+            seconds=0.0,
+            step=fit.first_step,
+            kind="resumed",
+            text=f"Went on from {origin}.",
+        )
+        events.append(event)
     for callback in trainer.callbacks:
+        # Callbacks of others may use the name for something else.
         recorded = getattr(callback, "events", None)
-        if isinstance(recorded, list):
-            events += _out_of_memory_events(recorded, clock)
+        if not isinstance(recorded, list):
+            continue
+        for record in recorded:
+            if isinstance(record, OutOfMemoryEvent) and record.seconds >= fit.clock:
+                event = RunEvent(
+                    seconds=record.seconds - fit.clock,
+                    step=record.step,
+                    kind="out of memory",
+                    text=str(record),
+                )
+                events.append(event)
     for leak in getattr(memory_logger_of(trainer), "leaks", ()):
         event = RunEvent(
             seconds=leak.seconds,
@@ -155,40 +175,7 @@ def _events(trainer: Any, clock: float, first_step: int) -> list[RunEvent]:
             text=str(leak),
         )
         events.append(event)
-
-    def time(event: RunEvent) -> float:
-        # Events of unknown time come first.
-        return -1.0 if event.seconds is None else event.seconds
-
-    return sorted(events, key=time)
-
-
-def _resumption(trainer: Any, first_step: int) -> RunEvent:
-    path = getattr(trainer, "ckpt_path", None)
-    text = "Went on from an earlier fit."
-    if path:
-        text = f"Went on from {format_path(str(path))}."
-    return RunEvent(
-        seconds=0.0,
-        step=first_step,
-        kind="resumed",
-        text=text,
-    )
-
-
-def _out_of_memory_events(recorded: Sequence[object], clock: float) -> list[RunEvent]:
-    """Return the out-of-memory events among recorded ones, without those of an earlier fit."""
-    events = []
-    for record in recorded:
-        if isinstance(record, OutOfMemoryEvent) and record.seconds >= clock:
-            event = RunEvent(
-                seconds=record.seconds - clock,
-                step=record.step,
-                kind="out of memory",
-                text=str(record),
-            )
-            events.append(event)
-    return events
+    return sorted(events, key=lambda event: event.seconds)
 
 
 # Configuration.

@@ -11,13 +11,15 @@ from equipoise.extensions.report.page.scales import thin
 __all__ = ["CurveHistory", "StepCurve"]
 
 _MOST_POINTS = 1024
+# Three points of each interval stay, and both ends.
+_THINNED = 3 * 256 + 2
 
 # Values by steps, or by epochs done.
 Curve = dict[float, float]
 
 
 class StepCurve:
-    """Values by steps, thinned to half of them whenever there are more than 1024.
+    """Values by steps, thinned whenever there are more than 1024.
 
     Args:
         state: The points of an earlier process, as `state_dict` returns them. Default: none.
@@ -45,7 +47,7 @@ class StepCurve:
         self._points[step] = value
         if len(self._points) > _MOST_POINTS:
             points = list(self.points().items())
-            thinned = thin(points, _MOST_POINTS // 2)
+            thinned = thin(points, _THINNED)
             self._points = dict(thinned)
 
     def points(self) -> Curve:
@@ -54,7 +56,8 @@ class StepCurve:
 
     def drop_from(self, step: int) -> None:
         """Forget the values of a step and later ones."""
-        self._points = {earlier: value for earlier, value in self._points.items() if earlier < step}
+        for later in [known for known in self._points if known >= step]:
+            del self._points[later]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the points."""

@@ -39,36 +39,18 @@ def split_name(name: str) -> tuple[str, str]:
     # 1. Remove the suffixes that the trainer adds.
     name, _, loader = name.partition(_LOADER_MARK)
     name = re.sub(_SUFFIX, "", name)
-    # 2. Take out the first word that names a run stage.
+    # 2. Take out the first word that names a run stage. A name that consists of this word alone stays.
     words = re.split(_SEPARATORS, name)
-    stage_word = _first_stage_word(words)
-    # A name that consists of this word alone stays.
-    if stage_word is not None and len(words) > 1:
+    stage_word = next((word for word in words if word.lower() in _STAGES), "")
+    if stage_word and len(words) > 1:
         words.remove(stage_word)
-        name = _joined(words) or name
+        words_with_text = filter(None, words)
+        name = " ".join(words_with_text) or name
     # 3. Put run stage and loader together.
-    stage = ""
-    if stage_word is not None:
-        key = stage_word.lower()
-        stage = _STAGES[key]
-    run_stage = _joined([stage, loader])
-    short_name = name.lower()
-    quantity = _LONG.get(short_name, name)
+    stage = _STAGES.get(stage_word.lower(), "")
+    run_stage = f"{stage} {loader}".strip()
+    quantity = _LONG.get(name.lower(), name)
     return quantity, run_stage
-
-
-def _joined(words: list[str]) -> str:
-    """Join words by spaces; leave empty ones out."""
-    words_with_text = filter(None, words)
-    return " ".join(words_with_text)
-
-
-def _first_stage_word(words: list[str]) -> str | None:
-    for word in words:
-        key = word.lower()
-        if key in _STAGES:
-            return word
-    return None
 
 
 def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
@@ -86,8 +68,7 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
     for name, curve in curves.items():
         quantity, run_stage = split_name(name)
         if _has_steps(name, curves):
-            run_stage = f"{run_stage} (epoch)"
-            run_stage = run_stage.strip()
+            run_stage = f"{run_stage} (epoch)".strip()
         members = families.setdefault(quantity, {})
         # Two metrics of one meaning, such as "val_acc" and "val_accuracy", keep their names.
         if run_stage in members:
@@ -98,14 +79,11 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
     # 2. Put them in order. False comes before True, and equals keep the order of `curves`.
     def position(quantity: str) -> tuple[bool, bool]:
         is_other_than_loss = "loss" not in quantity.lower()
-        members = families[quantity]
-        is_single = len(members) == 1
+        is_single = len(families[quantity]) == 1
         return is_other_than_loss, is_single
 
-    ordered = {}
-    for quantity in sorted(families, key=position):
-        ordered[quantity] = families[quantity]
-    return ordered
+    ordered = sorted(families, key=position)
+    return {quantity: families[quantity] for quantity in ordered}
 
 
 def _has_steps(name: str, curves: Mapping[str, Curve]) -> bool:

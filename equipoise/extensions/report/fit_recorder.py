@@ -101,7 +101,9 @@ class Fit:
     @property
     def speed_unit(self) -> str:
         """Unit of the speed: samples, or batches if the size of one was unknown, of all processes if they are known."""
-        unit = "batches per second" if self.throughput.has_unknown_size else "samples per second"
+        unit = "samples per second"
+        if self.throughput.has_unknown_size:
+            unit = "batches per second"
         if self.processes > 1 and self.share is None:
             return f"{unit} of the first process"
         return unit

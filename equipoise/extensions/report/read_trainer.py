@@ -49,7 +49,9 @@ def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:
     checkpoints = []
     for callback in _checkpoint_callbacks(trainer):
         if callback.best_model_path:
-            kind = "best checkpoint" if callback.monitor else "checkpoint"
+            kind = "checkpoint"
+            if callback.monitor:
+                kind = "best checkpoint"
             checkpoints.append((kind, format_path(callback.best_model_path)))
     return checkpoints
 

@@ -116,7 +116,8 @@ class RunSummary(FitRecorder):
             if curve:
                 last_epoch = max(curve)
                 rows.append((name, format_number(curve[last_epoch])))
-        rows += [(name, format_number(score)) for name, score in best_scores(trainer)]
+        for name, score in best_scores(trainer):
+            rows.append((name, format_number(score)))
         return rows
 
 

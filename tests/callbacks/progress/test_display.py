@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from equipoise.callbacks.progress.display import Layout, plain_line
-from equipoise.callbacks.progress.live_display import Display
+from equipoise.callbacks.progress.display import Display
+from equipoise.callbacks.progress.layout import Layout, plain_line
 from equipoise.callbacks.progress.track import Track
 from tests.support.terminal import Terminal
 

@@ -105,32 +105,16 @@ class TestFit:
         }
         (line,) = sections(document)["Throughput"].all("g", "line")
         assert set(line.attributes["data-y"].split()) == {"16"}
-        assert [float(x) for x in line.attributes["data-x"].split()] == [
-            0.25,
-            0.75,
-            1.25,
-            1.75,
-            9.25,
-            9.75,
-            10.25,
-            10.75,
-        ]
+        middles = [0.25, 0.75, 1.25, 1.75, 9.25, 9.75, 10.25, 10.75]
+        assert [float(x) for x in line.attributes["data-x"].split()] == middles
         assert [row.all("td")[0].text for row in sections(document)["Devices"].one("tbody").all("tr")] == ["cpu"]
         assert "MemoryLogger()" in sections(document)["Memory"].text
         assert "Events" not in sections(document)
 
-    @BOTH
-    def test_curves_are_those_of_the_summary(self, cls: type):
+    def test_curves_are_those_of_the_summary(self):
         for index, callbacks in enumerate(([RunReport()], [RunReport(), RunSummary(table=False)])):
-            fit(
-                cls,
-                Small(),
-                loader(4),
-                loader(1),
-                callbacks=callbacks,
-                val_check_interval=0.5,
-                logger=CSVLogger(str(index), ""),
-            )
+            options = {"callbacks": callbacks, "val_check_interval": 0.5, "logger": CSVLogger(str(index), "")}
+            fit(equipoise.Trainer, Small(), loader(4), loader(1), **options)
         alone, beside = (curves(read(next(Path(str(index)).rglob("report.html")).parent)) for index in range(2))
         assert alone == beside
         assert alone["loss", "val"][0] == [1, 3, 5, 7]
@@ -456,22 +440,13 @@ class TestPipeline:
         assert sorted(boxes) == sorted(2 * expected)
 
 
+TWO_PROCESSES = {"devices": 2, "strategy": "ddp", "log_every_n_steps": 1}
+
+
 @pytest.mark.slow
 class TestTwoProcesses:
     def test_samples_of_all_are_counted(self):
-        run = equipoise.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=2,
-            callbacks=[RunReport()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-        )
-        run.fit(LogsMeans(), loader(6, batch_size=2))
+        run = fit(equipoise.Trainer, LogsMeans(), loader(6, batch_size=2), **TWO_PROCESSES)
         document = read()
         # The mean over both processes, which all of them compute though only the first one records it.
         steps, values = curves(document)["rank", "rank"]
@@ -483,19 +458,8 @@ class TestTwoProcesses:
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_failure_in_either_leaves_one(self, rank: int):
-        run = equipoise.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=2,
-            callbacks=[RunReport()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
         with pytest.raises(Exception, match="stop here"):
-            run.fit(FailsIn(rank), loader(6, batch_size=2))
+            fit(equipoise.Trainer, FailsIn(rank), loader(6, batch_size=2), **TWO_PROCESSES)
         document = read()
         assert "failed" in document.one("header").text
         assert sections(document)["What went wrong"].one("p", "cause").text == "ValueError: stop here"

@@ -133,26 +133,15 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], numbers: Seque
         numbers: Indices of the columns that hold numbers. Default: none.
     """
     # The style sheet aligns columns of numbers to the right.
-    styles: list[str | None] = []
-    for column in range(len(heads)):
-        style = "number" if column in numbers else None
-        styles.append(style)
-    # 1. The row of heads.
+    styles = ["number" if column in numbers else None for column in range(len(heads))]
     head_cells = []
     for name, style in zip(heads, styles, strict=True):
-        cell = tag("th", name, scope="col", class_=style)
-        head_cells.append(cell)
-    head_row = tag("tr", *head_cells)
-    # 2. The other rows.
+        head_cells.append(tag("th", name, scope="col", class_=style))
     body_rows = []
     for row in rows:
         cells = []
         for content, style in zip(row, styles, strict=True):
             cells.append(tag("td", content, class_=style))
         body_rows.append(tag("tr", *cells))
-    element = tag(
-        "table",
-        tag("thead", head_row),
-        tag("tbody", *body_rows),
-    )
-    return tag("div", element, class_="scroll")
+    head = tag("thead", tag("tr", *head_cells))
+    return tag("div", tag("table", head, tag("tbody", *body_rows)), class_="scroll")

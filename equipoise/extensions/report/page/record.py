@@ -19,14 +19,14 @@ class RunEvent:
     """Event of a run.
 
     Attributes:
-        seconds: Time since the run began; None if unknown.
-        step: `trainer.global_step` at that moment; None if unknown.
+        seconds: Time since the run began.
+        step: `trainer.global_step` at that moment.
         kind: The kind of event in a word or two, such as "out of memory" or "leak".
         text: The event in a sentence.
     """
 
-    seconds: float | None
-    step: int | None
+    seconds: float
+    step: int
     kind: str
     text: str
 

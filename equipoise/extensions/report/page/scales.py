@@ -212,7 +212,9 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     stretches = (most - 2) // 3
     by_stretch: dict[int, list[int]] = defaultdict(list)
     for index, (x, _) in enumerate(points):
-        number = int(stretches * (x - first) / length) if length else 0
+        number = 0
+        if length:
+            number = int(stretches * (x - first) / length)
         by_stretch[min(number, stretches - 1)].append(index)
     indices = {0, len(points) - 1}
     for members in by_stretch.values():

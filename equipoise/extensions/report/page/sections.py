@@ -204,11 +204,9 @@ def throughput_section(points: Sequence[Point], unit: str, events: Sequence[RunE
 
 
 def event_marks(events: Sequence[RunEvent]) -> list[Mark]:
-    """Return marks for events with a time; for a regular selection if there are many."""
+    """Return marks for events; for a regular selection if there are many."""
     marks = []
     for event in events:
-        if event.seconds is None:
-            continue
         text = f"{event.kind} at {format_span(event.seconds)}: {event.text}"
         mark = Mark(x=event.seconds, style=_event_style(event.kind), text=text[:_MARK_TEXT])
         marks.append(mark)
@@ -254,14 +252,8 @@ def events_section(events: Sequence[RunEvent]) -> Markup | None:
 
 
 def _event_row(event: RunEvent) -> tuple[str, str, Markup, str]:
-    time = ""
-    if event.seconds is not None:
-        time = format_span(event.seconds)
-    step = ""
-    if event.step is not None:
-        step = f"{event.step:,}"
     chip = tag("span", event.kind, class_=f"chip {_event_style(event.kind)}")
-    return time, step, chip, event.text[:_EVENT_TEXT]
+    return format_span(event.seconds), f"{event.step:,}", chip, event.text[:_EVENT_TEXT]
 
 
 def devices_section(devices: Sequence[DeviceInfo]) -> Markup | None:

@@ -154,7 +154,16 @@ def fold(records: Sequence[TensorRecord], single: int = _SINGLE, merged: int = _
         name = "1 other"
         if len(sizes) > 1:
             name = f"{len(sizes):,} others"
-        folded.append(TensorRecord(module=module, category=category, name=name, shape=(), dtype="", nbytes=sum(sizes)))
+        folded.append(
+            TensorRecord(
+                module=module,
+                category=category,
+                name=name,
+                shape=(),
+                dtype="",
+                nbytes=sum(sizes),
+            )
+        )
     return _by_size(folded)
 
 

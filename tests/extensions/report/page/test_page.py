@@ -185,7 +185,7 @@ class TestPage:
             throughput=[(0.0, math.nan)],
             memory=[point(0, name, name, peak=None, reserved=None, allocated=0)],
             compositions=[composition(), composition(holder(name, 0)), composition(holder(f"{name}.{name}", 1))],
-            events=[RunEvent(seconds=None, step=None, kind="", text="")],
+            events=[RunEvent(seconds=0.0, step=0, kind="", text="")],
             configuration="\n\n- x\n: y",
         )
         for element in document:
@@ -299,13 +299,13 @@ class TestSections:
     def test_events_stand_in_the_table_and_on_the_time_lines(self):
         events = [
             RunEvent(seconds=30.0, step=1234, kind="out of memory", text="It did not fit."),
-            RunEvent(seconds=None, step=None, kind="leak", text="It grew."),
+            RunEvent(seconds=45.0, step=2345, kind="leak", text="It grew."),
         ]
         document = page(events=events, throughput=[(0.0, 1.0), (60.0, 1.0)], memory=[point(0), point(600)])
         rows = sections(document)["Events"].one("tbody").all("tr")
         assert [[cell.text for cell in row.all("td")] for row in rows] == [
             ["30 s", "1,234", "out of memory", "It did not fit."],
-            ["", "", "leak", "It grew."],
+            ["45 s", "2,345", "leak", "It grew."],
         ]
         marks = document.all("g", "e-out-of-memory")
         assert len(marks) == 2

@@ -1,0 +1,200 @@
+"""Content of the progress bar as text.
+
+Layout       tracks and metrics as one or two lines of rich text, as wide as the terminal allows
+plain_line   the same for a file
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from equipoise.callbacks.progress.track import Track
+from equipoise.formats import format_clock, format_number, format_rate, printable
+
+__all__ = ["Layout", "Metrics", "plain_line"]
+
+# Numbers and texts by name.
+Metrics = Mapping[str, Any]
+
+# Widths of the bar, in cells.
+_WIDE_BARS = (30, 20, 10)
+_NARROW_BAR = 6
+# Space between columns.
+_SPACE = Text("  ")
+
+
+class Layout:
+    """Format tracks and metrics as lines that fit a width.
+
+    The first line shows as many of its columns as fit: bar, count, rate, times. Metrics follow on it, or on a second
+    line. A column that was once left out for a width stays out, so that the line does not jump.
+
+    Args:
+        ascii_only: Use no characters beyond ASCII. Default: False.
+    """
+
+    def __init__(self, *, ascii_only: bool = False) -> None:
+        self.ascii_only = ascii_only
+        self._width = 0
+        # For each track, the index of its layout among the possible ones.
+        self._choices: dict[int, int] = {}
+
+    def compose(
+        self,
+        tracks: Sequence[Track],
+        metrics: Metrics,
+        *,
+        width: int,
+        now: float,
+    ) -> Text:
+        """Format the tracks, one below the other, with the metrics at the first.
+
+        Args:
+            tracks: The present stages, outermost first.
+            metrics: Metrics of the first track, in order.
+            width: Width of a line in cells.
+            now: The present time.
+        """
+        if width != self._width:
+            self._width = width
+            self._choices = {}
+        lines: list[Text] = []
+        for index, track in enumerate(tracks):
+            lines += self._lines(index, track, metrics, now)
+            # Tracks below the first one have no metrics.
+            metrics = {}
+        return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
+
+    def _lines(self, index: int, track: Track, metrics: Metrics, now: float) -> list[Text]:
+        """Format a track as the first of its layouts that fits."""
+        label = Text(printable(track.label), "bold")
+        values = _metrics(metrics)
+        layouts = _layouts(track, values, now)
+        # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
+        for choice in range(self._choices.get(index, 0), len(layouts)):
+            bar, columns = layouts[choice]
+            parts = [label, self._bar(track, bar), *columns]
+            line = _SPACE.join(filter(None, parts))
+            if line.cell_len <= self._width:
+                break
+        self._choices[index] = choice
+        self._shorten(line)
+        lines = [line]
+        # 2. Put metrics that are not on the line below it.
+        if values and columns[-1] is not values:
+            second_line = _SPACE + values
+            self._shorten(second_line)
+            lines.append(second_line)
+        return lines
+
+    def _bar(self, track: Track, width: int) -> Text:
+        """Draw the bar, with a resolution of half a cell except in ASCII."""
+        # 1. Count the cells that are done, in halves.
+        fraction = 0.0
+        if track.total:
+            fraction = min(1.0, track.done / track.total)
+        full, half = divmod(int(fraction * width * 2), 2)
+        # 2. Draw them, and the rest.
+        if self.ascii_only:
+            done = "#" * full
+            rest = "-" * (width - full)
+        else:
+            done = "━" * full + "╸" * half
+            rest = "─" * (width - full - half)
+        colour = "cyan"
+        if fraction == 1:
+            colour = "green"
+        return Text.assemble((done, colour), (rest, "dim"))
+
+    def _shorten(self, line: Text) -> None:
+        """Shorten a line in place if it is too long, and mark its end by dots."""
+        if line.cell_len <= self._width:
+            return
+        dots = "…"
+        if self.ascii_only:
+            dots = "..."
+        line.truncate(max(0, self._width - len(dots)), overflow="crop")
+        line.append(dots[: self._width], "dim")
+
+
+def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Text, ...]]]:
+    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns behind it."""
+    count = Text(_count(track))
+    all_but_values = (count, _rate(track), _clock(track, now))
+    short = (count, _short_clock(track, now))
+    # Without a total there is no bar.
+    wide_bars: tuple[int, ...] = (0,)
+    narrow_bar = 0
+    if track.total:
+        wide_bars = _WIDE_BARS
+        narrow_bar = _NARROW_BAR
+    return [
+        *((bar, (*all_but_values, values)) for bar in wide_bars),
+        *((bar, all_but_values) for bar in wide_bars),
+        *((bar, short) for bar in (wide_bars[-1], narrow_bar)),
+        *((bar, (count,)) for bar in (narrow_bar, 0)),
+    ]
+
+
+def _rate(track: Track) -> Text:
+    """Format the rate; empty if it is unknown."""
+    text = ""
+    if track.rate is not None:
+        text = format_rate(track.rate)
+    return Text(text, "dim")
+
+
+def _clock(track: Track, now: float) -> Text:
+    """Format the elapsed time, and the remaining time if it is known."""
+    text = format_clock(track.elapsed(now))
+    if track.remaining is not None:
+        text += f"<{format_clock(track.remaining)}"
+    return Text(text, "dim")
+
+
+def _short_clock(track: Track, now: float) -> Text:
+    """Format the remaining time if it is known, else the elapsed time."""
+    if track.remaining is None:
+        return Text(format_clock(track.elapsed(now)), "dim")
+    return Text(f"{format_clock(track.remaining)} left", "dim")
+
+
+def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
+    """Format a track and metrics as one line for a file, without a bar and control characters.
+
+    Example:
+        >>> plain_line(Track("Epoch 1/3", 40, 0.0), {"loss": 0.5}, now=2.0)
+        'Epoch 1/3: 0/40 batches, 0:02, loss 0.5000'
+    """
+    # 1. Count and rate, without the spaces that keep their widths.
+    parts = [f"{_count(track).strip()} batches"]
+    if track.rate is not None:
+        parts.append(format_rate(track.rate).strip())
+    # 2. Times.
+    parts.append(format_clock(track.elapsed(now)))
+    if track.remaining is not None:
+        parts.append(f"{format_clock(track.remaining)} left")
+    # 3. Metrics.
+    parts += [f"{printable(name)} {format_number(value)}" for name, value in metrics.items()]
+    return f"{printable(track.label)}: {', '.join(parts)}"
+
+
+def _count(track: Track) -> str:
+    total = "?" if track.total is None else str(track.total)
+    # The count keeps its width while it grows.
+    return f"{track.done:>{len(total)}}/{total}"
+
+
+def _metrics(metrics: Metrics) -> Text:
+    """Format metrics as one text; values that are not finite stand out."""
+    texts = []
+    for name, value in metrics.items():
+        style = ""
+        if isinstance(value, float) and not math.isfinite(value):
+            style = "bold red"
+        label = printable(name)
+        text = Text.assemble((f"{label} ", "dim"), (format_number(value), style))
+        texts.append(text)
+    return _SPACE.join(texts)
