@@ -158,10 +158,6 @@ class BatchedCall:
         for index, part in enumerate(members.parts()):
             if id(part) in identities:
                 self._indices.append(index)
-        self._attributes = []
-        for member in range(len(members)):
-            attributes = members.attributes_of(member, self._indices)
-            self._attributes.append(attributes)
         # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
@@ -404,9 +400,6 @@ class BatchedCall:
         Args:
             member: The index of the member, from 1.
         """
-        # Mostly none was set since the refresh, which is quicker to see.
-        if self._attributes[member].are_unchanged():
-            return False
         return self._members.has_other_attributes(member, self._indices)
 
     def _changed_attribute(self, noted: _Noted) -> str:
