@@ -174,10 +174,11 @@ class CompiledStep(RepeatableStep):
             result = self._compute(variant.function, part, share.seed)
         except NewVariant:
             self.window.load_state_dict(window_before)
-            variant.withdraw()
+            # There is another trial.
+            variant.is_ready = False
             return None
         self._has_gradients = True
-        variant.note_use()
+        variant.unused = 0
 
         # 3. Log.
         if result.logged:

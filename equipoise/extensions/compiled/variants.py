@@ -4,13 +4,15 @@ A shape is compiled when it was seen a few times: the shorter batch at the end o
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import StepProgram
-from equipoise.extensions.compiled.ways import Compiling, Function, Way
+from equipoise.extensions.compiled.ways import Compiling, Way
+from equipoise.interop.torch.compiling import CompiledFunction
 from equipoise.notices import rank_zero_warn
 from equipoise.tree import entries_of
 
@@ -29,61 +31,36 @@ MOST_TRIALS = 8
 MOST_UNUSED = 4
 
 
+@dataclass(eq=False)
 class Variant:
     """Steps on batches of one shape.
 
-    Args:
-        function: The program, compiled or captured.
-
     Attributes:
         function: The program, compiled or captured.
-        is_ready: True if a trial has agreed.
+        is_ready: True if a trial has agreed, and the program fits the present conditions.
         is_refused: True if steps of this shape stay eager.
         comparison: The comparison of speed that is under way; None if there is none.
+        trials: Number of trials.
+        unused: Number of trials since the program has computed a step.
     """
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
-        self._trials = 0
-        self._unused = 0
-        self.is_ready = False
-        self.is_refused = False
-        self.comparison: SpeedComparison | None = None
-
-    def withdraw(self) -> None:
-        """Note that no compiled program fits the present conditions, so that there is another trial."""
-        self.is_ready = False
+    function: CompiledFunction
+    is_ready: bool = False
+    is_refused: bool = False
+    comparison: SpeedComparison | None = None
+    trials: int = 0
+    unused: int = 0
 
     def begin_trial(self) -> bool:
         """Count a trial, and return False if there were too many."""
-        self._trials += 1
-        self._unused += 1
-        return self._trials <= MOST_TRIALS and self._unused <= MOST_UNUSED
-
-    def approve(self) -> None:
-        """Let the program compute later steps."""
-        self.is_ready = True
-
-    def compare(self, comparison: SpeedComparison) -> None:
-        """Compare the speed of the next steps.
-
-        Args:
-            comparison: The comparison.
-        """
-        self.comparison = comparison
-
-    def end_comparison(self) -> None:
-        """Note that the speed is known."""
-        self.comparison = None
+        self.trials += 1
+        self.unused += 1
+        return self.trials <= MOST_TRIALS and self.unused <= MOST_UNUSED
 
     def refuse(self) -> None:
         """Let later steps stay eager."""
         self.is_ready = False
         self.is_refused = True
-
-    def note_use(self) -> None:
-        """Note that the program has computed a step."""
-        self._unused = 0
 
 
 class Variants:
@@ -147,7 +124,7 @@ class Variants:
         variants = list(self._variants.values())
         if self.way.release_memory([variant.function for variant in variants]):
             for variant in variants:
-                variant.withdraw()
+                variant.is_ready = False
 
     def close(self) -> None:
         """Release all programs."""

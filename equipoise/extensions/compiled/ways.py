@@ -5,10 +5,8 @@ Both are traced by torch's compiler, tried against the eager step, and used for 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from equipoise.extensions.compiled.captured.captured_function import CapturedFunction
 from equipoise.extensions.compiled.captured.captured_graph import GraphPool
@@ -16,35 +14,7 @@ from equipoise.extensions.compiled.step_program import StepProgram
 from equipoise.extensions.compiled.step_state import EXACT, TOLERANCES, Tolerance
 from equipoise.interop.torch.compiling import CompiledFunction
 
-__all__ = ["Capturing", "Compiling", "Function", "Way"]
-
-
-class Function(Protocol):
-    """A step's program in its faster form; see `CompiledFunction`."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Compute the program, or raise NewVariant before anything is computed."""
-
-    def compile(self, *args: Any) -> Any:
-        """Compute the program in a new form."""
-
-    def unmet_conditions(self, *args: Any) -> list[str]:
-        """Return the conditions that do not hold."""
-
-    def obstacle(self) -> str | None:
-        """Return the reason for which the last call was not computed, if it is no condition of the Python code."""
-
-    def leaves(self) -> Sequence[Tensor]:
-        """Return the tensors that have received a gradient in the last call of `compile`."""
-
-    def changed(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
-
-    def restore(self) -> None:
-        """Restore the tensors that the last call of `compile` has changed, and their gradients."""
-
-    def close(self) -> None:
-        """Release everything."""
+__all__ = ["Capturing", "Compiling", "Way"]
 
 
 class Way(ABC):
@@ -59,14 +29,14 @@ class Way(ABC):
     only_if_faster: bool = False
 
     @abstractmethod
-    def function(self, program: StepProgram) -> Function:
+    def function(self, program: StepProgram) -> CompiledFunction:
         """Return the faster form of a program, for one shape of batches."""
 
     @abstractmethod
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         """Return the largest difference between the program and the eager step, for a dtype of the computation."""
 
-    def release_memory(self, functions: Sequence[Function]) -> bool:
+    def release_memory(self, functions: Sequence[CompiledFunction]) -> bool:
         """Release memory that these functions hold between two steps. Return True if they need a new trial then."""
         return False
 
@@ -83,7 +53,7 @@ class Compiling(Way):
     def __init__(self, *, only_if_faster: bool = False) -> None:
         self.only_if_faster = only_if_faster
 
-    def function(self, program: StepProgram) -> Function:
+    def function(self, program: StepProgram) -> CompiledFunction:
         """Return the compiled program."""
         return CompiledFunction(program.compute, program.own_attributes)
 
@@ -104,7 +74,7 @@ class Capturing(Way):
     def __init__(self, device: torch.device) -> None:
         self._pool = GraphPool(device)
 
-    def function(self, program: StepProgram) -> Function:
+    def function(self, program: StepProgram) -> CompiledFunction:
         """Return the program whose graphs are captured."""
         return CapturedFunction(
             program.compute,
@@ -118,7 +88,7 @@ class Capturing(Way):
         """Return the same for all dtypes: there is no difference."""
         return EXACT
 
-    def release_memory(self, functions: Sequence[Function]) -> bool:
+    def release_memory(self, functions: Sequence[CompiledFunction]) -> bool:
         """Release the graphs of these functions."""
         for function in functions:
             assert isinstance(function, CapturedFunction)

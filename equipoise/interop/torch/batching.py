@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from equipoise.interop.adapters import find
 
@@ -27,6 +29,15 @@ _has_levels = _has_steps and None not in (_maybe_current_level, _maybe_get_level
 _NO_LEVEL = -1
 
 
+class _LinearTogether(TorchFunctionMode):
+    """Computes each linear layer by `batched_linear`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is linear:
+            function = batched_linear
+        return function(*args, **kwargs or {})
+
+
 def compute_batched(
     function: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     tensors: Sequence[Tensor],
@@ -34,7 +45,7 @@ def compute_batched(
     size: int,
     randomness: str,
 ) -> list[Tensor]:
-    """Compute a function for each row of tensors together, as `torch.vmap` does.
+    """Compute a function for each row of tensors together, as `torch.vmap` does; linear layers by `batched_linear`.
 
     Args:
         function: Takes and returns a list of tensors.
@@ -56,34 +67,35 @@ def compute_batched(
             if dim is not None:
                 tensor = _add_batch_dim(tensor, dim, level)
             batched.append(tensor)
-        results = function(batched)
+        with _LinearTogether():
+            results = function(batched)
         return [_remove_batch_dim(result, level, size, 0) for result in results]
     finally:
         _vmap_decrement_nesting()
 
 
-def batched_linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def batched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute a linear layer of each row within `compute_batched`, by one batched product of matrices.
 
     The rule of torch for `linear` takes it apart into a dozen operations, each of which is a node of the backward.
     Nothing public shows how deep calls of `vmap` are nested, or which of them a tensor belongs to.
 
     Args:
-        features: (samples, inputs) in each row, or for all of them. Other shapes are left to torch.
+        input: (samples, inputs) in each row, or for all of them. Other shapes are left to torch.
         weight: (outputs, inputs) in each row.
-        bias: (outputs) in each row; None: there is none.
+        bias: (outputs) in each row. Default: None, there is none.
     """
     if not _has_levels:
-        return torch.nn.functional.linear(features, weight, bias)
+        return linear(input, weight, bias)
     level = _maybe_current_level()
     parameters = [weight] if bias is None else [weight, bias]
     have_rows = all(_maybe_get_level(parameter) == level for parameter in parameters)
     # Within other transforms of the user, and for what all rows share, torch's own rule is right.
-    if level is None or not have_rows or features.dim() != 2 or _maybe_get_level(features) not in (level, _NO_LEVEL):
-        return torch.nn.functional.linear(features, weight, bias)
+    if level is None or not have_rows or input.dim() != 2 or _maybe_get_level(input) not in (level, _NO_LEVEL):
+        return linear(input, weight, bias)
     # Features that all rows share are expanded to as many.
     rows_of_weight, *rows_of_bias = [_remove_batch_dim(parameter, level, 0, 0) for parameter in parameters]
-    rows_of_features = _remove_batch_dim(features, level, len(rows_of_weight), 0)
+    rows_of_features = _remove_batch_dim(input, level, len(rows_of_weight), 0)
     transposed = rows_of_weight.mT
     if rows_of_bias:
         result = torch.baddbmm(rows_of_bias[0].unsqueeze(1), rows_of_features, transposed)

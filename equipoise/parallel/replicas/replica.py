@@ -60,16 +60,6 @@ class _Attributes(NamedTuple):
     lengths: list[int]
     is_plain: bool
 
-    def may_have_new_items(self) -> bool:
-        """Return True if containers may hold other items than before."""
-        # Items may have been exchanged without a change of length.
-        for value in self.originals.values():
-            if isinstance(value, (list, dict)):
-                return True
-        if self.lengths:
-            return list(map(len, self.containers)) != self.lengths
-        return any(self.containers)
-
 
 class Replica:
     """A copy of a module on one device.
@@ -168,11 +158,6 @@ class Replica:
         """The module and all below it, but not metrics."""
         return [module for module, _ in self._shells]
 
-    @property
-    def copied_parts(self) -> list[nn.Module]:
-        """The copies of `parts`."""
-        return [shell for _, shell in self._shells]
-
     def has_other_attributes(self, parts: Sequence[int]) -> bool:
         """Return True if attributes of the copy differ from the module's, in more than the copied objects.
 
@@ -197,15 +182,11 @@ class Replica:
     def refresh_attributes(self) -> None:
         """Set the copy's attributes to the module's."""
         for index in range(len(self._attributes)):
-            self.refresh_part(index)
+            self._refresh_part(index)
         self.refresh_trainable()
 
-    def refresh_part(self, index: int) -> None:
-        """Set the attributes of one part of the copy to those of the module's.
-
-        Args:
-            index: The index of the part among `parts`.
-        """
+    def _refresh_part(self, index: int) -> None:
+        """Set the attributes of one part of the copy to those of the module's."""
         attributes = self._attributes[index]
         source, target, overrides, originals, values, containers, lengths, is_plain = attributes
 
@@ -235,14 +216,6 @@ class Replica:
         target.clear()
         target.update(source)
         target.update(overrides)
-
-    def may_have_new_items(self, index: int) -> bool:
-        """Return True if containers of a part of the module may hold other items than at its last refresh.
-
-        Args:
-            index: The index of the part among `parts`.
-        """
-        return self._attributes[index].may_have_new_items()
 
     def refresh_trainable(self) -> None:
         """Let the copy's parameters require gradients where the module's do."""

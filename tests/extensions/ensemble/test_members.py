@@ -203,6 +203,18 @@ def test_parameters_that_the_optimizer_gets_in_a_run(seed: int) -> None:
     assert difference(strategy, states_alone(seed, 3, Unfreezing)) <= CLOSE
 
 
+class Freezing(Classifier):
+    """Trains its first layer in every second step alone."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+
+def test_parameters_that_are_frozen_in_some_steps(seed: int) -> None:
+    strategy, _, _ = ensemble(seed, Freezing)
+    assert difference(strategy, states_alone(seed, 3, Freezing)) <= CLOSE
+
+
 class Watching(Classifier):
     """Notes what hooks see."""
 

@@ -11,7 +11,7 @@ from equipoise.interop.torch.compiling import CompiledFunction, NotedInputs
 __all__ = ["CapturedFunction"]
 
 
-class CapturedFunction:
+class CapturedFunction(CompiledFunction):
     """A function whose graphs are replayed; see `CompiledFunction`, which traces it and knows its conditions.
 
     Args:
@@ -31,55 +31,34 @@ class CapturedFunction:
         passing: Callable[[], Collection[Tensor]],
         gradients: Callable[[], Collection[Tensor]],
     ) -> None:
-        self._pool = pool
-        self._passing = passing
         self._gradients = gradients
         self._graphs: list[CapturedGraph] = []
+
+        def lower(graph: Any, noted: NotedInputs) -> Callable[..., Any]:
+            captured = CapturedGraph(graph, noted, pool, passing)
+            self._graphs.append(captured)
+            return captured
+
         # A number that changes is not an input: a replay would not read it.
-        self._function = CompiledFunction(function, own_attributes, lower=self._lower, dynamic=False)
+        super().__init__(function, own_attributes, lower=lower, dynamic=False)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function by a graph that exists.
-
-        Raises:
-            NewVariant: If none fits. Nothing was computed then.
-        """
+        """Call the function by a graph that exists; see `CompiledFunction.__call__`."""
         for graph in self._graphs:
             graph.obstacle = None
-        return self._function(*args)
+        return super().__call__(*args)
 
     def compile(self, *args: Any) -> Any:
-        """Call the function, and capture a graph. `restore` undoes what the call has changed.
-
-        Raises:
-            CompilerError: If the function cannot be traced or captured, or its Python code changes an object.
-        """
-        result = self._function.compile(*args)
+        """Call the function, and capture a graph; see `CompiledFunction.compile`."""
+        result = super().compile(*args)
         gradients = self._gradients()
         for graph in self._graphs:
             graph.keep_only(gradients)
         return result
 
-    def unmet_conditions(self, *args: Any) -> list[str]:
-        """Return the conditions of the graphs that do not hold for these arguments."""
-        return self._function.unmet_conditions(*args)
-
     def obstacle(self) -> str | None:
         """Return the reason for which a graph was not replayed in the last call, although its conditions hold."""
-        obstacles = [graph.obstacle for graph in self._graphs if graph.obstacle is not None]
-        return obstacles[0] if obstacles else None
-
-    def leaves(self) -> list[Tensor]:
-        """Return the tensors that have received a gradient in the last call of `compile`."""
-        return self._function.leaves()
-
-    def changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
-        return self._function.changed()
-
-    def restore(self) -> None:
-        """Restore the tensors that the last call of `compile` has changed, and their gradients."""
-        self._function.restore()
+        return next((graph.obstacle for graph in self._graphs if graph.obstacle is not None), None)
 
     def release(self) -> None:
         """Release the memory of the graphs. The next call needs a new capture."""
@@ -90,9 +69,4 @@ class CapturedFunction:
         """Release the graphs and all that they refer to."""
         self.release()
         self._graphs.clear()
-        self._function.close()
-
-    def _lower(self, graph: Any, noted: NotedInputs) -> Callable[..., Any]:
-        captured = CapturedGraph(graph, noted, self._pool, self._passing)
-        self._graphs.append(captured)
-        return captured
+        super().close()

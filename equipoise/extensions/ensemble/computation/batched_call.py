@@ -7,7 +7,6 @@ members together. The first call of each kind is computed both ways and compared
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
-from equipoise.interop.torch.batching import batched_linear, compute_batched
+from equipoise.interop.torch.batching import compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
 from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
 
@@ -32,8 +31,6 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype
 
 # Such functions compute again, or unpack, in the backward, when no call is computed together any more.
 _SAVES_OTHERWISE = "its forward saves tensors in a way of its own, as activation checkpointing does"
-# Programs may replace it.
-_FORWARD_OF_LINEAR = nn.Linear.forward
 
 
 class NotBatchable(Exception):
@@ -65,33 +62,6 @@ class _Noted(NamedTuple):
 
     buffers: list[Tensor]
     attributes: list[dict[str, Any]]
-
-
-def _uncover(layers: Sequence[tuple[dict[str, Any], Any]], covered: Sequence[Any]) -> None:
-    """Give layers the forwards back that were set on the objects, where calls of theirs are intercepted."""
-    for (attributes, _), forward in zip(layers, covered, strict=True):
-        if forward is None:
-            attributes.pop("forward", None)
-        else:
-            attributes["forward"] = forward
-
-
-def _is_linear(network: nn.Module) -> bool:
-    """Return True for a linear layer whose forward is torch's own."""
-    if type(network) is not nn.Linear:
-        return False
-    if nn.Linear.forward is not _FORWARD_OF_LINEAR:
-        return False
-    registered = parameters_of(network)
-    return registered.keys() == {"weight", "bias"}
-
-
-def _linear_forward(layer: nn.Module, input: Tensor) -> Tensor:
-    """Return what a linear layer computes; its argument has torch's name."""
-    registered: Any = parameters_of(layer)
-    weight = registered["weight"]
-    bias = registered["bias"]
-    return batched_linear(input, weight, bias)
 
 
 def reason_against(network: nn.Module) -> str:
@@ -158,10 +128,6 @@ class BatchedCall:
         for index, part in enumerate(members.parts()):
             if id(part) in identities:
                 self._indices.append(index)
-        self._attributes = []
-        for member in range(len(members)):
-            attributes = members.attributes_of(member, self._indices)
-            self._attributes.append(attributes)
         # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
@@ -181,17 +147,7 @@ class BatchedCall:
         for identity in by_id:
             if identity in members.buffers:
                 self._buffers.append(members.buffers[identity])
-        # 2. Linear layers, each of which is computed by one operation.
-        self._batched_forward = self._forward
-        if _is_linear(self._network):
-            self._batched_forward = _linear_forward
-        self._linear: list[tuple[dict[str, Any], Callable[..., Any]]] = []
-        for part in self._parts[1:]:
-            attributes_of_part = vars(part)
-            if _is_linear(part) and "forward" not in attributes_of_part:
-                forward = partial(_linear_forward, part)
-                self._linear.append((attributes_of_part, forward))
-        # 3. Kinds of calls that were compared.
+        # 2. Kinds of calls that were compared.
         self._compared: set[tuple[Any, ...]] = set()
         # The structure of the last output.
         self._output_tree: Any = None
@@ -289,18 +245,12 @@ class BatchedCall:
         def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
             originals = self._own_tensors
             _register(slots, tensors[:count])
-            covered = []
-            for attributes, forward in self._linear:
-                present = attributes.get("forward")
-                covered.append(present)
-                attributes["forward"] = forward
             try:
                 args, kwargs = _arguments(tree, tensors[count:])
                 with self._computing.of(0), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
-                    output = self._batched_forward(self._network, *args, **kwargs)
+                    output = self._forward(self._network, *args, **kwargs)
                 _check_registered(slots, tensors[:count])
             finally:
-                _uncover(self._linear, covered)
                 _register(slots, originals)
             # The usual output is a tensor.
             self._output_tree = None
@@ -404,9 +354,6 @@ class BatchedCall:
         Args:
             member: The index of the member, from 1.
         """
-        # Mostly none was set since the refresh, which is quicker to see.
-        if self._attributes[member].are_unchanged():
-            return False
         return self._members.has_other_attributes(member, self._indices)
 
     def _changed_attribute(self, noted: _Noted) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise.errors import CheckpointError, StepError
-from equipoise.extensions.ensemble.members.attributes import AttributesOfMembers, NotedAttributes
 from equipoise.parallel.replicas.replica import Replica
 
 __all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
@@ -59,7 +58,6 @@ class StackedMembers:
         self.modules = [module]
         for replica in self._replicas:
             self.modules.append(replica.module)
-        self._attributes = AttributesOfMembers(self.parts(), self._replicas)
         copies = self.modules[1:]
         with torch.no_grad():
             for copied, state in zip(copies, states, strict=True):
@@ -137,15 +135,14 @@ class StackedMembers:
                 "Modules or parameters were added to the module or removed from it during a run, but the members of an"
                 " ensemble have the structure of its beginning. Change it before, in `configure_model`."
             )
-        self._attributes.refresh()
+        for replica in self._replicas:
+            replica.refresh_attributes()
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
             is_trained = first.requires_grad
             if stacked.requires_grad != is_trained:
                 stacked.requires_grad_(is_trained)
-                for replica in self._replicas:
-                    replica.refresh_trainable()
             # A callback may have exchanged the values of the module, which are the first member's.
             if first.data_ptr() != stacked.data_ptr():
                 row = stacked.detach()[0]
@@ -160,15 +157,6 @@ class StackedMembers:
             parts: Indices of the modules among `parts`.
         """
         return self._replicas[member - 1].has_other_attributes(parts)
-
-    def attributes_of(self, member: int, parts: Sequence[int]) -> NotedAttributes:
-        """Return the attributes of a member, as the last refresh has left them.
-
-        Args:
-            member: The index of the member.
-            parts: Indices of the modules among `parts`.
-        """
-        return self._attributes.of(member, parts)
 
     def have_other_attributes(self, parts: Sequence[int]) -> bool:
         """Return True if this holds for any member."""
