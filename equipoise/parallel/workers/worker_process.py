@@ -151,7 +151,7 @@ class WorkerProcess:
         return self._written_stack(timeout=_FIRST_LINE) or "It does not answer."
 
     def _written_stack(self, timeout: float) -> str:
-        """Return the stack that the worker writes; empty if none arrives in a time.
+        """Return the stacks of the worker's threads that it writes; empty if none arrive in a time.
 
         Args:
             timeout: Seconds until the first line.
@@ -164,4 +164,6 @@ class WorkerProcess:
                 break
             stack += lines
             timeout = _NEXT_LINE
-        return stack.decode(errors="replace")
+        threads = stack.decode(errors="replace").split("\n\n")
+        # One thread only waits for the end of the parent.
+        return "\n\n".join(thread for thread in threads if "_end_with_parent" not in thread)
