@@ -106,13 +106,11 @@ class MicroBatcher:
 
     def count(self, parts: Sequence[Any]) -> int:
         """Return the number of micro-batches of a batch, by what earlier batches of its kind needed."""
-        if not self._sizes:
-            return 1
-        fitting = self._sizes.get(self._kind(parts))
-        if fitting is None:
+        measure = self.measure(parts)
+        if measure is None:
             return 1
         # The quotient, rounded up.
-        return -(-self.size(parts) // fitting.samples)
+        return -(-measure.size // self._sizes[measure.kind].samples)
 
     def size(self, parts: Sequence[Any]) -> int:
         """Return the number of samples of a batch that must be split."""
