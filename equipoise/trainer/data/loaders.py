@@ -92,7 +92,8 @@ class Source:
         if self._has_reported:
             return
         self._has_reported = True
-        told = f"{_capitalised(self.describe())} promised {promised} batches by its length, and gave {came}"
+        name = self.describe()
+        told = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {came}"
         if rank is not None:
             warn(f"{told} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
             return
@@ -490,18 +491,13 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
     )
 
 
-def _capitalised(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    inner_sampler = getattr(batch_sampler, "sampler", None)
-    samplers = [sampler]
-    if inner_sampler is not sampler:
-        samplers.append(inner_sampler)
+    samplers = [sampler, getattr(batch_sampler, "sampler", None)]
+    if samplers[1] is sampler:
+        samplers.pop()
     if isinstance(batch_sampler, DrawnAlike):
         samplers.append(batch_sampler)
     for each_sampler in samplers:

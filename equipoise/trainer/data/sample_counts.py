@@ -100,7 +100,7 @@ class _Counting:
             if not self.counts.is_counting:
                 yield batch
                 break
-            counts.append(_length_or_none(batch))
+            counts.append(len(batch) if hasattr(batch, "__len__") else None)
             yield batch
         yield from batches
 
@@ -113,10 +113,3 @@ class _Counting:
             raise AttributeError(name)
         # The `__iter__` of a loader's subclass may read other attributes of its sampler.
         return getattr(vars(self)["batch_sampler"], name)
-
-
-def _length_or_none(indices: Any) -> int | None:
-    """Return the number of indices of a batch; None if it has no length."""
-    if not hasattr(indices, "__len__"):
-        return None
-    return len(indices)

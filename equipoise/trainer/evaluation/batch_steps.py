@@ -75,6 +75,9 @@ class BatchSteps:
         """Run them, and call a function with the output of each, after its hooks."""
         # Bound once for all batches.
         context = self.context
+        logs = context.logs
+        note_batch = self.note_batch
+        batch_start = self.batch_start
         stream = self.stream
         progress = self.progress
         counts = progress.current
@@ -90,13 +93,13 @@ class BatchSteps:
             parts = place(batch, transfer)
             batch = parts[0] if len(parts) == 1 else batch
             counts.make_ready()
-            context.logs.begin_batch(batch, self.log_index)
+            logs.begin_batch(batch, self.log_index)
             indices = (index, *self.loader_index)
             step.begin_batch(*indices)
-            if self.note_batch is not None:
-                self.note_batch(index)
-            if self.batch_start is not None:
-                self.batch_start(batch, *indices)
+            if note_batch is not None:
+                note_batch(index)
+            if batch_start is not None:
+                batch_start(batch, *indices)
             counts.start()
             # 2. Compute.
             output = evaluate(step, parts)

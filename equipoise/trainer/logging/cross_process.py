@@ -171,7 +171,8 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     # The total of a mean is a sum of weighted values.
     reduction = "sum" if options.reduce_fx == "mean" else options.reduce_fx
     # Precisions of processes may differ if only some of them logged in a hook of another precision.
-    total = combined([total.to(first["dtype"]) for total in totals], reduction)
+    dtype = totals[0].dtype
+    total = combined([total.to(dtype) for total in totals], reduction)
     weight = sum(state["weight"] for state in states)
     return {**first, "total": total, "weight": weight}
 

@@ -12,7 +12,6 @@ show values of steps.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +41,8 @@ _NONE = frozenset[str]()
 _Key = tuple[str | None, str, int | None]
 
 
-@dataclass(frozen=True)
-class _SuspendedLoop:
-    """State of a loop within which another one runs, such as training during a validation."""
-
-    collection: Collection | None
-    entries: dict[_Key, Entry]
-    dataloader_idx: int | None
-    in_batches: bool
-    batch: Any
-    size: int | None
+# The attributes of the present loop, within which another one may run, such as a validation in a training.
+_OF_A_LOOP = ("collection", "dataloader_idx", "in_batches", "_entries", "_batch", "_size")
 
 
 class Logs:
@@ -212,7 +203,7 @@ class Logs:
 
     # Loops and batches.
 
-    def enter(self, collection: Collection | None) -> _SuspendedLoop:
+    def enter(self, collection: Collection | None) -> dict[str, Any]:
         """Begin a loop.
 
         Args:
@@ -223,14 +214,7 @@ class Logs:
         """
         # The dictionaries must show the last values of the outer loop before it is suspended.
         self.refresh()
-        outer = _SuspendedLoop(
-            collection=self.collection,
-            entries=self._entries,
-            dataloader_idx=self.dataloader_idx,
-            in_batches=self.in_batches,
-            batch=self._batch,
-            size=self._size,
-        )
+        outer = {name: getattr(self, name) for name in _OF_A_LOOP}
         self.collection = collection
         self.dataloader_idx = None
         self.in_batches = False
@@ -239,15 +223,11 @@ class Logs:
         self._size = None
         return outer
 
-    def leave(self, outer: _SuspendedLoop) -> None:
+    def leave(self, outer: dict[str, Any]) -> None:
         """End a loop, and continue the one around it, which is the result of `enter`."""
         self.refresh()
-        self.collection = outer.collection
-        self.dataloader_idx = outer.dataloader_idx
-        self.in_batches = outer.in_batches
-        self._entries = outer.entries
-        self._batch = outer.batch
-        self._size = outer.size
+        for name, value in outer.items():
+            setattr(self, name, value)
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begin a batch, to which values belong from now on."""

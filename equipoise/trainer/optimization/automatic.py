@@ -68,8 +68,8 @@ class AutomaticOptimization:
     # Whether the present step ends a window after its last batch.
     _ends_early = False
     # Their modules are loaded in runs that need them.
-    _scaled_steps: "ScaledSteps | None" = None
-    _recovery: "Recovery | None" = None
+    _scaled_steps: "ScaledSteps | None"
+    _recovery: "Recovery | None"
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
+        self._scaled_steps = None
         if self._scaler is not None:
             from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 
@@ -118,6 +119,7 @@ class AutomaticOptimization:
         self.backward = self.step.run_backward
 
         # 3. Recovery around the computation and the optimiser's step, if a callback decides about out-of-memory errors.
+        self._recovery = None
         self._forward_backward: ForwardBackward = strategy.forward_backward
         self._optimizers = optimizers
         if recovers:

@@ -20,7 +20,6 @@ from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 from equipoise.trainer.recovery.armed import is_armed
-from equipoise.trainer.recovery.manual_refusal import refuse_to_repeat
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -53,6 +52,8 @@ class ManualOptimization:
         self.backward = _ManualBackward(context, self.step)
         self._forward_backward = strategy.forward_backward
         if is_armed(context):
+            from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
+
             self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:

@@ -11,12 +11,20 @@ from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.memory.devices import free_memory
 from equipoise.memory.footprint import footprint_of
-from equipoise.memory.out_of_memory import OutOfMemoryEvent, Phase, Split, device_of, free_bytes, requested_bytes
+from equipoise.memory.out_of_memory import (
+    OutOfMemoryEvent,
+    Phase,
+    Split,
+    device_of,
+    free_bytes,
+    is_out_of_memory,
+    requested_bytes,
+)
 from equipoise.parallel.device_work import empty_cache
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.hooks.hooks import overrides
-from equipoise.trainer.recovery.captured_error import CapturedError
+from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batch_outputs import detached, outputs_in_order
 from equipoise.tree import entries_of
 from equipoise.validation import is_whole
@@ -24,7 +32,7 @@ from equipoise.validation import is_whole
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["Measure", "MicroBatcher"]
+__all__ = ["Measure", "MicroBatcher", "refuse_to_repeat"]
 
 # Number of times that the same computation is tried. A callback may wait for memory, but not forever.
 _MOST_REPEATS = 5
@@ -106,13 +114,11 @@ class MicroBatcher:
 
     def count(self, parts: Sequence[Any]) -> int:
         """Return the number of micro-batches of a batch, by what earlier batches of its kind needed."""
-        if not self._sizes:
-            return 1
-        fitting = self._sizes.get(self._kind(parts))
-        if fitting is None:
+        measure = self.measure(parts)
+        if measure is None:
             return 1
         # The quotient, rounded up.
-        return -(-self.size(parts) // fitting.samples)
+        return -(-measure.size // self._sizes[measure.kind].samples)
 
     def size(self, parts: Sequence[Any]) -> int:
         """Return the number of samples of a batch that must be split."""
@@ -245,6 +251,18 @@ class MicroBatcher:
             return split
         return None
 
+    def twice(self, function: Callable[[], None]) -> None:
+        """Run a function that may be run again; if memory runs out, free memory and run it once more."""
+        try:
+            function()
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of `except`, whose traceback keeps the tensors of the failed attempt alive.
+        self.free_memory()
+        function()
+
     def free_memory(self) -> None:
         """Free what the failed attempt held, in cycles and in the allocator's cache."""
         gc.collect()
@@ -265,3 +283,27 @@ def _as_split(decision: Any, callback: Any) -> Split:
             f" {decision!r}."
         )
     return Split(decision)
+
+
+_BY_HAND = (
+    "The module optimises by hand (automatic_optimization=False): its step may have changed parameters already, so it"
+    " cannot be done again. A smaller batch_size, precision='bf16-mixed' or activation checkpointing would help."
+)
+
+
+def refuse_to_repeat(context: "RunContext", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
+    """Return a function that runs a step of manual optimisation, and raises an out-of-memory error with advice."""
+    micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+
+    def run_once(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+        try:
+            return run(step, parts, last)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            captured = CapturedError.of(error)
+        event = micro_batcher.event(captured, step.phase, step.batch_idx, parts, 1, _BY_HAND)
+        micro_batcher.ask(event)
+        return raise_with_advice(captured, event)
+
+    return run_once

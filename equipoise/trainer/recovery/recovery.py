@@ -25,7 +25,6 @@ from equipoise.strategies.portable_state import gradients_of, load_gradients
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
-from equipoise.trainer.recovery.second_attempt import with_second_attempt
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -139,7 +138,7 @@ class Recovery:
         """Return the open window. A new one begins with a snapshot of what its steps may change."""
         is_first = step.batch_idx % self._weights.parts == 0
         if self._window is None or is_first:
-            with_second_attempt(self._snapshot.mark, self._micro_batcher.free_memory)
+            self._micro_batcher.twice(self._snapshot.mark)
             # A resumed run begins in the midst of a window.
             start = None
             if not is_first:
@@ -233,7 +232,7 @@ class Recovery:
         """Restore the state at the beginning of the window. Return True if other processes received gradients of it."""
         # 1. Logs, random generators, buffers and metrics.
         del self._logs.pending[window.num_pending :]
-        with_second_attempt(self._snapshot.restore, self._micro_batcher.free_memory)
+        self._micro_batcher.twice(self._snapshot.restore)
 
         # 2. Weights. A reference weight of the failed attempt would show in the bits of the next one.
         self._weights.reset()
