@@ -149,11 +149,12 @@ def test_a_folder_conf_of_something_else_is_left_aside(tmp_path, equipoise, monk
     assert (code, out.strip()) == (0, "digits.module.ConvNet")
 
 
-def test_a_reader_that_ends_ends_the_command_silently(project):
+@pytest.mark.parametrize("arguments", [("--help",), pytest.param(("fit", "--help"), marks=pytest.mark.slow)])
+def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
     """`equipoise fit --help | head -1`: the rest of the output has no reader."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "equipoise", "fit", "--help"]
+    command = [sys.executable, "-m", "equipoise", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with os.fdopen(write_end, "w") as closed:
         done = subprocess.run(

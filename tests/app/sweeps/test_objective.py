@@ -150,7 +150,9 @@ def test_a_trial_that_ends_in_nan(seeker, equipoise):
 
 def test_another_primary_configuration_is_the_one_that_is_checked(seeker, equipoise):
     base = (seeker / "conf" / "config.yaml").read_text()
-    (seeker / "conf" / "other.yaml").write_text(base + "objective: val_loss\n")
+    (seeker / "conf" / "config.yaml").write_text(base + "objective: val_loss\n")
+    (seeker / "conf" / "other.yaml").write_text(base)
     for flag in (("--config-name", "other"), ("--config-name=other",)):
         code, _, err = equipoise(*SEEK, *flag)
-        assert code == 0, err
+        assert code == 2
+        assert "objective is null" in err
