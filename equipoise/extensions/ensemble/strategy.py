@@ -113,14 +113,6 @@ class _Run:
         if "weights" in state:
             self.weights.load_state_dict(state["weights"])
 
-    def set_open(self, is_open: bool) -> None:
-        """Note whether a window continues with the next step."""
-        self.is_window_open = is_open
-
-    def note_computed(self, members: list[int]) -> None:
-        """Note the members that had a loss in the present step."""
-        self.computed = members
-
 
 class _NoRecovery(RecoverySupport):
     """Refuses to repeat steps: what a member needs is not known from the memory that all of them need."""
@@ -366,7 +358,7 @@ class EnsembleStrategy(Strategy):
         """Compute the gradients of all members; see `Strategy.forward_backward`."""
         run = self._current_run
         result = run.training.choice.run(partial(self._train, step, self._batches(parts)))
-        run.set_open(not last)
+        run.is_window_open = not last
         return result
 
     def _batches(self, parts: Sequence[Any]) -> list[Any]:
@@ -390,9 +382,9 @@ class EnsembleStrategy(Strategy):
             members.clear_gradients()
         else:
             members.begin_backward()
-        run.note_computed([])
+        run.computed = []
         if run.training.side_by_side.has_batched:
-            run.note_computed([index for index, result in enumerate(results) if result.loss is not None])
+            run.computed = [index for index, result in enumerate(results) if result.loss is not None]
         step.backward(StepResult(joined.loss, joined.weight, None))
         if joined.loss is None:
             members.show_gradients()

@@ -1,19 +1,17 @@
 """launcher=ray: a run in workers of Ray Train, or the jobs of a sweep as trials of Ray Tune."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from equipoise.app.sweeps.jobs import SweepJob
-from equipoise.app.sweeps.progress import Progress, reporting_to
 from equipoise.app.sweeps.results import JobResult
 from equipoise.app.sweeps.tables import SweepDisplay
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ray.ray_training import WorkerResources, train_in_workers
-from equipoise.extensions.ray.ray_tuning import report_to_tune, run_trials
+from equipoise.extensions.ray.ray_tuning import run_trials
 from equipoise.validation import is_number, is_whole
 
 __all__ = ["RayLauncher"]
@@ -153,9 +151,9 @@ class RayLauncher:
             folder = folder / f"from_{jobs[0].number}"
         try:
             run_trials(
-                _JobOfTrial(tuple(jobs)),
-                len(jobs),
-                _Events(results, display),
+                jobs,
+                results,
+                display,
                 cpus=self.resources.cpus,
                 gpus=self.resources.gpus,
                 address=self.address,
@@ -166,40 +164,3 @@ class RayLauncher:
             for result in results:
                 if not result.has_ended:
                     result.interrupt()
-
-
-@dataclass(frozen=True)
-class _JobOfTrial:
-    """Function of a trial: runs the job of its number."""
-
-    jobs: Sequence[SweepJob]
-
-    def __call__(self, index: int) -> Any:
-        with reporting_to(_report):
-            return self.jobs[index].run()
-
-
-def _report(progress: Progress) -> None:
-    report_to_tune(progress.metrics, progress.epoch)
-
-
-@dataclass(frozen=True)
-class _Events:
-    """Fills in the results of jobs as their trials continue."""
-
-    results: Sequence[JobResult]
-    display: SweepDisplay
-
-    def on_start(self, index: int) -> None:
-        self.results[index].begin("ray")
-
-    def on_report(self, index: int, metrics: Mapping[str, float], epoch: int | None) -> None:
-        self.results[index].note(Progress(metrics, epoch))
-
-    def on_end(self, index: int, value: Any) -> None:
-        self.results[index].finish(value)
-        self.display.end(self.results[index])
-
-    def on_error(self, index: int, error: BaseException) -> None:
-        self.results[index].fail(error)
-        self.display.end(self.results[index])

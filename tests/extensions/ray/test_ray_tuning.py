@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 
+from equipoise.app.sweeps.results import JobResult
 from equipoise.extensions.ray import ray_tuning
 
 
-class Events:
-    """Notes the errors of trials."""
-
-    def __init__(self) -> None:
-        self.errors: dict[int, BaseException] = {}
-
-    def on_error(self, index: int, error: BaseException) -> None:
-        self.errors[index] = error
-
-
-def end_with(results: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Events:
+def end_with(results: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[JobResult]:
     """Run trials of which Tune returns these results without any event before."""
     tuner = SimpleNamespace(fit=lambda: results)
     tune = SimpleNamespace(
@@ -31,9 +22,11 @@ def end_with(results: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) 
         with_resources=lambda function, resources: function,
     )
     monkeypatch.setattr(ray_tuning, "connected", lambda *arguments: nullcontext(SimpleNamespace(tune=tune)))
-    events: Any = Events()
-    ray_tuning.run_trials(lambda index: None, len(results), events, cpus=1, gpus=0, address=None, folder=folder)
-    return events
+    jobs: Any = [None] * len(results)
+    of_jobs = [JobResult(number, [], folder) for number in range(len(results))]
+    display: Any = SimpleNamespace(end=lambda result: None)
+    ray_tuning.run_trials(jobs, of_jobs, display, cpus=1, gpus=0, address=None, folder=folder)
+    return of_jobs
 
 
 def test_trials_that_were_interrupted_before_their_first_report(
@@ -50,4 +43,4 @@ def test_trials_that_failed_before_their_first_report(tmp_path: Path, monkeypatc
         SimpleNamespace(config=None, error=errors[0]),
         SimpleNamespace(config={"trial_index": 1}, error=errors[1]),
     ]
-    assert end_with(results, tmp_path, monkeypatch).errors == dict(enumerate(errors))
+    assert [result.error for result in end_with(results, tmp_path, monkeypatch)] == errors

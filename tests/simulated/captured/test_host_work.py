@@ -356,7 +356,7 @@ REASONS: dict[type[Impure], str] = {
     Branches: "Data-dependent branching",
     Selects: "the host waits for the device",
     Waits: "it calls .*synchronize",
-    CallsPython: "it calls captured_tests::noted_double",
+    CallsPython: r"it calls captured_tests(::|\.)noted_double",
     CallsInGraph: "it calls scaled",
     AttributeChanges: "does something else again and again, now because self.scale",
     GlobalChanges: "does something else again and again",

@@ -52,6 +52,22 @@ class NotBatchable(Exception):
         self.draws = "randomness error mode" in reason
 
 
+class _Stacked(NamedTuple):
+    """The calls of all members as one.
+
+    Attributes:
+        tree: The structure of the arguments, with slots for tensors.
+        inputs: The tensors.
+        dims: The dimension of the members in each tensor; None: all members have the same.
+        members: The number of members.
+    """
+
+    tree: Any
+    inputs: list[Tensor]
+    dims: tuple[int | None, ...]
+    members: int
+
+
 class _Noted(NamedTuple):
     """State that a call may change.
 
@@ -149,8 +165,6 @@ class BatchedCall:
                 self._buffers.append(members.buffers[identity])
         # 2. Kinds of calls that were compared.
         self._compared: set[tuple[Any, ...]] = set()
-        # The structure of the last output.
-        self._output_tree: Any = None
 
     def _add(self, tensor: Tensor, slot: Slot, members: StackedMembers, by_id: dict[int, list[Slot]]) -> None:
         """Note a place in which a parameter or buffer is registered."""
@@ -199,116 +213,87 @@ class BatchedCall:
         Raises:
             NotBatchable: If that is not possible; buffers and attributes are then as before.
         """
-        inputs, dims = _stack(tensors)
+        stacked = _stacked(tree, tensors)
         # The steps may have given the networks of members other attributes.
-        if self._members.have_other_attributes(self._indices):
+        if any(map(self.has_own_attributes, range(1, len(tensors)))):
             raise NotBatchable("the members have set different attributes of it", passes=True)
         kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
-            return self._guarded(inputs, dims, tree, len(tensors), randomness)
+            return self._guarded(stacked, randomness)
         try:
-            outputs = self._compared_outputs(tensors, inputs, dims, tree)
+            outputs = self._compared_outputs(tensors, stacked)
         except NotBatchable as error:
             if not error.draws or randomness == "error":
                 raise
             # A network that draws random numbers has nothing to compare with.
-            outputs = self._checked_outputs(inputs, dims, tree, len(tensors), randomness)
+            outputs = self._guarded(stacked, randomness, is_new=True)
         self._compared.add(kind)
         return outputs
 
-    def _guarded(
-        self,
-        inputs: list[Tensor],
-        dims: tuple[int | None, ...],
-        tree: Any,
-        members: int,
-        randomness: str,
-    ) -> list[Any]:
-        """Compute a batched call; if that fails, restore what it has changed."""
+    def _guarded(self, calls: _Stacked, randomness: str, *, is_new: bool = False) -> list[Any]:
+        """Compute a batched call; if that fails, or sets attributes for all members, restore what it has changed."""
         noted = self._note()
         try:
-            return self._batched(inputs, dims, tree, members, randomness)
+            outputs = self._batched(calls, randomness)
+            changed = self._changed_attribute(noted) if is_new else ""
+            if changed:
+                raise NotBatchable(f"its forward sets {changed}")
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
             self._restore(noted)
             raise NotBatchable(_first_line(error)) from None
         except BaseException:
             self._restore(noted)
             raise
+        return outputs
 
-    def _batched(
-        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
-    ) -> list[Any]:
+    def _batched(self, calls: _Stacked, randomness: str) -> list[Any]:
         """Compute a batched call."""
         slots = self._slots
         count = len(slots)
+        output_tree: Any = None
 
         def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
-            originals = self._own_tensors
+            nonlocal output_tree
             _register(slots, tensors[:count])
             try:
-                args, kwargs = _arguments(tree, tensors[count:])
+                args, kwargs = _arguments(calls.tree, tensors[count:])
                 with self._computing.of(0), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
                     output = self._forward(self._network, *args, **kwargs)
                 _check_registered(slots, tensors[:count])
             finally:
-                _register(slots, originals)
+                _register(slots, self._own_tensors)
             # The usual output is a tensor.
-            self._output_tree = None
             if type(output) is Tensor:
                 return [output]
             _check_plain(output, "returns")
-            self._output_tree, values = extract_tensors(output)
+            output_tree, values = extract_tensors(output)
             return values
 
-        in_dims = self._dims + dims
-        arguments = [*self._stacked, *inputs]
-        outputs = compute_batched(compute, arguments, in_dims, members, randomness)
-        output_tree = self._output_tree
-        self._output_tree = None
+        arguments = [*self._stacked, *calls.inputs]
+        outputs = compute_batched(compute, arguments, self._dims + calls.dims, calls.members, randomness)
         # The output of each member.
         rows = [output.unbind() for output in outputs]
         if output_tree is None:
             return list(rows[0])
-        outputs_of_members = []
-        for values in zip(*rows, strict=True):
-            outputs_of_members.append(insert_tensors(output_tree, values))
-        return outputs_of_members
+        return [insert_tensors(output_tree, values) for values in zip(*rows, strict=True)]
 
     # The comparison.
 
-    def _compared_outputs(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        inputs: list[Tensor],
-        dims: tuple[int | None, ...],
-        tree: Any,
-    ) -> list[Any]:
+    def _compared_outputs(self, tensors: Sequence[Sequence[Tensor]], stacked: _Stacked) -> list[Any]:
         """Compute a call together and member by member, compare, and return the outputs of the former."""
         # 1. Together, and without random numbers, which would come twice.
         noted = self._note()
-        outputs = self._checked_outputs(inputs, dims, tree, len(tensors), "error")
+        outputs = self._guarded(stacked, "error", is_new=True)
         computed = self._note()
 
         # 2. Member by member, without a graph.
         self._restore_buffers(noted.buffers)
         with torch.no_grad():
-            expected = [self.alone(member, _arguments(tree, column)) for member, column in enumerate(tensors)]
+            expected = [self.alone(member, _arguments(stacked.tree, column)) for member, column in enumerate(tensors)]
         if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
             self._restore(noted)
             raise NotBatchable("the results differ from those of members computed one by one")
         self._restore(computed)
-        return outputs
-
-    def _checked_outputs(
-        self, inputs: list[Tensor], dims: tuple[int | None, ...], tree: Any, members: int, randomness: str
-    ) -> list[Any]:
-        """Compute a call for all members together, and refuse attributes that it has set for all members."""
-        noted = self._note()
-        outputs = self._guarded(inputs, dims, tree, members, randomness)
-        changed = self._changed_attribute(noted)
-        if changed:
-            self._restore(noted)
-            raise NotBatchable(f"its forward sets {changed}")
         return outputs
 
     def _note(self) -> _Noted:
@@ -400,11 +385,8 @@ def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:
     return call
 
 
-def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int | None, ...]]:
-    """Return the tensors of calls, stacked where members have different ones; and the dimension of the members.
-
-    Args:
-        tensors: The tensors of each member.
+def _stacked(tree: Any, tensors: Sequence[Sequence[Tensor]]) -> _Stacked:
+    """Return the calls of all members, with their tensors stacked where members have different ones.
 
     Raises:
         NotBatchable: If they differ in shape or dtype.
@@ -417,13 +399,11 @@ def _stack(tensors: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[int
             inputs.append(first)
             dims.append(None)
             continue
-        shapes = {tensor.shape for tensor in column}
-        dtypes = {tensor.dtype for tensor in column}
-        if len(shapes) > 1 or len(dtypes) > 1:
+        if len({(tensor.shape, tensor.dtype) for tensor in column}) > 1:
             raise NotBatchable("the members call it with tensors of different shapes", passes=True)
         inputs.append(torch.stack(column))
         dims.append(0)
-    return inputs, tuple(dims)
+    return _Stacked(tree, inputs, tuple(dims), len(tensors))
 
 
 def _check_plain(value: Any, verb: str) -> None:

@@ -5,11 +5,15 @@ Only one of them runs at a time: the caller waits until a step pauses or ends. A
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 __all__ = ["MemberThread"]
+
+# The reply to a call of a step that will not continue.
+_ABANDON: Any = object()
 
 
 class _Abandoned(BaseException):
@@ -25,24 +29,15 @@ class MemberThread:
     Attributes:
         member: The index.
         call: The name of the network that the step calls, with its arguments; None while it does not wait.
-        is_busy: True from the start of a step to its end.
     """
 
     def __init__(self, member: int) -> None:
         self.member = member
         self.call: Any = None
-        self.is_busy = False
-        self._function: Callable[[], Any] | None = None
-        self._state: ThreadState | None = None
-        self._reply: Any = None
         self._result: Any = None
-        self._error: BaseException | None = None
-        self._is_abandoned = False
-        # Locks, which are quicker than semaphores: each is released by one thread and acquired by the other.
-        self._step_turn = threading.Lock()
-        self._caller_turn = threading.Lock()
-        self._step_turn.acquire()
-        self._caller_turn.acquire()
+        # The thread receives a step, or the reply to its call. It sends a call, or the result or error of the step.
+        self._received: SimpleQueue[Any] = SimpleQueue()
+        self._sent: SimpleQueue[tuple[Any, Any, BaseException | None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"equipoise-member-{member}", daemon=True)
         self._thread.start()
 
@@ -64,10 +59,7 @@ class MemberThread:
         Raises:
             BaseException: The error of the step.
         """
-        self._function = function
-        self._state = state
-        self.is_busy = True
-        self._switch()
+        self._switch((function, state))
 
     def resume(self, reply: Any) -> None:
         """Let the step continue to its next call, or to its end.
@@ -78,8 +70,7 @@ class MemberThread:
         Raises:
             BaseException: The error of the step.
         """
-        self._reply = reply
-        self._switch()
+        self._switch(reply)
 
     def take_result(self) -> Any:
         """Return what the step returned, and refer to it no more."""
@@ -89,28 +80,23 @@ class MemberThread:
 
     def abandon(self) -> None:
         """End the present step where it waits."""
-        if self.is_busy:
-            self._is_abandoned = True
-            self._step_turn.release()
-            self._caller_turn.acquire()
-            self._is_abandoned = False
-            self._error = None
+        if self.call is not None:
+            self._received.put(_ABANDON)
+            self.call, _, _ = self._sent.get()
 
     def close(self) -> None:
         """End the thread."""
         self.abandon()
-        self._function = None
-        self._step_turn.release()
+        self._received.put(None)
         self._thread.join()
 
-    def _switch(self) -> None:
+    def _switch(self, message: Any) -> None:
         """Let the thread run until it waits again, and raise the error of its step."""
-        self.call = None
-        self._step_turn.release()
-        self._caller_turn.acquire()
-        if self._error is not None:
-            error = self._error
-            self._error = None
+        self._received.put(message)
+        # The step alone refers to it now.
+        del message
+        self.call, self._result, error = self._sent.get()
+        if error is not None:
             try:
                 raise error
             finally:
@@ -125,32 +111,28 @@ class MemberThread:
         Args:
             call: The name of the network and the arguments.
         """
-        self.call = call
-        self._caller_turn.release()
-        self._step_turn.acquire()
-        if self._is_abandoned:
+        self._sent.put((call, None, None))
+        # The caller alone refers to it now.
+        del call
+        reply = self._received.get()
+        if reply is _ABANDON:
             raise _Abandoned
-        reply = self._reply
-        self._reply = None
         return reply
 
     def _run(self) -> None:
         """Run one step after the other."""
-        while True:
-            self._step_turn.acquire()
-            function = self._function
-            if function is None:
-                return
+        while (message := self._received.get()) is not None:
+            function, state = message
+            result = None
+            error: BaseException | None = None
             try:
-                assert self._state is not None
-                with self._state.entered():
-                    self._result = function()
+                with state.entered():
+                    result = function()
             except _Abandoned:
                 pass
-            except BaseException as error:
+            except BaseException as caught:
                 # The caller raises it.
-                self._error = error
-            self._function = None
-            del function
-            self.is_busy = False
-            self._caller_turn.release()
+                error = caught
+            del message, function
+            self._sent.put((None, result, error))
+            del result, error

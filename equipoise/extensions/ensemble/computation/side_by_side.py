@@ -163,7 +163,7 @@ class SideBySide:
     def _finish(self) -> None:
         """Run all other steps to their ends."""
         for thread in self._threads:
-            while thread.is_busy:
+            while thread.call is not None:
                 thread.resume(_ALONE)
 
     # Calls.

@@ -158,11 +158,6 @@ class StackedMembers:
         """
         return self._replicas[member - 1].has_other_attributes(parts)
 
-    def have_other_attributes(self, parts: Sequence[int]) -> bool:
-        """Return True if this holds for any member."""
-        replicas = self._replicas
-        return any(replica.has_other_attributes(parts) for replica in replicas)
-
     # Gradients.
 
     def clear_gradients(self) -> None:
