@@ -172,7 +172,8 @@ def _run_stages(
     # 3. The test after a fit.
     if stage == "fit" and values["test"]:
         if _has_test(module, data):
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in finders]
+            for finder in finders:
+                trainer.callbacks.remove(finder)
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             trainer.test(module, datamodule=data, ckpt_path=best or None)
             metrics.update(trainer.callback_metrics)

@@ -47,7 +47,7 @@ HOW: dict[str, tuple[Any, type[Exception], str]] = {
     "raise": (raises, Mistake, "on purpose"),
     "SIGKILL": (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
     "sys.exit": (leaves, WorkerError, r"rank 1 of 2 failed(?s:.*)sys\.exit\(3\)"),
-    "hang": (hangs, WorkerError, r"rank 1 of 2 hung(?s:(?!.*_end_with_parent).*)in hangs"),
+    "hang": (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
 }
 
 
