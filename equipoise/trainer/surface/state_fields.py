@@ -1,8 +1,9 @@
-"""Public names of the Trainer that stand for fields of its RunState."""
+"""Public names that stand for values elsewhere: fields of a RunState (`StateField`), or what is read (`Reads`)."""
 
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
@@ -18,9 +19,32 @@ from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.run_state import MetricListener, RunState
 
-__all__ = ["StateField", "StateFields"]
+__all__ = ["Reads", "StateField", "StateFields"]
 
 T = TypeVar("T")
+
+
+class Reads(property, Generic[T]):
+    """A property that reads an attribute of an object below its owner, and cannot be written.
+
+    Args:
+        path: The names from the owner to the value.
+        text: What the value is, for users; empty for names that only Lightning's objects read. Default: empty.
+
+    Example:
+        >>> class Owner:
+        ...     run_state = RunState()
+        ...     stops = Reads[bool]("run_state.should_stop", "Whether training ends.")
+        >>> Owner().stops
+        False
+    """
+
+    def __init__(self, path: str, text: str = "") -> None:
+        super().__init__(attrgetter(path), doc=text)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type | None = None, /) -> T: ...
 
 
 class _HasRunState(Protocol):
