@@ -3,7 +3,7 @@
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
@@ -47,13 +47,6 @@ class Reads(property, Generic[T]):
         def __get__(self, instance: Any, owner: type | None = None, /) -> T: ...
 
 
-class _HasRunState(Protocol):
-    """An object with a RunState: the Trainer."""
-
-    @property
-    def run_state(self) -> RunState: ...
-
-
 class StateField(Generic[T]):
     """Reads and writes a field or a property of the RunState.
 
@@ -80,20 +73,20 @@ class StateField(Generic[T]):
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, instance: _HasRunState, owner: type) -> T: ...
-    def __get__(self, instance: _HasRunState | None, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
         return getattr(instance.run_state, self.name)
 
-    def __set__(self, instance: _HasRunState, value: T) -> None:
+    def __set__(self, instance: Any, value: T) -> None:
         setattr(instance.run_state, self.name, value)
 
 
 class _Loggers(StateField[list[Logger]]):
     """The list of loggers, which None empties, as in Lightning."""
 
-    def __set__(self, instance: _HasRunState, value: list[Logger] | None) -> None:
+    def __set__(self, instance: Any, value: list[Logger] | None) -> None:
         super().__set__(instance, value or [])
 
 

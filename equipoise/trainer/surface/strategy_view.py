@@ -5,24 +5,21 @@ only our strategies have are forwarded to the strategy itself. No name of Lightn
 that happens to have the same name and another meaning.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.file import remove_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.defaults import module_init_context
 from equipoise.trainer.state.run_state import RunState
@@ -322,15 +319,7 @@ class _CheckpointFiles(CheckpointIO):
         return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        from equipoise.parallel.shards.folder import remove_folder
-        from equipoise.parallel.shards.reading import is_sharded_checkpoint
-
-        if is_sharded_checkpoint(path) and not os.path.islink(path):
-            remove_folder(Path(path))
-            return
-        filesystem = get_filesystem(path)
-        if filesystem.exists(path):
-            filesystem.rm(path, recursive=True)
+        remove_checkpoint(path)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
