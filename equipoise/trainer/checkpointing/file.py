@@ -175,9 +175,10 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     if not _is_remote(path) and is_sharded_checkpoint(path) and not os.path.islink(path):
         remove_folder(Path(path))
         return
+    path = os.fspath(path)
     filesystem = get_filesystem(path)
-    if filesystem.exists(os.fspath(path)):
-        filesystem.rm(os.fspath(path), recursive=True)
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
 
 
 # Reading

@@ -229,7 +229,8 @@ def make_profiler(profiler: Profiler | str | None) -> Profiler:
         return _PROFILERS[name]()
     if not is_a(profiler, Profiler):
         raise ConfigurationError(f"profiler must be a name, one of Lightning's profilers, or None, not {profiler!r}.")
-    return profiler
+    lightning_profiler: Profiler = profiler
+    return lightning_profiler
 
 
 # Arguments whose default depends on `barebones`: the default without, and with it.

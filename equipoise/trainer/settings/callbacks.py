@@ -101,18 +101,13 @@ def _holds(callbacks: list[Callback], kind: type) -> bool:
     return any(is_a(callback, kind) for callback in callbacks)
 
 
-def _required_hooks() -> list[str]:
-    """Return the names of the hooks that a run calls on every callback, whether it has a state or not."""
-    of_state = ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint")
-    names = []
-    for name, value in vars(Callback).items():
-        is_hook = callable(value) and not name.startswith("_")
-        if is_hook and name not in of_state:
-            names.append(name)
-    return names
-
-
-_HOOKS = _required_hooks()
+# Hooks that a run calls on every callback, whether it has a state or not.
+_OF_STATE = ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint")
+_HOOKS = [
+    name
+    for name, value in vars(Callback).items()
+    if callable(value) and not name.startswith("_") and name not in _OF_STATE
+]
 
 
 def _check_callback(callback: Any) -> None:

@@ -41,7 +41,7 @@ class _Stage(property):
 
     if TYPE_CHECKING:
 
-        def __get__(self, instance: Any, owner: type | None = None, /) -> bool: ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> bool: ...  # type: ignore[override]
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Reads(property, Generic[T]):
 
     if TYPE_CHECKING:
 
-        def __get__(self, instance: Any, owner: type | None = None, /) -> T: ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> T: ...  # type: ignore[override]
 
 
 class StateField(Generic[T]):
