@@ -31,18 +31,17 @@ from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
 from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
-from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
+from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.runtime import slurm
-from equipoise.trainer.runtime.lost_reports import refuse_lost_reports
-from equipoise.trainer.runtime.preflight import placing
+from equipoise.trainer.runtime.preflight import placing, refuse_lost_reports
 from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
-from equipoise.trainer.settings.refused_callbacks import refuse_finders
+from equipoise.trainer.settings.callbacks import refuse_finders
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
@@ -64,7 +63,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     state = parts.state
     refuse_finders(state)
     # A subclass of the Trainer may override the property.
-    state.set_root_dir(parts.trainer.default_root_dir)
+    state.root_dir = parts.trainer.default_root_dir
     state.begin(request.fn)
     slurm.count_fit(state)
 
@@ -152,7 +151,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 1. Connect module, data and callbacks, and read the checkpoint.
     context = prepare(parts, request)
     path = _choose_checkpoint(context, request)
-    state.note_checkpoint(path)
+    state.loaded_ckpt_path = path
     checkpoint: dict[str, Any] | None = None
     if path is not None:
         checkpoint = _read_checkpoint(context, request, path)
@@ -255,7 +254,8 @@ def _configure_optimizers(context: RunContext) -> None:
         fuse_optimizers(optimizers, context.module)
     for extension in step_extensions(state):
         extension.check_optimizer(optimizers[0])
-    state.set_optimizers(optimizers, configs)
+    state.optimizers = optimizers
+    state.lr_scheduler_configs = configs
     context.strategy.portable.connect_optimizers(optimizers)
 
 

@@ -7,7 +7,6 @@ cannot be sent, such as an open file, stays as it was.
 
 import os
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +83,8 @@ def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
         parts.strategy,
         parts.precision,
         state.profiler,
-        *_tensors(module),
+        *module.parameters(),
+        *module.buffers(),
     ]
     # 2. Take each once.
     by_identity = {}
@@ -92,10 +92,6 @@ def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
         if item is not None:
             by_identity[id(item)] = item
     return list(by_identity.values())
-
-
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    return (*module.parameters(), *module.buffers())
 
 
 # In the main process
@@ -114,13 +110,10 @@ def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResul
     tensors = []
     for item in shared:
         if isinstance(item, Tensor):
-            value = item.detach()
-            tensors.append(value.cpu())
+            tensors.append(item.detach().cpu())
             attributes.append(None)
         else:
-            results = _results_of(parts, item)
-            sendable = _sendable(results, shared)
-            attributes.append(sendable)
+            attributes.append(_sendable(_results_of(parts, item), shared))
 
     # 2. Everything else.
     return ProcessResults(
@@ -169,43 +162,23 @@ def _as_in_a_copy(callback: Any, attributes: Attributes) -> Attributes:
 def _sendable(attributes: Attributes, shared: list[Any]) -> Attributes:
     """Return the attributes that can be pickled; data are no results."""
     # 1. Leave data out.
-    results = {}
-    for name, value in attributes.items():
-        if not isinstance(value, (Dataset, DataLoader)):
-            results[name] = value
+    results = {name: value for name, value in attributes.items() if not isinstance(value, (Dataset, DataLoader))}
 
     # 2. As a rule all can be sent, so they are tried together first.
     if can_be_packed(results, shared):
         return results
 
     # 3. Else try each.
-    sendable = {}
-    for name, value in results.items():
-        if can_be_packed(value, shared):
-            sendable[name] = value
-    return sendable
+    return {name: value for name, value in results.items() if can_be_packed(value, shared)}
 
 
-def _state_of_incomplete_module(
-    shared: list[Any],
-    attributes: list[Attributes | None],
-) -> dict[str, Any] | None:
+def _state_of_incomplete_module(shared: list[Any], attributes: list[Attributes | None]) -> dict[str, Any] | None:
     """Return the module's whole state if the parameters or layers of a part of it cannot be sent, else None."""
-    module: nn.Module | None = None
-    is_complete = True
     for item, sent in zip(shared, attributes, strict=True):
-        if not isinstance(item, nn.Module):
-            continue
-        # The user's module precedes its submodules.
-        if module is None:
-            module = item
-        if sent is None or not set(STRUCTURE).issubset(sent):
-            is_complete = False
-    if module is None or is_complete:
-        return None
-    state = module.state_dict()
-    state_on_cpu: dict[str, Any] = on_cpu(state)
-    return state_on_cpu
+        if isinstance(item, nn.Module) and (sent is None or not set(STRUCTURE).issubset(sent)):
+            state: dict[str, Any] = on_cpu(_users_module(shared).state_dict())
+            return state
+    return None
 
 
 # In the caller's process
@@ -228,15 +201,15 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
     tensors = iter(results.tensors)
     for item, attributes in zip(shared, results.attributes, strict=True):
         if isinstance(item, Tensor):
-            value = next(tensors)
-            _set_value(item, value)
+            _set_value(item, next(tensors))
         elif attributes:
-            _set_attributes(item, attributes)
+            # As unpickling does it: `setattr` would run the user's properties and `__setattr__` a second time, and a
+            # module would register its layers again. Attributes that were not sent stay.
+            vars(item).update(attributes)
 
     # 2. Layers that could not be sent.
     if results.module_state is not None:
-        module = _first_module(shared)
-        _load_state(module, results.module_state)
+        _load_state(_users_module(shared), results.module_state)
 
     # 3. The states of the trainer's parts.
     parts.logs.show(results.metrics)
@@ -247,21 +220,9 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
     return results.result
 
 
-def _set_attributes(item: Any, attributes: Attributes) -> None:
-    """Set attributes of an object; attributes that were not sent stay.
-
-    The object is the user's, and its attributes are copies of what the run set in the main process. Setting them by
-    `setattr` would run the user's properties and `__setattr__` a second time, and a module would register its layers
-    again. So they go into the object's dictionary, as unpickling does it.
-    """
-    namespace = item.__dict__
-    namespace.update(attributes)
-
-
-def _first_module(shared: list[Any]) -> nn.Module:
+def _users_module(shared: list[Any]) -> nn.Module:
     """Return the user's module, which precedes its submodules."""
-    modules = (item for item in shared if isinstance(item, nn.Module))
-    return next(modules)
+    return next(item for item in shared if isinstance(item, nn.Module))
 
 
 def _load_state(module: nn.Module, state: dict[str, Any]) -> None:

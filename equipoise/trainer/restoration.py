@@ -16,7 +16,7 @@ from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_op
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
-from equipoise.trainer.optimization.configuration.fused import with_present_choice
+from equipoise.trainer.optimization.configuration.fused_optimizers import with_present_choice
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts

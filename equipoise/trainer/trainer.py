@@ -17,7 +17,7 @@ from equipoise.errors import ConfigurationTypeError
 from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.before_run import choose_strategy, search
+from equipoise.trainer.auto_strategy_and_finders import choose_strategy, search
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
@@ -26,7 +26,7 @@ from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
 from equipoise.trainer.settings import defaults as select
-from equipoise.trainer.settings.argument_names import suggests_arguments, takes_objects_of_lightning
+from equipoise.trainer.settings.argument_names import reads_arguments
 from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
 from equipoise.trainer.surface.public_state import PublicState
@@ -139,14 +139,13 @@ class Trainer(PublicState):
         >>> trainer.fit(module, train_dataloaders=train_loader, val_dataloaders=val_loader)  # doctest: +SKIP
     """
 
-    # Arguments of the constructor, which `suggests_arguments` keeps.
+    # Arguments of the constructor, which `reads_arguments` keeps.
     constructor_arguments: dict[str, Any]
     # False until the first fit: strategy="auto" is chosen then.
     _has_strategy = False
 
     @shortens_tracebacks
-    @takes_objects_of_lightning
-    @suggests_arguments
+    @reads_arguments
     def __init__(
         self,
         *,
@@ -235,10 +234,17 @@ class Trainer(PublicState):
         self.inference_mode = inference_mode
         self.detect_nonfinite = options["detect_nonfinite"]
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.run_state.choose_savers(activation_checkpointing, step_in_backward, offload_activations)
 
-        # 3. Speed, and limits.
-        self.run_state.choose_speed(prefetch, compile, capture, fused_optimizer)
+        # 3. Steps, and limits.
+        self.run_state.choose_steps(
+            prefetch=prefetch,
+            compile=compile,
+            capture=capture,
+            fused_optimizer=fused_optimizer,
+            activation_checkpointing=activation_checkpointing,
+            step_in_backward=step_in_backward,
+            offload_activations=offload_activations,
+        )
         self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches
@@ -256,7 +262,9 @@ class Trainer(PublicState):
 
         # 4. Flags of torch, files, loggers and callbacks.
         select.set_torch_flags(deterministic, benchmark)
-        self.run_state.choose_plugins(select.select_plugins(plugins))
+        chosen_plugins = select.select_plugins(plugins)
+        self.checkpoint_io = chosen_plugins.checkpoint_io
+        self.requeues_on_signal = chosen_plugins.requeues
         self.profiler = check.make_profiler(options["profiler"])
         self.loggers = select.select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
         self.callbacks = self._choose_callbacks(callbacks, max_time, options)

@@ -18,7 +18,7 @@ from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.extensions.tuning import strategy_choice
 from equipoise.extensions.tuning.trials import step_prediction
 from equipoise.strategies import Strategy
-from equipoise.trainer.before_run import choose_strategy
+from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.extensions.planning.steps import Step

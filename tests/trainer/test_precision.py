@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import ConfigurationError, Trainer
+from equipoise import Trainer
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -125,19 +125,6 @@ def test_the_scaler_is_resumed(tmp_path: Path) -> None:
     again.fit(resumed, Loader(data), ckpt_path=tmp_path / "one.ckpt")
     assert again.scaler is not None
     assert again.scaler.get_scale() == 2.0**14
-
-
-def test_lbfgs_cannot_be_scaled() -> None:
-    """Said before anything is computed."""
-
-    class Newton(Net):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.LBFGS(self.parameters())
-
-    module = Newton()
-    with pytest.raises(ConfigurationError, match=r"LBFGS.*bf16-mixed"):
-        Trainer(max_epochs=1, precision="16-mixed", **QUIET).fit(module, Loader(batches()))
-    assert not module.dtypes
 
 
 @pytest.mark.parametrize(

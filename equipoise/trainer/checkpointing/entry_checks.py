@@ -86,46 +86,35 @@ def damaged(place: str, expected: str, value: Any) -> CheckpointError:
 # Checks of one value
 
 
-def count(value: Any, place: str) -> None:
-    """Check a non-negative integer."""
-    if type(value) is not int or not 0 <= value < LARGEST_COUNT:
-        raise damaged(place, "a non-negative integer", value)
+def _value(expected: str, fits: Callable[[Any], bool]) -> Check:
+    """Return a check of one value, by a function that tells whether it is what is expected."""
+
+    def check(value: Any, place: str) -> None:
+        if not fits(value):
+            raise damaged(place, expected, value)
+
+    return check
 
 
-def positive_count(value: Any, place: str) -> None:
-    """Check an integer from 1."""
-    if type(value) is not int or not 1 <= value < LARGEST_COUNT:
-        raise damaged(place, "a positive integer", value)
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < LARGEST_COUNT
 
 
-def number_of_steps(value: Any, place: str) -> None:
-    """Check the number of steps of an optimiser: a number, or a tensor with one element."""
+def _is_number_of_steps(value: Any) -> bool:
     # Torch's optimisers count in a tensor, others in a number.
-    is_count = False
     if isinstance(value, Tensor):
-        is_count = value.numel() == 1
-    elif is_number(value):
-        is_count = 0 <= value < LARGEST_COUNT
-    if not is_count:
-        raise damaged(place, "a number of steps", value)
+        return value.numel() == 1
+    return is_number(value) and 0 <= value < LARGEST_COUNT
 
 
-def flag(value: Any, place: str) -> None:
-    """Check True or False."""
-    if type(value) is not bool:
-        raise damaged(place, "True or False", value)
-
-
-def text(value: Any, place: str) -> None:
-    """Check a text."""
-    if not isinstance(value, str):
-        raise damaged(place, "a text", value)
-
-
-def mapping(value: Any, place: str) -> None:
-    """Check a dictionary."""
-    if not isinstance(value, dict):
-        raise damaged(place, "a dictionary", value)
+count = _value("a non-negative integer", lambda value: _is_count(value, 0))
+positive_count = _value("a positive integer", lambda value: _is_count(value, 1))
+number_of_steps = _value("a number of steps", _is_number_of_steps)
+flag = _value("True or False", lambda value: type(value) is bool)
+text = _value("a text", lambda value: isinstance(value, str))
+mapping = _value("a dictionary", lambda value: isinstance(value, dict))
+any_list = _value("a list", lambda value: isinstance(value, list | tuple))
+gradient = _value("a tensor", lambda value: value is None or isinstance(value, Tensor))
 
 
 def named_entries(value: Any, place: str) -> None:
@@ -133,19 +122,6 @@ def named_entries(value: Any, place: str) -> None:
     mapping(value, place)
     for key in value:
         text(key, f"a key of {place}")
-
-
-def any_list(value: Any, place: str) -> None:
-    """Check a list or tuple."""
-    if not isinstance(value, list | tuple):
-        raise damaged(place, "a list", value)
-
-
-def texts(value: Any, place: str) -> None:
-    """Check a list of texts."""
-    any_list(value, place)
-    for index, item in enumerate(value):
-        text(item, f"{place}[{index}]")
 
 
 # Checks that contain other checks
@@ -160,6 +136,9 @@ def list_of(check: Check) -> Check:
             check(item, f"{place}[{index}]")
 
     return check_all
+
+
+texts = list_of(text)
 
 
 def optional(check: Check) -> Check:
@@ -199,12 +178,6 @@ def random_state(value: Any, place: str) -> None:
     named_entries(value, place)
     with loading(place):
         RandomState.from_state_dict(value)
-
-
-def gradient(value: Any, place: str) -> None:
-    """Check a tensor or None."""
-    if value is not None and not isinstance(value, Tensor):
-        raise damaged(place, "a tensor", value)
 
 
 def fields(checks: dict[str, Check], *, required: bool = False) -> Check:

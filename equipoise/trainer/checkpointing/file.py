@@ -29,6 +29,7 @@ __all__ = [
     "is_plain",
     "pack_checkpoint",
     "read_checkpoint",
+    "remove_checkpoint",
     "write_checkpoint",
 ]
 
@@ -162,6 +163,24 @@ def is_plain(value: Any) -> bool:
     return kind is Tensor or kind in _PLAIN
 
 
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, if there is one: a file, a link, or the folder of a sharded checkpoint.
+
+    Args:
+        path: A local path, or a URL that fsspec knows.
+    """
+    from equipoise.parallel.shards.folder import remove_folder
+    from equipoise.parallel.shards.reading import is_sharded_checkpoint
+
+    if not _is_remote(path) and is_sharded_checkpoint(path) and not os.path.islink(path):
+        remove_folder(Path(path))
+        return
+    path = os.fspath(path)
+    filesystem = get_filesystem(path)
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
+
+
 # Reading
 
 
@@ -247,15 +266,11 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointNotFoundError: If there is no such file; the message names other checkpoints in the same folder.
     """
-    if not _is_remote(path):
-        _check_is_file(Path(path))
-
-
-def _check_is_file(path: Path) -> None:
     from equipoise.parallel.shards.reading import has_shards
 
-    if path.is_file() or has_shards(path):
+    if _is_remote(path) or os.path.isfile(path) or has_shards(path):
         return
+    path = Path(path)
     problem = "does not exist"
     folder = path.parent
     if path.is_dir():

@@ -61,9 +61,7 @@ def check_layout(checkpoint: dict[str, Any]) -> None:
 
 def check_version(checkpoint: dict[str, Any]) -> None:
     """Check the type of the version of Lightning in a checkpoint, on which its migration depends."""
-    version = checkpoint["pytorch-lightning_version"]
-    if not isinstance(version, str):
-        raise damaged("pytorch-lightning_version", "a text", version)
+    text(checkpoint["pytorch-lightning_version"], "pytorch-lightning_version")
 
 
 def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:

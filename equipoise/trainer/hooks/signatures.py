@@ -56,7 +56,8 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     # 1. Read the documented arguments.
     positional = []
     required = []
-    for parameter in _parameters_without_self(documented):
+    without_self = list(inspect.signature(documented).parameters.values())[1:]
+    for parameter in without_self:
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             continue
         positional.append(parameter.name)
@@ -78,11 +79,6 @@ def _check(owner: Any, name: str, documented: Any) -> None:
         f"`{type(owner).__name__}.{name}` is called with ({arguments}), but is defined as `{signature}`."
         f" Take `(self, {arguments})`."
     )
-
-
-def _parameters_without_self(function: Any) -> list[inspect.Parameter]:
-    signature = inspect.signature(function)
-    return list(signature.parameters.values())[1:]
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

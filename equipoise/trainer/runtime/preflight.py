@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import chain
@@ -27,7 +27,7 @@ from equipoise.trainer.optimization.steps.step_extension import step_extensions
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "warn_of_eval_mode"]
+__all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "refuse_lost_reports", "warn_of_eval_mode"]
 
 # Hooks of Lightning 1.x, and their successors.
 _REMOVED = {
@@ -43,6 +43,14 @@ _STAGE_OF = {
     TrainerFn.VALIDATING: "val",
     TrainerFn.TESTING: "test",
     TrainerFn.PREDICTING: "predict",
+}
+
+# The methods that a module must define for an entry point.
+_NEEDED: dict[TrainerFn, tuple[str, ...]] = {
+    TrainerFn.FITTING: ("training_step", "configure_optimizers"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: (),
 }
 
 _STEPS_OF = {
@@ -94,7 +102,7 @@ def check_run(context: "RunContext") -> None:
     # 1. The module's hooks and steps.
     module = context.module
     fn = context.state.status.fn or TrainerFn.FITTING
-    _check_methods(module)
+    _check_methods(module, fn)
     warn_of_mistyped_hooks(context)
     check_hook_signatures([module, *context.state.callbacks], fn)
     context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
@@ -102,11 +110,6 @@ def check_run(context: "RunContext") -> None:
     # 2. The steps of the entry point.
     if fn == TrainerFn.FITTING:
         _check_fit(context)
-    elif fn == TrainerFn.PREDICTING:
-        _check_predict(module)
-    else:
-        _check_evaluation(module, fn)
-
     for step in _STEPS_OF[fn]:
         is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
         if is_used and takes_iterator(module, step):
@@ -126,44 +129,28 @@ def check_run(context: "RunContext") -> None:
         _warn_of_lost_validation(context)
 
 
-def _check_methods(module: LightningModule) -> None:
-    """Check that no method is one that no trainer calls."""
+def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
+    """Check that a module has the methods that an entry point calls, and none that no trainer calls."""
     name = type(module).__name__
     for old, new in _REMOVED.items():
         if callable(getattr(module, old, None)):
             raise ConfigurationError(f"`{name}.{old}` belongs to Lightning 1.x and would never be called. Use `{new}`.")
-
-
-def _check_predict(module: LightningModule) -> None:
-    if is_overridden("predict_step", module) or is_overridden("forward", module):
-        return
-    raise ConfigurationError(
-        f"`predict` calls `predict_step`, or `forward` by default, but {type(module).__name__} defines neither. Define"
-        " one."
-    )
-
-
-def _check_evaluation(module: LightningModule, fn: TrainerFn) -> None:
-    step = "test_step"
-    if fn == TrainerFn.VALIDATING:
-        step = "validation_step"
-    if not is_overridden(step, module):
+    predicts = is_overridden("predict_step", module) or is_overridden("forward", module)
+    if fn == TrainerFn.PREDICTING and not predicts:
         raise ConfigurationError(
-            f"`{fn.value}` needs `{step}`, but {type(module).__name__} does not define it. Define"
-            f" `{step}(self, batch, batch_idx)`."
+            f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
         )
+    needed = _NEEDED[fn]
+    for method in needed:
+        if not is_overridden(method, module):
+            listed = " and ".join(f"`{each}`" for each in needed)
+            raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. Define it.")
 
 
 def _check_fit(context: "RunContext") -> None:
-    # 1. The methods of the module.
+    # 1. The training step.
     module = context.module
     name = type(module).__name__
-    for method in ("training_step", "configure_optimizers"):
-        if not is_overridden(method, module):
-            raise ConfigurationError(
-                f"`fit` needs `training_step` and `configure_optimizers`, but {name} does not define `{method}`. Define"
-                " it."
-            )
     _check_arguments(f"{name}.training_step", module.training_step)
 
     # 2. Callbacks and loaders.
@@ -348,3 +335,22 @@ def warn_of_eval_mode(module: LightningModule) -> None:
     count = sum(not submodule.training for submodule in module.modules())
     if count:
         rank_zero_warn(f"Found {count} module(s) in eval mode at the start of training. Is that intended?")
+
+
+def refuse_lost_reports(callbacks: Iterable[Any]) -> None:
+    """Check the callbacks of a run in processes that the strategy starts.
+
+    A callback runs in those processes. A trial of Ray Tune, and a worker of Ray Train, is the process that starts them:
+    only that one can report, and Ray passes over the reports of others in silence.
+
+    Raises:
+        ConfigurationError: If a callback is of Ray, or has an attribute `reports_to_ray`.
+    """
+    for callback in callbacks:
+        packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
+        if "ray" in packages or getattr(callback, "reports_to_ray", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__} reports to Ray, but the strategy would start processes of its own, in which"
+                " Ray takes no reports: all of them would be lost. Take devices=1 or a strategy that computes in one"
+                " process, such as 'dp'; or start the workers by ray.train.torch.TorchTrainer, also inside of a trial."
+            )

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.parallel.communication.rank import slurm_job
+from equipoise.trainer.checkpointing.file import remove_checkpoint
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
@@ -85,16 +86,7 @@ def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
         is_main: Whether this is the main process.
     """
     if slurm_job() is not None and state.fitting and is_main:
-        from equipoise.parallel.shards.folder import remove_folder
-        from equipoise.parallel.shards.reading import is_sharded_checkpoint
-
-        path = checkpoint_path(state)
-        if isinstance(path, Path) and is_sharded_checkpoint(path):
-            remove_folder(path)
-            return
-        filesystem = get_filesystem(path)
-        if filesystem.exists(os.fspath(path)):
-            filesystem.rm(os.fspath(path))
+        remove_checkpoint(checkpoint_path(state))
 
 
 def requeue() -> None:

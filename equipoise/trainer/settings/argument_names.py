@@ -18,7 +18,7 @@ from equipoise.errors import ConfigurationTypeError
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.strategy import Strategy
 
-__all__ = ["suggests_arguments", "takes_objects_of_lightning"]
+__all__ = ["reads_arguments"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,34 +28,13 @@ _WITHOUT_EFFECT = ("suggest_integrations",)
 _VARIABLES = "PL_TRAINER_"
 
 
-def takes_objects_of_lightning(constructor: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the Trainer's constructor so that it receives what strategies and plugins of Lightning mean here.
-
-    Args:
-        constructor: An `__init__` whose parameters are the Trainer's arguments.
-    """
-
-    @functools.wraps(constructor)
-    def translated(*arguments: P.args, **options: P.kwargs) -> R:
-        if options.get("plugins") or not isinstance(options.get("strategy", "auto"), str | Strategy):
-            # Most programs have no such objects.
-            from equipoise.trainer.settings.from_lightning.objects import translate_objects
-
-            translate_objects(options)
-        return constructor(*arguments, **options)
-
-    return translated
-
-
-def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a constructor so that an unknown keyword is refused with the nearest known one.
-
-    The object keeps the arguments that were given as `constructor_arguments`: another object like it can be built from
-    them.
+def reads_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
+    """Decorate the Trainer's constructor so that an unknown keyword is refused with the nearest known one.
 
     Python's own message names the unknown keyword alone. The error is a TypeError, as Python's is, and a
-    ConfigurationError. An argument that only Lightning's Trainer has is accepted, with a warning,
-    if it changes nothing here.
+    ConfigurationError. An argument that only Lightning's Trainer has is accepted, with a warning, if it changes nothing
+    here. Strategies and plugins of Lightning are replaced by what they mean here. The object keeps the arguments that
+    were given as `constructor_arguments`: another object like it can be built from them.
 
     An argument that is not given is read from an environment variable such as PL_TRAINER_MAX_STEPS, if there is one.
 
@@ -75,6 +54,11 @@ def suggests_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(constructor)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
         owner = arguments[0]
+        if options.get("plugins") or not isinstance(options.get("strategy", "auto"), str | Strategy):
+            # Most programs have no such objects.
+            from equipoise.trainer.settings.from_lightning.objects import translate_objects
+
+            translate_objects(options)
         unknown = [name for name in options if name not in parameters]
         for name in unknown:
             _refuse_unless_ignored(type(owner).__name__, name, options[name], parameters)

@@ -1,4 +1,7 @@
-"""Check the arguments of the Trainer, once, in its constructor."""
+"""Check the arguments of the Trainer, once, in its constructor.
+
+Each check takes the name of an argument and its value, and raises a ConfigurationError that names both.
+"""
 
 import math
 import re
@@ -43,16 +46,7 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 
 def check_choice(name: str, value: Any, choices: list[str]) -> str:
-    """Check that a value is one of several names.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-        choices: The allowed names.
-
-    Raises:
-        ConfigurationError: If it is none of them; the message names the choices and the nearest of them.
-    """
+    """Return a value that is one of several names; the error names the choices, and the nearest of them."""
     if value in choices:
         return str(value)
     hint = ""
@@ -64,7 +58,7 @@ def check_choice(name: str, value: Any, choices: list[str]) -> str:
 
 
 def check_count(name: str, value: Any, *, least: int, optional: bool = False, unlimited: bool = False) -> Any:
-    """Check an integer.
+    """Return an integer that is not too small.
 
     Args:
         name: The argument's name.
@@ -72,12 +66,6 @@ def check_count(name: str, value: Any, *, least: int, optional: bool = False, un
         least: The smallest allowed value.
         optional: Whether None is allowed. Default: False.
         unlimited: Whether -1 is allowed and means no limit. Default: False.
-
-    Returns:
-        The value.
-
-    Raises:
-        ConfigurationError: If it is not such an integer.
     """
     # 1. Allowed values.
     if value is None and optional:
@@ -98,79 +86,40 @@ def check_count(name: str, value: Any, *, least: int, optional: bool = False, un
 
 
 def check_flags(**flags: Any) -> None:
-    """Check that switches are True or False, or None for a default.
-
-    Args:
-        flags: The values, by the names of the arguments.
-
-    Raises:
-        ConfigurationError: If a value is something else.
-    """
+    """Check that switches, by the names of their arguments, are True or False, or None for a default."""
     for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+        if value is not None:
+            check_flag(name, value)
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a switch that must be True or False.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-
-    Raises:
-        ConfigurationError: If it is something else.
-    """
+    """Return a switch that must be True or False."""
     if isinstance(value, bool):
         return value
     raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
 
 
 def check_size(name: str, value: Any) -> int:
-    """Return a number of bytes that stands in place of a switch.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-
-    Raises:
-        ConfigurationError: If it is no whole number from 0.
-    """
+    """Return a number of bytes that stands in place of a switch: a whole number from 0."""
     if is_whole(value, least=0):
         return int(value)
     raise ConfigurationError(f"{name} must be True, False or a number of bytes from 0, not {value!r}.")
 
 
 def check_batch_limit(name: str, value: Any) -> int | float:
-    """Check a number of batches (int) or a fraction of them (float between 0 and 1).
-
-    Args:
-        name: The argument's name.
-        value: Its value; None stands for 1.0.
-
-    Returns:
-        The number, an integer if it exceeds 1, or the fraction.
-
-    Raises:
-        ConfigurationError: If it is neither.
-    """
+    """Return a number of batches, an integer if it exceeds 1, or a fraction of them (0.0 to 1.0); None means 1.0."""
     if value is None:
         return 1.0
     if not _is_batch_limit(value):
         raise ConfigurationError(
             f"{name} must be a number of batches (an integer from 0) or a fraction (0.0 to 1.0), not {value!r}."
         )
+    # 1 and 1.0 are easily confused.
     if value == 1:
-        # 1 and 1.0 are easily confused.
-        meaning = "all batches"
-        if isinstance(value, int):
-            meaning = "one batch"
+        meaning = "one batch" if isinstance(value, int) else "all batches"
         rank_zero_info(f"{name}={value!r} means {meaning}.")
-    limit: int | float = value
     # 2.0 is a number of batches as well.
-    if value > 1:
-        limit = int(value)
-    return limit
+    return int(value) if value > 1 else value
 
 
 def _is_batch_limit(value: Any) -> bool:
@@ -220,15 +169,7 @@ def check_val_intervals(val_check_interval: Any, check_val_every_n_epoch: Any) -
 
 
 def seconds_of(name: str, value: Duration) -> float:
-    """Return a time in seconds.
-
-    Args:
-        name: The argument's name.
-        value: The time: "DD:HH:MM:SS", a timedelta, or a dictionary of timedelta's arguments.
-
-    Raises:
-        ConfigurationError: If it is no time, or negative.
-    """
+    """Return a time from 0 in seconds: of "DD:HH:MM:SS", a timedelta, or a dictionary of its arguments."""
     try:
         if isinstance(value, timedelta):
             duration = value
@@ -280,14 +221,7 @@ def gradient_clipping(value: Any, algorithm: Any) -> tuple[float | None, GradCli
 
 
 def make_profiler(profiler: Profiler | str | None) -> Profiler:
-    """Return the profiler.
-
-    Args:
-        profiler: "simple", "advanced", "pytorch", a profiler of Lightning's, or None: one that measures nothing.
-
-    Raises:
-        ConfigurationError: If it is something else.
-    """
+    """Return the profiler: a name, one of Lightning's, or None for one that measures nothing."""
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):
@@ -358,9 +292,6 @@ def check_order(least: int | None, most: int | None, counted: str) -> None:
         least: The minimum; None: none.
         most: The maximum; None or -1: none.
         counted: The end of both arguments' names, such as "epochs".
-
-    Raises:
-        ConfigurationError: If it does.
     """
     if least is None or most is None:
         return
@@ -372,46 +303,24 @@ def check_order(least: int | None, most: int | None, counted: str) -> None:
 
 
 def check_patterns(name: str, value: Any) -> list[str | type[nn.Module]]:
-    """Check a list that names submodules.
-
-    Args:
-        name: The argument's name.
-        value: Its value: names, patterns and classes; None stands for an empty list.
-
-    Raises:
-        ConfigurationError: If it is something else.
-    """
+    """Return a list of names, patterns and classes of submodules; None stands for an empty list."""
     if value is None:
         return []
     # A text would be a list of letters.
     if isinstance(value, str):
         raise ConfigurationError(f"{name} takes a list of names, such as [{value!r}], not {value!r}.")
-    if not _is_list_of_names(value):
+    if not isinstance(value, list | tuple) or not all(map(_names_modules, value)):
         raise ConfigurationError(f"{name} must be a list of names, patterns or classes of submodules, not {value!r}.")
     return list(value)
 
 
 def check_auto_flag(name: str, value: Any) -> Literal["auto"] | bool:
-    """Check a switch that may be left to the trainer.
-
-    Args:
-        name: The argument's name.
-        value: "auto", True or False.
-
-    Raises:
-        ConfigurationError: If it is something else.
-    """
+    """Return "auto", True or False: a switch that may be left to the trainer."""
     if isinstance(value, bool):
         return value
     if value == "auto":
         return "auto"
     raise ConfigurationError(f'{name} must be "auto", True or False, not {value!r}.')
-
-
-def _is_list_of_names(value: Any) -> bool:
-    if not isinstance(value, list | tuple):
-        return False
-    return all(_names_modules(item) for item in value)
 
 
 def _names_modules(item: Any) -> bool:

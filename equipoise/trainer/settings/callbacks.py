@@ -1,11 +1,13 @@
 """Callbacks of a run: the user's, the default ones, and those of the module."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Checkpoint,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelSummary,
     Timer,
@@ -15,11 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.finders import is_finder, is_stock_finder
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
-from equipoise.trainer.settings.refused_callbacks import refuse_finder, refuse_finder_of_module
 
-__all__ = ["merge_callbacks", "select_callbacks"]
+if TYPE_CHECKING:
+    from equipoise.trainer.state.run_state import RunState
+
+__all__ = ["merge_callbacks", "refuse_finders", "select_callbacks"]
 
 
 def select_callbacks(
@@ -96,18 +101,13 @@ def _holds(callbacks: list[Callback], kind: type) -> bool:
     return any(is_a(callback, kind) for callback in callbacks)
 
 
-def _required_hooks() -> list[str]:
-    """Return the names of the hooks that a run calls on every callback, whether it has a state or not."""
-    of_state = ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint")
-    names = []
-    for name, value in vars(Callback).items():
-        is_hook = callable(value) and not name.startswith("_")
-        if is_hook and name not in of_state:
-            names.append(name)
-    return names
-
-
-_HOOKS = _required_hooks()
+# Hooks that a run calls on every callback, whether it has a state or not.
+_OF_STATE = ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint")
+_HOOKS = [
+    name
+    for name, value in vars(Callback).items()
+    if callable(value) and not name.startswith("_") and name not in _OF_STATE
+]
 
 
 def _check_callback(callback: Any) -> None:
@@ -126,7 +126,7 @@ def _check_callback(callback: Any) -> None:
             f"callbacks must be a Callback of Equipoise or Lightning, or a list of them, but it holds {callback!r} of"
             f" type {type(callback).__name__}."
         )
-    refuse_finder(callback)
+    _refuse_derived_finder(callback)
 
 
 def _default(
@@ -182,12 +182,19 @@ def merge_callbacks(callbacks: list[Callback], module_callbacks: list[Callback])
     Args:
         callbacks: The trainer's.
         module_callbacks: The result of the module's `configure_callbacks`.
+
+    Raises:
+        ConfigurationError: If one of the module's cannot run here, or is a finder: its search would be over by then.
     """
     if not module_callbacks:
         return callbacks
     for callback in module_callbacks:
         _check_callback(callback)
-        refuse_finder_of_module(callback)
+        if is_finder(callback):
+            raise ConfigurationError(
+                f"`configure_callbacks` returned a {type(callback).__name__}, which searches before the run that calls"
+                " `configure_callbacks`. Instead, pass it to Trainer(callbacks=...)."
+            )
     kept_callbacks = [callback for callback in callbacks if not _is_replaced(callback, module_callbacks)]
     return _order(kept_callbacks + module_callbacks)
 
@@ -199,3 +206,30 @@ def _is_replaced(callback: Callback, module_callbacks: list[Callback]) -> bool:
     if kind is Callback:
         return False
     return any(issubclass(type(other), kind) for other in module_callbacks)
+
+
+# Finders of Lightning
+
+
+def _refuse_derived_finder(callback: Any) -> None:
+    """Refuse a callback that is derived from a finder; Lightning's finders themselves search before a fit."""
+    if is_stock_finder(callback):
+        return
+    for kind in (BatchSizeFinder, LearningRateFinder):
+        if is_a(callback, kind):
+            raise ConfigurationError(
+                f"{type(callback).__name__} is derived from {kind.__name__}, and may search within a run, in"
+                f" Lightning's own loops. Instead, pass a {kind.__name__} itself, which searches before the fit."
+            )
+
+
+def refuse_finders(state: "RunState") -> None:
+    """Check callbacks that were added since the constructor has checked them; remove finders, for later runs.
+
+    Raises:
+        ConfigurationError: If a callback has been added that is derived from a finder.
+    """
+    finders = [callback for callback in state.callbacks if is_finder(callback) and not is_stock_finder(callback)]
+    if finders:
+        state.callbacks = [callback for callback in state.callbacks if callback not in finders]
+        _refuse_derived_finder(finders[0])

@@ -123,30 +123,18 @@ def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Str
         return SingleDeviceStrategy()
     are_unequal = knows_all_devices and _are_unequal(devices)
     if rank is None and not can_start_workers():
-        return _default_in_one_process(are_unequal)
+        name = "balanced" if are_unequal else "dp"
+        rank_zero_info(f'strategy="auto" is {name}, since this system cannot start processes for ddp.')
+        return make_strategy(name)
     if are_unequal:
         return make_strategy("ddp", shares="auto")
     return make_strategy("ddp")
 
 
-def _default_in_one_process(are_unequal: bool) -> Strategy:
-    """Return the strategy for "auto" where no process can be started."""
-    name = "dp"
-    if are_unequal:
-        name = "balanced"
-    rank_zero_info(f'strategy="auto" is {name}, since this system cannot start processes for ddp.')
-    return make_strategy(name)
-
-
 def _are_unequal(devices: Sequence[torch.device]) -> bool:
     """Return whether the devices are of several models."""
-    names = set()
-    for device in devices:
-        if device.type == "cuda":
-            names.add(torch.cuda.get_device_name(device))
-        else:
-            names.add(device.type)
-    return len(names) > 1
+    names = (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type for device in devices)
+    return len(set(names)) > 1
 
 
 # Loggers

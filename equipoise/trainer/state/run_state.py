@@ -17,11 +17,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from equipoise.interop.lightning.arguments.plugins import PluginsInUse
 from equipoise.trainer.settings.limits import Limits
-from equipoise.trainer.settings.speed import Speed
+from equipoise.trainer.settings.step_choices import StepChoices
 from equipoise.trainer.state.progress import FitProgress
-from equipoise.trainer.state.savers import Savers
 from equipoise.trainer.state.sent_state import LOCAL, LOCAL_RESULT, RESULT, SentState
 from equipoise.trainer.state.stages import Stages
 
@@ -32,10 +30,10 @@ MetricListener = Callable[[Any, dict[str, Any], int], None]
 
 
 @dataclass(eq=False)
-class RunState(SentState, Stages, Limits, Speed, Savers):
+class RunState(SentState, Stages, Limits, StepChoices):
     """The state of a trainer, from its constructor on; a second run continues with it.
 
-    Limits, choices about speed and memory, and settings without a text here, are the checked arguments of the Trainer
+    Limits, choices about steps, and settings without a text here, are the checked arguments of the Trainer
     of the same names.
 
     Attributes:
@@ -101,40 +99,10 @@ class RunState(SentState, Stages, Limits, Speed, Savers):
     optimizers: list[Optimizer] = field(default_factory=list, metadata=LOCAL_RESULT)
     lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=LOCAL_RESULT)
 
-    def choose_plugins(self, plugins: PluginsInUse) -> None:
-        """Take the user's plugins."""
-        self.checkpoint_io = plugins.checkpoint_io
-        self.requeues_on_signal = plugins.requeues
-
-    # The steps of a run.
-
     def begin(self, fn: TrainerFn) -> None:
         """Begin a run of an entry point."""
         super().begin(fn)
         self.should_stop = False
-
-    def set_root_dir(self, root_dir: str) -> None:
-        """Take the folder of files for which the user names no folder."""
-        self.root_dir = root_dir
-
-    def set_datamodule(self, datamodule: LightningDataModule | None) -> None:
-        """Take the data module of a run, if there is one."""
-        self.datamodule = datamodule
-
-    def set_callbacks(self, callbacks: list[Callback]) -> None:
-        """Take the callbacks, to which the module may have added some."""
-        self.callbacks = callbacks
-
-    def note_checkpoint(self, path: Any) -> None:
-        """Note the checkpoint from which the run continues; None if there is none."""
-        self.loaded_ckpt_path = path
-
-    def set_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimisers and schedulers that `configure_optimizers` has returned."""
-        self.optimizers = optimizers
-        self.lr_scheduler_configs = configs
-
-    # Requests to end.
 
     def request_stop(self) -> None:
         """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""

@@ -1,7 +1,7 @@
 """The run stage of a trainer: training, validating, sanity checking, testing, predicting."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
@@ -18,12 +18,39 @@ _FIRST_STAGE = {
 }
 
 
+class _Stage(property):
+    """Whether a stage runs. True enters it, and False leaves it.
+
+    Args:
+        stage: The stage.
+        text: Its meaning, for users.
+    """
+
+    def __init__(self, stage: RunningStage, text: str) -> None:
+        def runs(state: "Stages") -> bool:
+            return state.status.stage == stage
+
+        def set_stage(state: "Stages", value: bool) -> None:
+            if value:
+                state.status.stage = stage
+            # Another stage may have begun in the meantime.
+            elif state.status.stage == stage:
+                state.status.stage = None
+
+        super().__init__(runs, set_stage, doc=text)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type | None = None, /) -> bool: ...  # type: ignore[override]
+
+
 @dataclass
 class Stages:
     """The entry point that runs, its stage, and how it ended.
 
     Attributes:
-        status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`.
+        status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`,
+            and may hold it, so it stays the same object.
     """
 
     status: TrainerState = field(default_factory=TrainerState, metadata=RESULT)
@@ -32,24 +59,22 @@ class Stages:
 
     def begin(self, fn: TrainerFn) -> None:
         """Begin a run in the first stage of its entry point."""
-        self._set(fn=fn, status=TrainerStatus.RUNNING, stage=_FIRST_STAGE[fn])
+        self.status.fn = fn
+        self.status.status = TrainerStatus.RUNNING
+        self.status.stage = _FIRST_STAGE[fn]
 
     def finish(self) -> None:
         """End a run that came to its end."""
-        self._set(status=TrainerStatus.FINISHED, stage=None)
+        self.status.status = TrainerStatus.FINISHED
+        self.status.stage = None
 
     def interrupt(self) -> None:
         """Note that a run has failed; it stays in its stage until everything is released."""
-        self._set(status=TrainerStatus.INTERRUPTED)
+        self.status.status = TrainerStatus.INTERRUPTED
 
     def leave(self) -> None:
         """Leave the stage of a run that has failed."""
-        self._set(stage=None)
-
-    def _set(self, **values: Any) -> None:
-        # The object stays the same, since users may hold it.
-        for name, value in values.items():
-            setattr(self.status, name, value)
+        self.status.stage = None
 
     # Its stage.
 
@@ -58,23 +83,11 @@ class Stages:
         """True while `fit` runs, and after it; also during its sanity check and its validations."""
         return self.status.fn == TrainerFn.FITTING
 
-    @property
-    def training(self) -> bool:
-        """True while training runs."""
-        return self.status.stage == RunningStage.TRAINING
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._set_stage(RunningStage.TRAINING, value)
-
-    @property
-    def validating(self) -> bool:
-        """True while validation runs, inside a fit or by itself."""
-        return self.status.stage == RunningStage.VALIDATING
-
-    @validating.setter
-    def validating(self, value: bool) -> None:
-        self._set_stage(RunningStage.VALIDATING, value)
+    training = _Stage(RunningStage.TRAINING, "True while training runs.")
+    validating = _Stage(RunningStage.VALIDATING, "True while validation runs, inside a fit or by itself.")
+    testing = _Stage(RunningStage.TESTING, "True while a test runs.")
+    predicting = _Stage(RunningStage.PREDICTING, "True while prediction runs.")
+    sanity_checking = _Stage(RunningStage.SANITY_CHECKING, "True while the few validation batches before training run.")
 
     def begin_validation(self) -> None:
         """Enter a validation inside a fit."""
@@ -83,40 +96,6 @@ class Stages:
     def end_validation(self) -> None:
         """Go back to training."""
         self.training = True
-
-    @property
-    def testing(self) -> bool:
-        """True while a test runs."""
-        return self.status.stage == RunningStage.TESTING
-
-    @testing.setter
-    def testing(self, value: bool) -> None:
-        self._set_stage(RunningStage.TESTING, value)
-
-    @property
-    def predicting(self) -> bool:
-        """True while prediction runs."""
-        return self.status.stage == RunningStage.PREDICTING
-
-    @predicting.setter
-    def predicting(self, value: bool) -> None:
-        self._set_stage(RunningStage.PREDICTING, value)
-
-    @property
-    def sanity_checking(self) -> bool:
-        """True while the few validation batches before training run."""
-        return self.status.stage == RunningStage.SANITY_CHECKING
-
-    @sanity_checking.setter
-    def sanity_checking(self, value: bool) -> None:
-        self._set_stage(RunningStage.SANITY_CHECKING, value)
-
-    def _set_stage(self, stage: RunningStage, value: bool) -> None:
-        if value:
-            self._set(stage=stage)
-        # Another stage may have begun in the meantime.
-        elif self.status.stage == stage:
-            self._set(stage=None)
 
     @property
     def evaluating(self) -> bool:

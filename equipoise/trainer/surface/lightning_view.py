@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.hooks.hooks import overrides
-from equipoise.trainer.surface.state_fields import StateField
+from equipoise.trainer.surface.state_fields import Reads, StateField
 
 if TYPE_CHECKING:
     from equipoise.trainer.surface.parts import TrainerParts
@@ -131,17 +131,9 @@ class _EvaluationView:
         self._parts = parts
 
     # Read by ModelCheckpoint.
-    @property
-    def _has_run(self) -> bool:
-        return bool(self._loop.has_run)
-
-    @property
-    def batch_progress(self) -> Any:
-        return self._loop.progress
-
-    @property
-    def max_batches(self) -> Any:
-        return self._loop.max_batches
+    _has_run = Reads[bool]("_loop.has_run")
+    batch_progress = Reads[Any]("_loop.progress")
+    max_batches = Reads[Any]("_loop.max_batches")
 
     @property
     def _data_source(self) -> SourceView:
@@ -154,22 +146,16 @@ class _EpochLoopView:
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
 
-    @property
-    def batch_progress(self) -> Any:
-        return self._parts.state.progress.batch
+    batch_progress = Reads[Any]("_parts.state.progress.batch")
 
     # Read by LearningRateMonitor and DeviceStatsMonitor.
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._parts.state.progress.batches_that_stepped
+    _batches_that_stepped = Reads[int]("_parts.state.progress.batches_that_stepped")
 
     @property
     def val_loop(self) -> _EvaluationView:
         return _EvaluationView(self._parts.fit_loop.val_loop, self._parts)
 
-    @property
-    def global_step(self) -> int:
-        return self._parts.global_step
+    global_step = Reads[int]("_parts.global_step")
 
     @property
     def batch_idx(self) -> int:
@@ -216,9 +202,7 @@ class FitLoopView:
     def _skip_backward(self, value: bool) -> None:
         self._parts.fit_loop.fit.skip_backward = value
 
-    @property
-    def epoch_progress(self) -> Any:
-        return self._parts.state.progress.epoch
+    epoch_progress = Reads[Any]("_parts.state.progress.epoch")
 
     @property
     def restarting(self) -> bool:
@@ -229,13 +213,8 @@ class FitLoopView:
     def _data_source(self) -> SourceView:
         return self._parts.source_of("train")
 
-    @property
-    def batch_idx(self) -> int:
-        return self.epoch_loop.batch_idx
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self.epoch_loop.total_batch_idx
+    batch_idx = Reads[int]("epoch_loop.batch_idx")
+    total_batch_idx = Reads[int]("epoch_loop.total_batch_idx")
 
     # Called by ThroughputMonitor.
     def _should_accumulate(self) -> bool:
@@ -287,6 +266,4 @@ class LightningNames:
         return _EvaluationView(loop, self.parts)
 
     # Read by ModelCheckpoint.
-    @property
-    def _val_check_time_interval(self) -> float | None:
-        return self.parts.state.val_check_seconds
+    _val_check_time_interval = Reads[float | None]("parts.state.val_check_seconds")

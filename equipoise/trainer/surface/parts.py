@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.optimizers import wrap_optimizer
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.source_view import SourceView
@@ -23,7 +24,6 @@ from equipoise.trainer.loops.fit_loop import FitLoop
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.strategy_view import StrategyView
-from equipoise.trainer.surface.wrapped_optimizers import WrappedOptimizers
 
 __all__ = ["TrainerParts"]
 
@@ -62,7 +62,7 @@ class TrainerParts:
     predict_loop: PredictionLoop
     context: RunContext | None = None
     strategy_view: StrategyView = field(init=False)
-    _wrapped_optimizers: WrappedOptimizers = field(init=False)
+    _wrapped_optimizers: list[LightningOptimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.replace_strategy(self.strategy)
@@ -75,13 +75,14 @@ class TrainerParts:
         """
         self.strategy = strategy
         self.strategy_view = StrategyView(self.strategy, self.state, self)
-        self._wrapped_optimizers = WrappedOptimizers(self.state, self.strategy_view)
+        self._wrapped_optimizers = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the present run, on its way to another process."""
         state = {declared.name: getattr(self, declared.name) for declared in fields(self)}
-        # A process that receives the parts begins a run of its own.
+        # A process that receives the parts begins a run of its own, with its own optimisers.
         state["context"] = None
+        state["_wrapped_optimizers"] = []
         return state
 
     def begin_run(self, context: RunContext) -> None:
@@ -93,8 +94,11 @@ class TrainerParts:
             loop.forget_data()
 
     def lightning_optimizers(self) -> list[LightningOptimizer]:
-        """Return the optimisers as `self.optimizers()` gives them, wrapped anew when they change."""
-        return self._wrapped_optimizers.current()
+        """Return the optimisers as `self.optimizers()` gives them, the same objects as long as these are the same."""
+        optimizers = self.state.optimizers
+        if [wrapped.optimizer for wrapped in self._wrapped_optimizers] != optimizers:
+            self._wrapped_optimizers = [wrap_optimizer(optimizer, self.strategy_view) for optimizer in optimizers]
+        return self._wrapped_optimizers
 
     @property
     def states_of_loops(self) -> list[object]:

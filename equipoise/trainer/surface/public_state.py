@@ -29,7 +29,7 @@ from equipoise.trainer.settings.devices import accelerator_of
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.lightning_view import LightningNames, precision_plugin
 from equipoise.trainer.surface.parts import TrainerParts
-from equipoise.trainer.surface.state_fields import StateFields
+from equipoise.trainer.surface.state_fields import Reads, StateFields
 
 __all__ = ["PublicState"]
 
@@ -92,47 +92,19 @@ class PublicState(StateFields, LightningNames):
 
     # The module.
 
-    @property
-    def lightning_module(self) -> LightningModule | None:
-        """The user's module, of this run or the last one."""
-        return self.parts.module
-
-    @property
-    def model(self) -> LightningModule | None:
-        """The user's module."""
-        return self.parts.module
+    lightning_module = Reads[LightningModule | None]("parts.module", "The user's module, of this run or the last one.")
+    model = Reads[LightningModule | None]("parts.module", "The user's module.")
 
     # Where it runs.
 
-    @property
-    def strategy(self) -> Any:
-        """The strategy, with the names of Lightning's strategies as well."""
-        return self.parts.strategy_view
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process among all."""
-        return self.connected_strategy.processes.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self.connected_strategy.processes.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Rank of this machine."""
-        return self.connected_strategy.processes.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.connected_strategy.processes.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True in the process that writes files and reports to the user."""
-        return self.connected_strategy.processes.is_main
+    strategy = Reads[Any]("parts.strategy_view", "The strategy, with the names of Lightning's strategies as well.")
+    global_rank = Reads[int]("connected_strategy.processes.rank", "Rank of this process among all.")
+    local_rank = Reads[int]("connected_strategy.processes.local_rank", "Rank of this process on its machine.")
+    node_rank = Reads[int]("connected_strategy.processes.node_rank", "Rank of this machine.")
+    world_size = Reads[int]("connected_strategy.processes.world_size", "Number of processes.")
+    is_global_zero = Reads[bool](
+        "connected_strategy.processes.is_main", "True in the process that writes files and reports to the user."
+    )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -159,15 +131,8 @@ class PublicState(StateFields, LightningNames):
         processes_of_a_machine = strategy.processes.world_size // self.run_state.num_nodes
         return max(len(strategy.devices), processes_of_a_machine)
 
-    @property
-    def precision(self) -> str:
-        """The name of the precision."""
-        return self.precision_in_use.name
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of 16-mixed."""
-        return self.precision_in_use.scaler
+    precision = Reads[str]("precision_in_use.name", "The name of the precision.")
+    scaler = Reads[torch.amp.GradScaler | None]("precision_in_use.scaler", "The loss scaler of 16-mixed.")
 
     # Counters.
 
@@ -180,25 +145,17 @@ class PublicState(StateFields, LightningNames):
         """
         return self.parts.global_step
 
-    @property
-    def is_last_batch(self) -> bool:
-        """True if the present training batch is the last of the epoch."""
-        return self.progress.batch.is_last_batch
-
-    @property
-    def num_training_batches(self) -> float:
-        """Number of training batches of an epoch; infinite if unknown."""
-        return self.fit_loop_state.fit.data.max_batches
-
-    @property
-    def val_check_batch(self) -> float | None:
-        """Number of training batches between validations; infinite: at the epoch's end; None: by the clock."""
-        return self.fit_loop_state.fit.val_check_batch
-
-    @property
-    def num_val_batches(self) -> list[float]:
-        """Validation batches of each loader."""
-        return self.parts.validation.num_batches
+    is_last_batch = Reads[bool](
+        "progress.batch.is_last_batch", "True if the present training batch is the last of the epoch."
+    )
+    num_training_batches = Reads[float](
+        "fit_loop_state.fit.data.max_batches", "Number of training batches of an epoch; infinite if unknown."
+    )
+    val_check_batch = Reads[float | None](
+        "fit_loop_state.fit.val_check_batch",
+        "Number of training batches between validations; infinite: at the epoch's end; None: by the clock.",
+    )
+    num_val_batches = Reads[list[float]]("parts.validation.num_batches", "Validation batches of each loader.")
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
@@ -212,10 +169,7 @@ class PublicState(StateFields, LightningNames):
         """Test batches of each loader."""
         return self.evaluations["test"].num_batches
 
-    @property
-    def num_predict_batches(self) -> list[float]:
-        """Prediction batches of each loader."""
-        return self.predict_loop.max_batches
+    num_predict_batches = Reads[list[float]]("predict_loop.max_batches", "Prediction batches of each loader.")
 
     # Data.
 
@@ -251,25 +205,17 @@ class PublicState(StateFields, LightningNames):
 
     # Values.
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """Logged values, as callbacks see them."""
-        return self.logs.callback_metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """Logged values for the loggers."""
-        return self.logs.logged_metrics
+    callback_metrics = Reads[dict[str, Any]]("logs.callback_metrics", "Logged values, as callbacks see them.")
+    logged_metrics = Reads[dict[str, Any]]("logs.logged_metrics", "Logged values for the loggers.")
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Logged values for the progress bar, read from the devices."""
         return to_scalars(self.logs.progress_bar_metrics)
 
-    @property
-    def progress_bar_values(self) -> dict[str, Tensor]:
-        """The same, on their devices: for a progress bar that never waits for one."""
-        return self.logs.progress_bar_metrics
+    progress_bar_values = Reads[dict[str, Tensor]](
+        "logs.progress_bar_metrics", "The same, on their devices: for a progress bar that never waits for one."
+    )
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Hand values to the loggers; see `LoggerOutput.log_metrics`."""

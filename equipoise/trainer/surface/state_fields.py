@@ -1,8 +1,9 @@
-"""Public names of the Trainer that stand for fields of its RunState."""
+"""Public names that stand for values elsewhere: fields of a RunState (`StateField`), or what is read (`Reads`)."""
 
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
@@ -18,16 +19,32 @@ from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.run_state import MetricListener, RunState
 
-__all__ = ["StateField", "StateFields"]
+__all__ = ["Reads", "StateField", "StateFields"]
 
 T = TypeVar("T")
 
 
-class _HasRunState(Protocol):
-    """An object with a RunState: the Trainer."""
+class Reads(property, Generic[T]):
+    """A property that reads an attribute of an object below its owner, and cannot be written.
 
-    @property
-    def run_state(self) -> RunState: ...
+    Args:
+        path: The names from the owner to the value.
+        text: What the value is, for users; empty for names that only Lightning's objects read. Default: empty.
+
+    Example:
+        >>> class Owner:
+        ...     run_state = RunState()
+        ...     stops = Reads[bool]("run_state.should_stop", "Whether training ends.")
+        >>> Owner().stops
+        False
+    """
+
+    def __init__(self, path: str, text: str = "") -> None:
+        super().__init__(attrgetter(path), doc=text)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type | None = None, /) -> T: ...  # type: ignore[override]
 
 
 class StateField(Generic[T]):
@@ -56,20 +73,20 @@ class StateField(Generic[T]):
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, instance: _HasRunState, owner: type) -> T: ...
-    def __get__(self, instance: _HasRunState | None, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
         return getattr(instance.run_state, self.name)
 
-    def __set__(self, instance: _HasRunState, value: T) -> None:
+    def __set__(self, instance: Any, value: T) -> None:
         setattr(instance.run_state, self.name, value)
 
 
 class _Loggers(StateField[list[Logger]]):
     """The list of loggers, which None empties, as in Lightning."""
 
-    def __set__(self, instance: _HasRunState, value: list[Logger] | None) -> None:
+    def __set__(self, instance: Any, value: list[Logger] | None) -> None:
         super().__set__(instance, value or [])
 
 

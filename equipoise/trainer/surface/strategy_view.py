@@ -5,28 +5,25 @@ only our strategies have are forwarded to the strategy itself. No name of Lightn
 that happens to have the same name and another meaning.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.file import remove_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.defaults import module_init_context
 from equipoise.trainer.state.run_state import RunState
-from equipoise.trainer.surface.state_fields import StateField
+from equipoise.trainer.surface.state_fields import Reads, StateField
 
 if TYPE_CHECKING:
     from equipoise.strategies.strategy import Strategy
@@ -116,10 +113,7 @@ class StrategyView:
         """Refuse: Lightning's argument is the trainer, ours a module and a precision."""
         _refuse("setup")
 
-    @property
-    def lightning_module(self) -> Any:
-        """The user's module."""
-        return self._parts.module
+    lightning_module = Reads[Any]("_parts.module", "The user's module.")
 
     model = lightning_module
 
@@ -132,13 +126,12 @@ class StrategyView:
         module = self._connected_module("load_model_state_dict")
         self._strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=strict)
 
-    def module_state(self, module: Any) -> dict[str, Any]:
-        """Return the whole state of a module."""
-        return self._strategy.portable.module_state(module)
-
-    def load_module_state(self, module: Any, state: dict[str, Any], strict: bool = True) -> None:
-        """Load a state that `module_state` has returned."""
-        self._strategy.portable.load_module_state(module, state, strict)
+    module_state = Reads[Callable[..., dict[str, Any]]](
+        "_strategy.portable.module_state", "Returns the whole state of a module."
+    )
+    load_module_state = Reads[Callable[..., None]](
+        "_strategy.portable.load_module_state", "Loads a state that `module_state` has returned."
+    )
 
     def _connected_module(self, name: str) -> Any:
         module = self._parts.module
@@ -179,9 +172,9 @@ class StrategyView:
             optimizer = optimizer.optimizer
         return self._strategy.portable.optimizer_state(optimizer)
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state that `optimizer_state` has returned."""
-        self._strategy.portable.load_optimizer_state(optimizer, state)
+    load_optimizer_state = Reads[Callable[..., None]](
+        "_strategy.portable.load_optimizer_state", "Loads a state that `optimizer_state` has returned."
+    )
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the states of the optimisers of a checkpoint."""
@@ -213,25 +206,15 @@ class StrategyView:
         """Return the loader as it is, as Lightning's strategies for CPU and GPU do."""
         return dataloader
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """Lightning's plugin for the precision."""
-        return self._parts.trainer.precision_plugin  # type: ignore[no-any-return]
-
-    @property
-    def accelerator(self) -> Any:
-        """Lightning's accelerator of the root device."""
-        return self._parts.trainer.accelerator
+    precision_plugin = Reads[Precision]("_parts.trainer.precision_plugin", "Lightning's plugin for the precision.")
+    accelerator = Reads[Any]("_parts.trainer.accelerator", "Lightning's accelerator of the root device.")
 
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The devices of this process."""
         return list(self._strategy.devices)
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self.run_state.num_nodes
+    num_nodes = Reads[int]("run_state.num_nodes", "Number of machines.")
 
     @property
     def num_processes(self) -> int:
@@ -248,10 +231,7 @@ class StrategyView:
         """The arguments of a DistributedSampler for this process."""
         return {"num_replicas": self._strategy.processes.world_size, "rank": self._strategy.processes.rank}
 
-    @property
-    def strategy_name(self) -> str:
-        """The name by which `Trainer(strategy=...)` finds the strategy."""
-        return self._strategy.name
+    strategy_name = Reads[str]("_strategy.name", "The name by which `Trainer(strategy=...)` finds the strategy.")
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which a module is made on the device and in the precision of the trainer."""
@@ -263,46 +243,18 @@ class StrategyView:
 
     # Processes.
 
-    @property
-    def global_rank(self) -> int:
-        """Number of this process among all."""
-        return self._strategy.processes.rank
+    global_rank = Reads[int]("_strategy.processes.rank", "Number of this process among all.")
+    local_rank = Reads[int]("_strategy.processes.local_rank", "Number of this process on its machine.")
+    node_rank = Reads[int]("_strategy.processes.node_rank", "Number of this machine.")
+    world_size = Reads[int]("_strategy.processes.world_size", "Number of processes.")
+    is_global_zero = Reads[bool]("_strategy.processes.is_main", "True in the main process.")
 
-    @property
-    def local_rank(self) -> int:
-        """Number of this process on its machine."""
-        return self._strategy.processes.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Number of this machine."""
-        return self._strategy.processes.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self._strategy.processes.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True in the main process."""
-        return self._strategy.processes.is_main
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
-        """Reduce a value over all processes."""
-        return self._strategy.processes.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Gather a value of every process, stacked along a new first dimension where there are several."""
-        return self._strategy.processes.all_gather(tensor, group, sync_grads)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of their ranks."""
-        return self._strategy.processes.gather_objects(value)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has reached this call."""
-        self._strategy.processes.barrier(name)
+    reduce = Reads[Callable[..., Any]]("_strategy.processes.reduce", "Reduces a value over all processes.")
+    all_gather = Reads[Callable[..., Any]]("_strategy.processes.all_gather", "Gathers a value of every process.")
+    gather_objects = Reads[Callable[..., list[Any]]](
+        "_strategy.processes.gather_objects", "Returns the values of all processes, in the order of their ranks."
+    )
+    barrier = Reads[Callable[..., None]]("_strategy.processes.barrier", "Waits until every process has called it.")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process `src`, in every process."""
@@ -367,15 +319,7 @@ class _CheckpointFiles(CheckpointIO):
         return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        from equipoise.parallel.shards.folder import remove_folder
-        from equipoise.parallel.shards.reading import is_sharded_checkpoint
-
-        if is_sharded_checkpoint(path) and not os.path.islink(path):
-            remove_folder(Path(path))
-            return
-        filesystem = get_filesystem(path)
-        if filesystem.exists(path):
-            filesystem.rm(path, recursive=True)
+        remove_checkpoint(path)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None: ...

@@ -309,9 +309,7 @@ HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
 
 
 @pytest.mark.usefixtures("set_aside")
-@pytest.mark.parametrize(
-    "chosen", [*([habit] for habit in HABITS), HABITS], ids=["1", "2", "3", "4", "5", "6", "7", "all"]
-)
+@pytest.mark.parametrize("chosen", [*([habit] for habit in HABITS), HABITS], ids=[*"1234567", "all"])
 def test_healthy_habits(chosen: list[Keep]) -> None:
     """Each habit keeps tensors, but no growing graph; alone, and beside all others."""
 

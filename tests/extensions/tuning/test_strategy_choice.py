@@ -20,9 +20,9 @@ from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategi
 from equipoise.extensions.tuning import first_batch, strategy_choice
 from equipoise.extensions.tuning.first_batch import read_first_batch
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
-from equipoise.trainer import before_run
+from equipoise.trainer import auto_strategy_and_finders
 from equipoise.trainer import trainer as trainer_module
-from equipoise.trainer.before_run import choose_strategy
+from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.support.pipelines import QUIET
@@ -93,7 +93,7 @@ def room(monkeypatch: pytest.MonkeyPatch, prediction: MemoryPrediction) -> Calla
 
     def give(nbytes: int) -> None:
         device = PlannedDevice(name="device", kind="cpu", memory=nbytes)
-        monkeypatch.setattr(before_run, "_KINDS", ("cpu",))
+        monkeypatch.setattr(auto_strategy_and_finders, "_KINDS", ("cpu",))
         monkeypatch.setattr(strategy_choice, "devices_of", lambda trainer: [device] * 2)
         monkeypatch.setattr(strategy_choice, "predict_step", lambda *args, **options: prediction)
 
@@ -181,7 +181,7 @@ def test_stages_need_automatic_optimisation(room: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_step_that_cannot_be_predicted(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_run, "_KINDS", ("cpu",))
+    monkeypatch.setattr(auto_strategy_and_finders, "_KINDS", ("cpu",))
     assert choose(Untraceable()) == "ddp"
     (line,) = told
     assert line.startswith('strategy="auto" is ddp; the memory of a step was not predicted: ')

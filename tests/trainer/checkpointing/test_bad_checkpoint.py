@@ -177,15 +177,6 @@ def test_optimisers_of_another_kind(saved: Path, tmp_path: Path) -> None:
     refuses(resume(saved / "whole.ckpt", module), "optimiser 0 (SGD)", "parameter groups", error=CheckpointError)
 
 
-def test_momentum_is_no_state_of_adam(tmp_path: Path) -> None:
-    """Other options, and other states, which Adam would only miss in its first step."""
-    run = trainer(max_epochs=1)
-    run.fit(with_optimizers(lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)), loader())
-    run.save_checkpoint(tmp_path / "momentum.ckpt")
-    module = with_optimizers(lambda m: torch.optim.Adam(m.parameters()))
-    refuses(resume(tmp_path / "momentum.ckpt", module), "another kind than Adam", "betas", error=CheckpointError)
-
-
 OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "Adamax": torch.optim.Adamax,

@@ -70,8 +70,8 @@ def weight_in(path: Any) -> Tensor:
 
 
 @pytest.mark.quick_cases(12)
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("interval", [1.0, 0.5, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("interval", [1.0, 0.5, 3])
 @pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"time": 0}])
 @pytest.mark.parametrize("top_k", [-1, 2])
 def test_a_file_holds_the_weights_of_its_value(

@@ -32,6 +32,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
 }
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "16-mixed"}], ids=str)
 def test_a_loss_that_cannot_be_trained_on(name: str, options: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, Trainer
-from equipoise.errors import ConfigurationError
 from tests.conftest import ignoring, threads_that_stay
 
 pytestmark = ignoring("An epoch has")
@@ -241,14 +240,3 @@ def test_a_batch_that_memory_recovery_skipped_is_no_step_without_a_loss() -> Non
 
     messages = reports(TooLarge(None), callbacks=[OOMRecovery(policy="skip")])
     assert not [message for message in messages if "returned None" in message]
-
-
-@pytest.mark.parametrize("wrong", [1, "yes"])
-def test_wrong_values(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"detect_nonfinite must be True or False, not"):
-        trainer(detect_nonfinite=wrong)
-
-
-def test_barebones_contradicts_the_search() -> None:
-    with pytest.raises(ConfigurationError, match=r"barebones=True.*contradicts detect_nonfinite=True"):
-        trainer(detect_nonfinite=True, barebones=True)

@@ -121,34 +121,19 @@ def test_what_cannot_be_called_is_no_override(value: Any) -> None:
 
 @EVERY_WAY
 @BOTH
-def test_hooks_of_modules_are_called(cls: Any, override: Any) -> None:
-    module, notes = Small(), []
-    override(module, "on_train_start", lambda: notes.append("start"))
-    override(module, "on_train_batch_end", lambda outputs, batch, batch_idx: notes.append(batch_idx))
-    override(module, "on_before_zero_grad", lambda optimizer: notes.append(type(optimizer).__name__))
-    trainer(cls).fit(module, loader(2))
-    assert notes == ["start", "SGD", 0, "SGD", 1]
-
-
-@EVERY_WAY
-@BOTH
-def test_hooks_of_callbacks_are_called(cls: Any, override: Any) -> None:
-    module, callback, notes = Small(), L.Callback(), []
+def test_hooks_of_every_owner_are_called(cls: Any, override: Any) -> None:
+    module, callback, datamodule, notes = Small(), L.Callback(), TrainingData(2), []
     run = trainer(cls, callbacks=[callback])
-    override(callback, "on_fit_start", lambda *args: notes.append(args == (run, module)))
-    override(callback, "on_train_batch_start", lambda trainer, module, batch, batch_idx: notes.append(batch_idx))
-    run.fit(module, loader(2))
-    assert notes == [True, 0, 1]
-
-
-@EVERY_WAY
-@BOTH
-def test_hooks_of_data_modules_are_called(cls: Any, override: Any) -> None:
-    datamodule, notes = TrainingData(2), []
     override(datamodule, "setup", lambda stage: notes.append(("setup", stage)))
     override(datamodule, "teardown", lambda stage: notes.append(("teardown", stage)))
-    trainer(cls).fit(Small(), datamodule=datamodule)
-    assert notes == [("setup", "fit"), ("teardown", "fit")]
+    override(callback, "on_fit_start", lambda *args: notes.append(args == (run, module)))
+    override(callback, "on_train_batch_start", lambda trainer, module, batch, batch_idx: notes.append(batch_idx))
+    override(module, "on_train_start", lambda: notes.append("start"))
+    override(module, "on_before_zero_grad", lambda optimizer: notes.append(type(optimizer).__name__))
+    override(module, "on_train_batch_end", lambda outputs, batch, batch_idx: notes.append(f"end of {batch_idx}"))
+    run.fit(module, datamodule=datamodule)
+    steps = [0, "SGD", "end of 0", 1, "SGD", "end of 1"]
+    assert notes == [("setup", "fit"), True, "start", *steps, ("teardown", "fit")]
 
 
 @EVERY_WAY

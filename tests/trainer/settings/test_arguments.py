@@ -131,32 +131,6 @@ def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path
 # One by one
 
 
-def test_a_choice_names_the_nearest() -> None:
-    assert arguments.check_choice("colour", "red", ["red", "green"]) == "red"
-    with pytest.raises(
-        ConfigurationError, match=r"colour must be one of 'red', 'green', not 'GREE'\. Did you mean 'green'\?"
-    ):
-        arguments.check_choice("colour", "GREE", ["red", "green"])
-    with pytest.raises(ConfigurationError, match=r"not 7\.$"):
-        arguments.check_choice("colour", 7, ["red", "green"])
-
-
-@given(value=st.integers(0, 10**9), least=st.integers(0, 5))
-def test_counts(value: int, least: int) -> None:
-    if value >= least:
-        assert arguments.check_count("n", value, least=least) == value
-    else:
-        with pytest.raises(ConfigurationError, match=f"at least {least}, not {value}"):
-            arguments.check_count("n", value, least=least)
-
-
-def test_counts_that_are_none() -> None:
-    assert arguments.check_count("n", None, least=0, optional=True) is None
-    assert arguments.check_count("n", -1, least=0, unlimited=True) == -1
-    with pytest.raises(ConfigurationError, match="at least 0, or -1 for no limit, or None, not -2"):
-        arguments.check_count("n", -2, least=0, optional=True, unlimited=True)
-
-
 @pytest.mark.parametrize(
     ("given", "limit"), [(None, 1.0), (0, 0), (1, 1), (1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (7, 7), (3.0, 3)], ids=repr
 )
@@ -235,20 +209,6 @@ def test_profilers() -> None:
     assert type(arguments.make_profiler(None)) is PassThroughProfiler
     own = SimpleProfiler()
     assert arguments.make_profiler(own) is own
-
-
-@pytest.mark.parametrize("value", [None, True, False])
-def test_flags(value: Any) -> None:
-    arguments.check_flags(flag=value)
-
-
-@given(least=st.none() | st.integers(0, 5), most=st.none() | st.integers(-1, 5))
-def test_an_order_that_contradicts_itself(least: int | None, most: int | None) -> None:
-    if least is not None and most is not None and -1 < most < least:
-        with pytest.raises(ConfigurationError, match=f"min_steps={least} exceeds max_steps={most}"):
-            arguments.check_order(least, most, "steps")
-    else:
-        arguments.check_order(least, most, "steps")
 
 
 def test_max_epochs_has_a_default_that_is_said_aloud() -> None:

@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
     ],
     ids=str,
 )
-@pytest.mark.parametrize("accelerator", ["cpu", CPUAccelerator()], ids=["name", "object"])
-def test_devices_of_the_cpu(accelerator: Any, devices: Any, count: int) -> None:
-    assert select.select_devices(accelerator, devices) == [CPU] * count
+def test_devices_of_the_cpu(devices: Any, count: int) -> None:
+    for accelerator in ("cpu", CPUAccelerator()):
+        assert select.select_devices(accelerator, devices) == [CPU] * count
 
 
 @pytest.fixture
@@ -69,12 +69,11 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "accelerator", ["auto", "gpu", "cuda", CUDAAccelerator()], ids=["auto", "gpu", "cuda", "object"]
-)
 @pytest.mark.usefixtures("four_gpus")
-def test_devices_of_cuda(accelerator: Any, devices: Any, indices: list[int]) -> None:
-    assert select.select_devices(accelerator, devices) == [torch.device("cuda", index) for index in indices]
+def test_devices_of_cuda(devices: Any, indices: list[int]) -> None:
+    expected = [torch.device("cuda", index) for index in indices]
+    for accelerator in ("auto", "gpu", "cuda", CUDAAccelerator()):
+        assert select.select_devices(accelerator, devices) == expected
 
 
 @given(

@@ -42,31 +42,6 @@ def test_a_copy_for_another_process_has_no_optimisers_schedulers_and_listeners()
     assert len(state.metric_listeners) == len(state.lr_scheduler_configs) == 1
 
 
-def test_the_present_epoch_is_that_of_the_counters() -> None:
-    state = RunState()
-    state.progress.epoch.count()
-    state.progress.epoch.count()
-    assert state.current_epoch == 2
-
-
-@pytest.mark.parametrize("stage", ["training", "validating", "testing", "predicting", "sanity_checking"])
-def test_a_stage_is_set_and_left_by_its_name(stage: str) -> None:
-    state = RunState()
-    setattr(state, stage, True)
-    assert getattr(state, stage)
-    assert state.status.stage is not None
-    assert state.evaluating == state.status.stage.evaluating
-    setattr(state, stage, False)
-    assert state.status.stage is None
-
-
-def test_leaving_a_stage_keeps_another() -> None:
-    state = RunState()
-    state.training = True
-    state.validating = False
-    assert state.training
-
-
 def test_fitting_holds_during_its_validations() -> None:
     state = RunState()
     assert not state.fitting
@@ -75,19 +50,6 @@ def test_fitting_holds_during_its_validations() -> None:
     assert state.fitting
     state.status.fn = TrainerFn.VALIDATING
     assert not state.fitting
-
-
-def test_an_interrupted_run_is_known() -> None:
-    state = RunState()
-    assert not state.interrupted
-    state.status.status = TrainerStatus.INTERRUPTED
-    assert state.interrupted
-
-
-def test_a_root_folder_is_a_path_or_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/user")
-    assert RunState(root_dir="~/runs/./first").default_root_dir == "/home/user/runs/first"
-    assert RunState(root_dir="s3://bucket/./runs").default_root_dir == "s3://bucket/./runs"
 
 
 def test_a_run_begins_in_the_stage_of_its_entry_point_and_ends_in_none() -> None:
@@ -115,21 +77,9 @@ def test_a_failed_run_stays_in_its_stage_until_it_is_left() -> None:
     assert state.fitting
 
 
-def test_signals_are_noted_and_forgotten() -> None:
-    state = RunState()
-    state.note_signal(requeues=True)
-    state.note_signal(requeues=False)
-    assert state.received_sigterm
-    assert state.requeues
-    state.forget_signals()
-    assert not state.received_sigterm
-    assert not state.requeues
-
-
 def test_results_are_what_a_caller_receives_from_other_processes() -> None:
     state = RunState(max_steps=7)
-    state.set_optimizers([], [])
-    state.note_checkpoint("last.ckpt")
+    state.loaded_ckpt_path = "last.ckpt"
     results = state.results()
     assert results["loaded_ckpt_path"] == "last.ckpt"
     assert results["status"] is state.status

@@ -1,10 +1,8 @@
 """TrainerParts: what a run is carried out on, without the trainer."""
 
 import pickle
-from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise import Trainer
@@ -69,12 +67,3 @@ def test_steps_are_counted_as_the_module_optimises(automatic: bool) -> None:
     module.automatic_optimization = automatic
     parts.begin_run(make_context(parts, Request(TrainerFn.FITTING, module)))
     assert parts.global_step == (1 if automatic else 2)
-
-
-def test_the_folder_of_a_run_is_that_of_the_first_logger(tmp_path: Path) -> None:
-    parts = trainer(Trainer, default_root_dir=tmp_path).parts
-    parts.state.loggers = []
-    assert parts.log_dir(parts.state.default_root_dir) == str(tmp_path)
-    logger = CSVLogger(tmp_path / "logs")
-    parts.state.loggers = [logger]
-    assert parts.log_dir(parts.state.default_root_dir) == logger.log_dir

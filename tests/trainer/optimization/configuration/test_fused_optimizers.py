@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.interop.torch.optimizers import unscales_by_itself
-from equipoise.trainer.optimization.configuration.fused import fuse_optimizers
+from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from tests.conftest import ignoring
 
 pytestmark = ignoring()

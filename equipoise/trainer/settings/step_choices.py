@@ -1,17 +1,22 @@
-"""Choices that make steps faster."""
+"""Choices about the steps of a training: what makes them faster, and what makes them need less memory."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
 from equipoise.trainer.settings import arguments as check
 
-__all__ = ["Speed"]
+__all__ = ["StepChoices"]
+
+# Bytes from which on a tensor is offloaded, where the user names no number: smaller ones cost time and save little.
+_LEAST_OFFLOADED = 2**20
 
 
 @dataclass
-class Speed:
+class StepChoices:
     """The choices of a trainer's runs, checked.
 
     Attributes:
@@ -19,19 +24,36 @@ class Speed:
         compiles_steps: Whether training steps are compiled. "auto": where that is faster.
         captures_steps: Whether training steps are captured as CUDA graphs.
         fuses_optimizers: Whether optimisers step all parameters by one kernel.
+        activation_checkpointing: Submodules that compute their activations again in the backward.
+        steps_in_backward: Whether each parameter is stepped within the backward.
+        offload_least_bytes: Bytes from which on tensors that are saved for the backward wait on the host; None: none.
     """
 
     prefetch: PrefetchChoice = "auto"
     compiles_steps: Literal["auto"] | bool = False
     captures_steps: bool = False
     fuses_optimizers: bool = False
+    activation_checkpointing: list[str | type[nn.Module]] | None = None
+    steps_in_backward: bool = False
+    offload_least_bytes: int | None = None
 
-    def choose_speed(self, prefetch: Any, compile: Any, capture: Any, fused_optimizer: Any) -> None:
+    def choose_steps(
+        self,
+        *,
+        prefetch: Any,
+        compile: Any,
+        capture: Any,
+        fused_optimizer: Any,
+        activation_checkpointing: Any,
+        step_in_backward: Any,
+        offload_activations: Any,
+    ) -> None:
         """Set the choices; see the Trainer's arguments of these names.
 
         Raises:
             ConfigurationError: If a value is none of those that are allowed, or two of them contradict each other.
         """
+        # 1. Speed.
         self.prefetch = check.check_auto_flag("prefetch", prefetch)
         self.compiles_steps = check.check_auto_flag("compile", compile)
         self.captures_steps = check.check_flag("capture", capture)
@@ -40,3 +62,11 @@ class Speed:
                 f"compile={compile!r} and capture=True are two ways to the same step. Leave one of them out."
             )
         self.fuses_optimizers = check.check_flag("fused_optimizer", fused_optimizer)
+
+        # 2. Memory.
+        self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
+        self.steps_in_backward = check.check_flag("step_in_backward", step_in_backward)
+        if isinstance(offload_activations, bool):
+            self.offload_least_bytes = _LEAST_OFFLOADED if offload_activations else None
+        else:
+            self.offload_least_bytes = check.check_size("offload_activations", offload_activations)
