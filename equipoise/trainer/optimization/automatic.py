@@ -90,13 +90,7 @@ class AutomaticOptimization:
         self._counts = state.progress.optimizer_step.current
         self._optimizer: Optimizer = state.optimizers[0]
         _check_scaler(self._scaler, self._optimizer)
-        self._scaled_steps = None
-        if self._scaler is not None:
-            from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
-
-            self._scaled_steps = ScaledSteps(self._scaler)
-            # A scaler begins to work with the first loss, but a process may have no loss in its first window.
-            self._scaler.scale(torch.zeros((), device=strategy.root_device))
+        self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
         window.share_reference(None if self._is_alone else strategy.processes.broadcast)
 
@@ -144,6 +138,15 @@ class AutomaticOptimization:
 
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
+
+    def _start_scaler(self, device: torch.device) -> "ScaledSteps | None":
+        if self._scaler is None:
+            return None
+        from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
+
+        # A scaler begins to work with the first loss, but a process may have no loss in its first window.
+        self._scaler.scale(torch.zeros((), device=device))
+        return ScaledSteps(self._scaler)
 
     def _inner_step(self, context: "RunContext") -> InnerStep | None:
         """Return the optimiser's step within the backward; None if it comes after the backward."""
