@@ -37,9 +37,9 @@ MISTAKES = [
     ("fit experiment=shrt", "no 'shrt' in the group 'experiment'", "did you mean 'short'?"),
     ("fit experiment=group", "no group 'modul' to override", "did you mean 'module'?"),
     # values
-    ("fit trainer.max_epochs=many", "trainer.max_epochs must be of type int | None", "it is 'many'"),
+    ("fit trainer.max_epochs=many", "trainer.max_epochs: Value 'many'", "Integer"),
     ("fit trainer.max_epochs=-7", "max_epochs", "-7"),
-    ("fit trainer.enable_progress_bar=perhaps", "enable_progress_bar must be of type bool", "it is 'perhaps'"),
+    ("fit trainer.enable_progress_bar=perhaps", "trainer.enable_progress_bar: Value 'perhaps'", "bool"),
     ("fit trainer.limit_train_batches=few", "limit_train_batches must be of type int | float", "it is 'few'"),
     ("fit trainer.devices=many", "devices", "many"),
     ("fit callbacks=[early_stopping]", "callbacks.early_stopping.monitor must be given a value", "=VALUE"),

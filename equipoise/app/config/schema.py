@@ -1,7 +1,7 @@
 """Structured configurations derived from the signatures of constructors.
 
-A parameter becomes a field of the same name and default. Its values are checked later, as those of the user's own
-classes are, by `annotations`.
+A parameter becomes a field of the same name and default. OmegaConf converts values of the plain types. Values of all
+other types are checked later, as those of the user's own classes are, by `annotations`.
 """
 
 import enum
@@ -49,9 +49,7 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         default = _default(parameter.default)
         if default is None:
             continue
-        # An unquoted 2024 on a command line becomes a text where one is expected.
-        field_type = parameter.annotation if parameter.annotation in (str, str | None) else Any
-        fields.append((parameter.name, field_type, default))
+        fields.append((parameter.name, _field_type(parameter), default))
     return make_dataclass(f"{target.__name__}Config", fields)
 
 
@@ -82,6 +80,14 @@ def _default(value: Any) -> Any | None:
     if isinstance(value, Mapping) and _are_plain(value.keys()) and _are_plain(value.values()):
         return field(default_factory=lambda: dict(value))
     return None
+
+
+def _field_type(parameter: inspect.Parameter) -> Any:
+    """Return the type to which a value is converted, such as the text of a variable of the environment; else Any."""
+    for kind in _PLAIN:
+        if parameter.annotation in (kind, kind | None):
+            return kind | None if parameter.default is None else parameter.annotation
+    return Any
 
 
 def _are_plain(values: Iterable[Any]) -> bool:

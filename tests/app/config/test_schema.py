@@ -11,6 +11,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import equipoise
 import equipoise.app.compose  # registers the structured configurations
@@ -75,15 +76,28 @@ def test_the_target_is_the_class():
     assert CONFIG._target_ == f"{__name__}.Example"
 
 
-@pytest.mark.parametrize("key", [name for name in FIELDS if name not in ("_target_", "text", "sizes")])
-def test_values_stay_as_they_were_written(key: str):
+@pytest.mark.parametrize(
+    ("key", "good", "converted", "bad"),
+    [
+        ("required", "3", 3, "x"),
+        ("optional", "3", 3, "x"),
+        ("old_style", 1, 1.0, "x"),
+        ("text", 2024, "2024", ["x"]),
+        ("keyword", "yes", True, "x"),
+    ],
+)
+def test_values_of_plain_types_are_converted(key: str, good: Any, converted: Any, bad: Any):
+    value = OmegaConf.merge(CONFIG, {key: good})[key]
+    assert (value, type(value)) == (converted, type(converted))
+    with pytest.raises(OmegaConfBaseException):
+        OmegaConf.merge(CONFIG, {key: bad})
+
+
+@pytest.mark.parametrize("key", [name for name, field in FIELDS.items() if field.type is Any and name != "sizes"])
+def test_values_of_other_types_stay_as_they_were_written(key: str):
     for value in (1, 1.0, "x", [1, "x"], {"x": [1]}):
         kept = OmegaConf.to_container(OmegaConf.merge(CONFIG, {key: value}))[key]
         assert (kept, type(kept)) == (value, type(value))
-
-
-def test_a_number_becomes_a_text_where_one_is_expected():
-    assert OmegaConf.merge(CONFIG, {"text": 2024}).text == "2024"
 
 
 def test_mutable_defaults_are_not_shared():
