@@ -63,7 +63,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     state = parts.state
     refuse_finders(state)
     # A subclass of the Trainer may override the property.
-    state.root_dir = parts.trainer.default_root_dir
+    state.set_root_dir(parts.trainer.default_root_dir)
     state.begin(request.fn)
     slurm.count_fit(state)
 
@@ -151,7 +151,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     # 1. Connect module, data and callbacks, and read the checkpoint.
     context = prepare(parts, request)
     path = _choose_checkpoint(context, request)
-    state.loaded_ckpt_path = path
+    state.note_checkpoint(path)
     checkpoint: dict[str, Any] | None = None
     if path is not None:
         checkpoint = _read_checkpoint(context, request, path)
@@ -254,8 +254,7 @@ def _configure_optimizers(context: RunContext) -> None:
         fuse_optimizers(optimizers, context.module)
     for extension in step_extensions(state):
         extension.check_optimizer(optimizers[0])
-    state.optimizers = optimizers
-    state.lr_scheduler_configs = configs
+    state.set_optimizers(optimizers, configs)
     context.strategy.portable.connect_optimizers(optimizers)
 
 

@@ -5,7 +5,7 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -18,7 +18,6 @@ from equipoise.interop.lightning.callbacks import cannot_fire, without_skipped_s
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Hooks", "overrides", "state_key_of"]
 
@@ -69,12 +68,24 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
     return True
 
 
+class HasCallbacks(Protocol):
+    """Part of a run's state that hooks read.
+
+    Attributes:
+        callbacks: The callbacks, in order. The list may change during a run.
+        profiler: Profiler that measures every hook. A `PassThroughProfiler` measures none.
+    """
+
+    callbacks: list[LightningCallback]
+    profiler: Profiler
+
+
 class Hooks:
     """Hooks of one run.
 
     Args:
         trainer: First argument of the callbacks' hooks.
-        state: Contains the callbacks, whose list may change during a run, and the profiler.
+        state: Contains the callbacks and the profiler.
         module: The user's module.
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
@@ -85,7 +96,7 @@ class Hooks:
         self,
         *,
         trainer: object,
-        state: RunState,
+        state: HasCallbacks,
         module: LightningModule,
         datamodule: LightningDataModule | None,
         strategy_name: str,

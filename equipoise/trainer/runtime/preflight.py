@@ -45,12 +45,15 @@ _STAGE_OF = {
     TrainerFn.PREDICTING: "predict",
 }
 
-# The methods that a module must define for an entry point.
-_NEEDED: dict[TrainerFn, tuple[str, ...]] = {
-    TrainerFn.FITTING: ("training_step", "configure_optimizers"),
-    TrainerFn.VALIDATING: ("validation_step",),
-    TrainerFn.TESTING: ("test_step",),
-    TrainerFn.PREDICTING: (),
+# The methods that a module must define for an entry point, and how the message begins that says so.
+_NEEDED: dict[TrainerFn, tuple[str, tuple[str, ...]]] = {
+    TrainerFn.FITTING: (
+        "`fit` needs `training_step` and `configure_optimizers`, but",
+        ("training_step", "configure_optimizers"),
+    ),
+    TrainerFn.VALIDATING: ("`validate` needs `validation_step`, but", ("validation_step",)),
+    TrainerFn.TESTING: ("`test` needs `test_step`, but", ("test_step",)),
+    TrainerFn.PREDICTING: ("", ()),
 }
 
 _STEPS_OF = {
@@ -140,11 +143,10 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
         raise ConfigurationError(
             f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
         )
-    needed = _NEEDED[fn]
+    beginning, needed = _NEEDED[fn]
     for method in needed:
         if not is_overridden(method, module):
-            listed = " and ".join(f"`{each}`" for each in needed)
-            raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. Define it.")
+            raise ConfigurationError(f"{beginning} {name} does not define `{method}`. Define it.")
 
 
 def _check_fit(context: "RunContext") -> None:

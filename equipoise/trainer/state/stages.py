@@ -30,14 +30,10 @@ class _Stage(property):
         def runs(state: "Stages") -> bool:
             return state.status.stage == stage
 
-        def set_stage(state: "Stages", value: bool) -> None:
-            if value:
-                state.status.stage = stage
-            # Another stage may have begun in the meantime.
-            elif state.status.stage == stage:
-                state.status.stage = None
+        def switch(state: "Stages", value: bool) -> None:
+            state.switch(stage, value)
 
-        super().__init__(runs, set_stage, doc=text)
+        super().__init__(runs, switch, doc=text)
 
     if TYPE_CHECKING:
 
@@ -49,8 +45,7 @@ class Stages:
     """The entry point that runs, its stage, and how it ended.
 
     Attributes:
-        status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`,
-            and may hold it, so it stays the same object.
+        status: Lightning's object for these three; users and callbacks read and write it as `trainer.state`.
     """
 
     status: TrainerState = field(default_factory=TrainerState, metadata=RESULT)
@@ -59,22 +54,32 @@ class Stages:
 
     def begin(self, fn: TrainerFn) -> None:
         """Begin a run in the first stage of its entry point."""
-        self.status.fn = fn
-        self.status.status = TrainerStatus.RUNNING
-        self.status.stage = _FIRST_STAGE[fn]
+        self._set(fn=fn, status=TrainerStatus.RUNNING, stage=_FIRST_STAGE[fn])
 
     def finish(self) -> None:
         """End a run that came to its end."""
-        self.status.status = TrainerStatus.FINISHED
-        self.status.stage = None
+        self._set(status=TrainerStatus.FINISHED, stage=None)
 
     def interrupt(self) -> None:
         """Note that a run has failed; it stays in its stage until everything is released."""
-        self.status.status = TrainerStatus.INTERRUPTED
+        self._set(status=TrainerStatus.INTERRUPTED)
 
     def leave(self) -> None:
         """Leave the stage of a run that has failed."""
-        self.status.stage = None
+        self._set(stage=None)
+
+    def _set(self, **values: Any) -> None:
+        # The object stays the same, since users may hold it.
+        for name, value in values.items():
+            setattr(self.status, name, value)
+
+    def switch(self, stage: RunningStage, on: bool) -> None:
+        """Enter a stage, or leave it."""
+        if on:
+            self._set(stage=stage)
+        # Another stage may have begun in the meantime.
+        elif self.status.stage == stage:
+            self._set(stage=None)
 
     # Its stage.
 
