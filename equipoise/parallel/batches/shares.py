@@ -38,16 +38,9 @@ def are_shares(shares: Any) -> bool:
         (True, False, False)
     """
     # A string is a sequence, too.
-    if isinstance(shares, str):
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
         return False
-    if not isinstance(shares, Sequence):
-        return False
-    for share in shares:
-        if not is_number(share):
-            return False
-        if not 0 <= share < math.inf:
-            return False
-    return any(shares)
+    return all(is_number(share) and 0 <= share < math.inf for share in shares) and any(shares)
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:
@@ -62,10 +55,7 @@ def even_sizes(batch_size: int, devices: int) -> list[int]:
         [2, 2, 2, 1, 1]
     """
     least, larger = divmod(batch_size, devices)
-    sizes = [least] * devices
-    for index in range(larger):
-        sizes[index] += 1
-    return sizes
+    return [least + 1] * larger + [least] * (devices - larger)
 
 
 def even_chunks(batch_size: int, devices: int) -> list[int]:
@@ -81,13 +71,7 @@ def even_chunks(batch_size: int, devices: int) -> list[int]:
     """
     # Rounded up.
     chunk_size = -(-batch_size // devices)
-    sizes = []
-    rest = batch_size
-    for _ in range(devices):
-        size = min(chunk_size, rest)
-        sizes.append(size)
-        rest -= size
-    return sizes
+    return [max(0, min(chunk_size, batch_size - index * chunk_size)) for index in range(devices)]
 
 
 def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
@@ -109,34 +93,21 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
         total = sum(shares)
 
     # 2. Exact sizes, rounded down.
-    exact_sizes = []
-    sizes = []
-    for share in shares:
-        exact = batch_size * share / total
-        exact_sizes.append(exact)
-        sizes.append(int(exact))
+    exact_sizes = [batch_size * share / total for share in shares]
+    sizes = [int(exact) for exact in exact_sizes]
 
     # 3. The samples that remain go to the largest remainders, lower indices first.
     def order(index: int) -> tuple[float, int]:
         remainder = exact_sizes[index] - sizes[index]
         return -remainder, index
 
-    candidates = []
-    for index, share in enumerate(shares):
-        if share > 0:
-            candidates.append(index)
-    candidates.sort(key=order)
-    remaining = batch_size - sum(sizes)
-    for index in candidates[:remaining]:
+    candidates = sorted((index for index, share in enumerate(shares) if share > 0), key=order)
+    for index in candidates[: batch_size - sum(sizes)]:
         sizes[index] += 1
     return sizes
 
 
-def first_device_sizes(
-    batch_size: int,
-    devices: int,
-    first: int,
-) -> tuple[list[int], bool]:
+def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[int], bool]:
     """Return the sizes of BalancedDataParallel, a class of Transformer-XL's training code (Dai et al., 2019).
 
     The first device gets `first` samples, the others share the rest evenly, lower ones first. That holds only where
@@ -195,11 +166,9 @@ class DeviceTimes:
         If only one size was measured, or if the line falls or begins below 0, the base is 0.
         """
         # 1. The quickest run of each size is the least disturbed.
-        sizes = []
-        times = []
-        for size, runs in self._runs_by_size().items():
-            sizes.append(size)
-            times.append(min(runs))
+        runs_by_size = self._runs_by_size()
+        sizes = list(runs_by_size)
+        times = list(map(min, runs_by_size.values()))
 
         # 2. The least-squares line with a base.
         mean_size = sum(sizes) / len(sizes)
@@ -214,10 +183,7 @@ class DeviceTimes:
                 return base, slope
 
         # 3. Otherwise the least-squares line through the origin.
-        products = _dot(sizes, times)
-        squares = _dot(sizes, sizes)
-        slope = products / squares
-        return 0.0, max(slope, 1e-12)
+        return 0.0, max(_dot(sizes, times) / _dot(sizes, sizes), 1e-12)
 
     def noise(self) -> list[float]:
         """Return how far runs of the same size differ, as fractions of the quickest."""
@@ -225,22 +191,18 @@ class DeviceTimes:
         for runs in self._runs_by_size().values():
             shortest = min(runs)
             if len(runs) > 1 and shortest > 0:
-                spread = max(runs) / shortest - 1
-                spreads.append(spread)
+                spreads.append(max(runs) / shortest - 1)
         return spreads
 
     def _runs_by_size(self) -> dict[int, list[float]]:
         runs: dict[int, list[float]] = {}
         for size, seconds in self.measured:
-            runs_of_size = runs.setdefault(size, [])
-            runs_of_size.append(seconds)
+            runs.setdefault(size, []).append(seconds)
         return runs
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    pairs = zip(left, right, strict=True)
-    products = [a * b for a, b in pairs]
-    return sum(products)
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int]:
@@ -265,10 +227,8 @@ def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int
 
     # 2. Even sizes, if they fit.
     even = even_sizes(batch_size, len(devices))
-    pairs = zip(even, limits, strict=True)
-    for size, limit in pairs:
-        if limit is not None and size > limit:
-            return sizes
+    if any(limit is not None and size > limit for size, limit in zip(even, limits, strict=True)):
+        return sizes
 
     # 3. The gain of uneven sizes must exceed the noise.
     noise: list[float] = []
@@ -287,20 +247,11 @@ def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int
 
 def _seconds(sizes: Sequence[int], lines: Sequence[Line]) -> float:
     """Return the time of the slowest device. A device without samples takes none."""
-    slowest = 0.0
     pairs = zip(sizes, lines, strict=True)
-    for size, (base, per_sample) in pairs:
-        if size:
-            seconds = base + size * per_sample
-            slowest = max(slowest, seconds)
-    return slowest
+    return max((base + size * per_sample for size, (base, per_sample) in pairs if size), default=0.0)
 
 
-def _quickest_sizes(
-    batch_size: int,
-    lines: Sequence[Line],
-    limits: Sequence[int | None],
-) -> list[int]:
+def _quickest_sizes(batch_size: int, lines: Sequence[Line], limits: Sequence[int | None]) -> list[int]:
     """Return the sizes with which the last device finishes first, regardless of noise."""
     # 1. Memory that is too small is shared out in proportion; no device gets a share of 0.
     if None not in limits:
@@ -311,11 +262,8 @@ def _quickest_sizes(
 
     # 2. The time in which all devices together compute the batch, by bisection.
     low = 0.0
-    high = 0.0
-    for base, per_sample in lines:
-        # The time in which this device computes the batch alone.
-        alone = base + batch_size * per_sample
-        high = max(high, alone)
+    # The time in which the slowest device computes the batch alone.
+    high = max(base + batch_size * per_sample for base, per_sample in lines)
     for _ in range(100):
         middle = (low + high) / 2
         exact_sizes = _samples_within(middle, lines, limits)
@@ -334,26 +282,16 @@ def _quickest_sizes(
         return base + size * per_sample
 
     while sum(sizes) < batch_size:
-        with_room = []
-        for index, limit in enumerate(limits):
-            if limit is None or sizes[index] < limit:
-                with_room.append(index)
-        best = min(with_room, key=end_with_one_more)
-        sizes[best] += 1
+        with_room = [index for index, limit in enumerate(limits) if limit is None or sizes[index] < limit]
+        sizes[min(with_room, key=end_with_one_more)] += 1
     return sizes
 
 
-def _samples_within(
-    seconds: float,
-    lines: Sequence[Line],
-    limits: Sequence[int | None],
-) -> list[float]:
+def _samples_within(seconds: float, lines: Sequence[Line], limits: Sequence[int | None]) -> list[float]:
     """Return the number of samples, not rounded, that each device computes in a time, within its memory."""
     samples = []
-    pairs = zip(lines, limits, strict=True)
-    for (base, per_sample), limit in pairs:
-        exact = (seconds - base) / per_sample
-        exact = max(0.0, exact)
+    for (base, per_sample), limit in zip(lines, limits, strict=True):
+        exact = max(0.0, (seconds - base) / per_sample)
         if limit is not None:
             exact = min(exact, limit)
         samples.append(exact)
