@@ -38,9 +38,16 @@ def are_shares(shares: Any) -> bool:
         (True, False, False)
     """
     # A string is a sequence, too.
-    if isinstance(shares, str) or not isinstance(shares, Sequence):
+    if isinstance(shares, str):
         return False
-    return all(is_number(share) and 0 <= share < math.inf for share in shares) and any(shares)
+    if not isinstance(shares, Sequence):
+        return False
+    for share in shares:
+        if not is_number(share):
+            return False
+        if not 0 <= share < math.inf:
+            return False
+    return any(shares)
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:
@@ -55,7 +62,10 @@ def even_sizes(batch_size: int, devices: int) -> list[int]:
         [2, 2, 2, 1, 1]
     """
     least, larger = divmod(batch_size, devices)
-    return [least + 1] * larger + [least] * (devices - larger)
+    sizes = [least] * devices
+    for index in range(larger):
+        sizes[index] += 1
+    return sizes
 
 
 def even_chunks(batch_size: int, devices: int) -> list[int]:
@@ -71,7 +81,13 @@ def even_chunks(batch_size: int, devices: int) -> list[int]:
     """
     # Rounded up.
     chunk_size = -(-batch_size // devices)
-    return [max(0, min(chunk_size, batch_size - index * chunk_size)) for index in range(devices)]
+    sizes = []
+    rest = batch_size
+    for _ in range(devices):
+        size = min(chunk_size, rest)
+        sizes.append(size)
+        rest -= size
+    return sizes
 
 
 def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
@@ -93,21 +109,34 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
         total = sum(shares)
 
     # 2. Exact sizes, rounded down.
-    exact_sizes = [batch_size * share / total for share in shares]
-    sizes = [int(exact) for exact in exact_sizes]
+    exact_sizes = []
+    sizes = []
+    for share in shares:
+        exact = batch_size * share / total
+        exact_sizes.append(exact)
+        sizes.append(int(exact))
 
     # 3. The samples that remain go to the largest remainders, lower indices first.
     def order(index: int) -> tuple[float, int]:
         remainder = exact_sizes[index] - sizes[index]
         return -remainder, index
 
-    candidates = sorted((index for index, share in enumerate(shares) if share > 0), key=order)
-    for index in candidates[: batch_size - sum(sizes)]:
+    candidates = []
+    for index, share in enumerate(shares):
+        if share > 0:
+            candidates.append(index)
+    candidates.sort(key=order)
+    remaining = batch_size - sum(sizes)
+    for index in candidates[:remaining]:
         sizes[index] += 1
     return sizes
 
 
-def first_device_sizes(batch_size: int, devices: int, first: int) -> tuple[list[int], bool]:
+def first_device_sizes(
+    batch_size: int,
+    devices: int,
+    first: int,
+) -> tuple[list[int], bool]:
     """Return the sizes of BalancedDataParallel, a class of Transformer-XL's training code (Dai et al., 2019).
 
     The first device gets `first` samples, the others share the rest evenly, lower ones first. That holds only where
@@ -166,9 +195,11 @@ class DeviceTimes:
         If only one size was measured, or if the line falls or begins below 0, the base is 0.
         """
         # 1. The quickest run of each size is the least disturbed.
-        runs_by_size = self._runs_by_size()
-        sizes = list(runs_by_size)
-        times = list(map(min, runs_by_size.values()))
+        sizes = []
+        times = []
+        for size, runs in self._runs_by_size().items():
+            sizes.append(size)
+            times.append(min(runs))
 
         # 2. The least-squares line with a base.
         mean_size = sum(sizes) / len(sizes)
@@ -183,7 +214,10 @@ class DeviceTimes:
                 return base, slope
 
         # 3. Otherwise the least-squares line through the origin.
-        return 0.0, max(_dot(sizes, times) / _dot(sizes, sizes), 1e-12)
+        products = _dot(sizes, times)
+        squares = _dot(sizes, sizes)
+        slope = products / squares
+        return 0.0, max(slope, 1e-12)
 
     def noise(self) -> list[float]:
         """Return how far runs of the same size differ, as fractions of the quickest."""
@@ -191,18 +225,22 @@ class DeviceTimes:
         for runs in self._runs_by_size().values():
             shortest = min(runs)
             if len(runs) > 1 and shortest > 0:
-                spreads.append(max(runs) / shortest - 1)
+                spread = max(runs) / shortest - 1
+                spreads.append(spread)
         return spreads
 
     def _runs_by_size(self) -> dict[int, list[float]]:
         runs: dict[int, list[float]] = {}
         for size, seconds in self.measured:
-            runs.setdefault(size, []).append(seconds)
+            runs_of_size = runs.setdefault(size, [])
+            runs_of_size.append(seconds)
         return runs
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+    pairs = zip(left, right, strict=True)
+    products = [a * b for a, b in pairs]
+    return sum(products)
 
 
 def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int]:
@@ -227,8 +265,10 @@ def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int
 
     # 2. Even sizes, if they fit.
     even = even_sizes(batch_size, len(devices))
-    if any(limit is not None and size > limit for size, limit in zip(even, limits, strict=True)):
-        return sizes
+    pairs = zip(even, limits, strict=True)
+    for size, limit in pairs:
+        if limit is not None and size > limit:
+            return sizes
 
     # 3. The gain of uneven sizes must exceed the noise.
     noise: list[float] = []
@@ -247,11 +287,20 @@ def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int
 
 def _seconds(sizes: Sequence[int], lines: Sequence[Line]) -> float:
     """Return the time of the slowest device. A device without samples takes none."""
+    slowest = 0.0
     pairs = zip(sizes, lines, strict=True)
-    return max((base + size * per_sample for size, (base, per_sample) in pairs if size), default=0.0)
+    for size, (base, per_sample) in pairs:
+        if size:
+            seconds = base + size * per_sample
+            slowest = max(slowest, seconds)
+    return slowest
 
 
-def _quickest_sizes(batch_size: int, lines: Sequence[Line], limits: Sequence[int | None]) -> list[int]:
+def _quickest_sizes(
+    batch_size: int,
+    lines: Sequence[Line],
+    limits: Sequence[int | None],
+) -> list[int]:
     """Return the sizes with which the last device finishes first, regardless of noise."""
     # 1. Memory that is too small is shared out in proportion; no device gets a share of 0.
     if None not in limits:
@@ -262,8 +311,11 @@ def _quickest_sizes(batch_size: int, lines: Sequence[Line], limits: Sequence[int
 
     # 2. The time in which all devices together compute the batch, by bisection.
     low = 0.0
-    # The time in which the slowest device computes the batch alone.
-    high = max(base + batch_size * per_sample for base, per_sample in lines)
+    high = 0.0
+    for base, per_sample in lines:
+        # The time in which this device computes the batch alone.
+        alone = base + batch_size * per_sample
+        high = max(high, alone)
     for _ in range(100):
         middle = (low + high) / 2
         exact_sizes = _samples_within(middle, lines, limits)
@@ -282,16 +334,26 @@ def _quickest_sizes(batch_size: int, lines: Sequence[Line], limits: Sequence[int
         return base + size * per_sample
 
     while sum(sizes) < batch_size:
-        with_room = [index for index, limit in enumerate(limits) if limit is None or sizes[index] < limit]
-        sizes[min(with_room, key=end_with_one_more)] += 1
+        with_room = []
+        for index, limit in enumerate(limits):
+            if limit is None or sizes[index] < limit:
+                with_room.append(index)
+        best = min(with_room, key=end_with_one_more)
+        sizes[best] += 1
     return sizes
 
 
-def _samples_within(seconds: float, lines: Sequence[Line], limits: Sequence[int | None]) -> list[float]:
+def _samples_within(
+    seconds: float,
+    lines: Sequence[Line],
+    limits: Sequence[int | None],
+) -> list[float]:
     """Return the number of samples, not rounded, that each device computes in a time, within its memory."""
     samples = []
-    for (base, per_sample), limit in zip(lines, limits, strict=True):
-        exact = max(0.0, (seconds - base) / per_sample)
+    pairs = zip(lines, limits, strict=True)
+    for (base, per_sample), limit in pairs:
+        exact = (seconds - base) / per_sample
+        exact = max(0.0, exact)
         if limit is not None:
             exact = min(exact, limit)
         samples.append(exact)

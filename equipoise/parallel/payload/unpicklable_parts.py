@@ -46,7 +46,10 @@ def _first_unpicklable_part(value: Any, chain: list[Any]) -> Part | None:
     """
     for name, part in _parts(value):
         is_in_chain = any(part is holder for holder in chain)
-        if not is_in_chain and not can_be_packed(part, chain):
+        if is_in_chain:
+            continue
+        is_packable = can_be_packed(part, chain)
+        if not is_packable:
             return name, part
     return None
 
@@ -54,34 +57,44 @@ def _first_unpicklable_part(value: Any, chain: list[Any]) -> Part | None:
 def _path(chain: list[Any], names: list[str]) -> str:
     """Return the path to the last object of a chain, from the first object of the user on."""
     # Skip the containers in which the user's objects travel.
-    users = (index for index, holder in enumerate(chain) if not _is_internal(holder))
-    start = next(users, len(chain) - 1)
-    path = "".join(names[start + 1 :])
+    start = len(chain) - 1
+    for index, holder in enumerate(chain):
+        if not _is_internal(holder):
+            start = index
+            break
+    names_behind_start = names[start + 1 :]
+    path = "".join(names_behind_start)
     first = chain[start]
     if isinstance(first, type):
         return f"{first.__name__}{path}"
     # A module's registered objects read as attributes: `._modules['head']` becomes `.head`.
     path = _REGISTERED.sub(r".\1", path)
-    return f"{type(first).__name__}{path}"
+    kind = type(first)
+    return f"{kind.__name__}{path}"
 
 
 def _is_internal(value: Any) -> bool:
     """Return True for an object that only carries the user's objects."""
-    return isinstance(value, _CONTAINERS) or type(value).__module__.partition(".")[0] == "equipoise"
+    if isinstance(value, _CONTAINERS):
+        return True
+    kind = type(value)
+    package, _, _ = kind.__module__.partition(".")
+    return package == "equipoise"
 
 
 def _parts(value: Any) -> list[Part]:
     """Return the names and values of all that pickle sends with an object."""
-    # 1. Items of containers, by their keys or positions; items of sets have none.
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if isinstance(value, set | frozenset):
-        return [("{...}", item) for item in value]
+    # 1. Items of containers.
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return _parts_of_container(value)
     # 2. Functions, which may hold objects.
     if isinstance(value, partial):
-        return [("", part) for part in (value.func, *value.args, *value.keywords.values())]
+        parts = [
+            value.func,
+            *value.args,
+            *value.keywords.values(),
+        ]
+        return [("", part) for part in parts]
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, MethodType):
@@ -92,28 +105,57 @@ def _parts(value: Any) -> list[Part]:
     return _parts_of_object(value)
 
 
+def _parts_of_container(container: Any) -> list[Part]:
+    """Return the items of a container, by their keys or positions; items of sets have none."""
+    parts: list[Part] = []
+    if isinstance(container, dict):
+        for key, item in container.items():
+            parts.append((f"[{key!r}]", item))
+    elif isinstance(container, list | tuple):
+        for index, item in enumerate(container):
+            parts.append((f"[{index}]", item))
+    else:
+        for item in container:
+            parts.append(("{...}", item))
+    return parts
+
+
 def _parts_of_class(value: type) -> list[Part]:
     """Return the members of a class of the script; pickle looks other classes up by name."""
     if value.__module__ != "__main__":
         return []
+    members = dict(vars(value))
     # Python creates these for every class.
-    ours = ("__dict__", "__weakref__")
-    return _as_attributes({name: member for name, member in vars(value).items() if name not in ours})
+    members.pop("__dict__", None)
+    members.pop("__weakref__", None)
+    return _as_attributes(members)
 
 
 def _as_attributes(values: dict[str, Any]) -> list[Part]:
     """Return parts that are read as attributes of these names."""
-    return [(f".{name}", part) for name, part in values.items()]
+    parts = []
+    for name, part in values.items():
+        path = f".{name}"
+        parts.append((path, part))
+    return parts
 
 
 def _parts_of_object(value: Any) -> list[Part]:
     """Return the attributes of an object, those in slots included, and its class."""
+    # 1. Attributes.
+    attributes = getattr(value, "__dict__", {})
+    parts = _as_attributes(attributes)
+    # 2. Slots, which may be empty.
     kind = type(value)
-    attributes = dict(getattr(value, "__dict__", {}))
+    slots = {}
     for base in kind.__mro__:
-        # A slot may be empty.
-        attributes |= {slot: getattr(value, slot) for slot in _slots(base) if hasattr(value, slot)}
-    return [*_as_attributes(attributes), ("", kind)]
+        for slot in _slots(base):
+            if hasattr(value, slot):
+                slots[slot] = getattr(value, slot)
+    parts += _as_attributes(slots)
+    # 3. The class.
+    parts.append(("", kind))
+    return parts
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -126,18 +168,32 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _parts_of_function(function: FunctionType) -> list[Part]:
     """Return what a function that is sent as a whole takes along: its closure, globals and attributes."""
     code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-    enclosed = {name: cell.cell_contents for name, cell in cells}
+    # 1. Variables of the functions around it.
+    enclosed = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(code.co_freevars, cells, strict=False):
+        enclosed[name] = cell.cell_contents
+    # 2. Global variables that it names.
+    used_globals = {}
     all_globals = function.__globals__
-    used_globals = {name: all_globals[name] for name in code.co_names if name in all_globals}
-    return [*_as_attributes(enclosed), *_as_attributes(used_globals), *_as_attributes(vars(function))]
+    for name in code.co_names:
+        if name in all_globals:
+            used_globals[name] = all_globals[name]
+    # 3. Attributes.
+    attributes = vars(function)
+    return [
+        *_as_attributes(enclosed),
+        *_as_attributes(used_globals),
+        *_as_attributes(attributes),
+    ]
 
 
 def explain(value: Any, error: Exception) -> str:
     """Return a message that names the part which cannot be pickled."""
     path, part = find_unpicklable(value)
     path = path.removeprefix("Request.")
-    name = type(part).__name__
+    kind = type(part)
+    name = kind.__name__
     subject = f"A {name}"
     if path != name:
         subject = f"{path} is a {name}, which"

@@ -17,7 +17,10 @@ from equipoise.parallel.replicas import coalesced
 __all__ = ["connect"]
 
 
-def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def connect(
+    sources: Sequence[Tensor],
+    copies: Sequence[Sequence[Tensor]],
+) -> list[list[Tensor]]:
     """Return the values of copies, with a graph that leads to their sources.
 
     Args:
@@ -27,14 +30,26 @@ def connect(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> li
     Returns:
         For each device, a tensor for each copy, in its memory. Tensors of sources that need no gradient have no graph.
     """
-    trainable = [index for index, source in enumerate(sources) if source.requires_grad]
-    # 1. Copies without a graph, and the trainable ones of all devices in one list: other objects, since autograd gives
-    #    them a graph.
-    results = [[copied.detach() for copied in device_copies] for device_copies in copies]
-    values = [device_copies[index].detach() for device_copies in copies for index in trainable]
+    trainable = []
+    trainable_sources = []
+    for index, source in enumerate(sources):
+        if source.requires_grad:
+            trainable.append(index)
+            trainable_sources.append(source)
+
+    # 1. Copies without a graph, and the trainable ones of all devices in one list.
+    results = []
+    values = []
+    for device_copies in copies:
+        tensors = [copied.detach() for copied in device_copies]
+        results.append(tensors)
+        for index in trainable:
+            # Another object: autograd would give the one in the results a graph.
+            copied = device_copies[index]
+            values.append(copied.detach())
 
     # 2. The trainable ones with a graph.
-    connected = _Connection.apply(values, *[sources[index] for index in trainable])  # type: ignore[no-untyped-call]
+    connected = _Connection.apply(values, *trainable_sources)  # type: ignore[no-untyped-call]
     remaining = iter(connected)
     for tensors in results:
         for index in trainable:
@@ -55,14 +70,29 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         # Gradients come device by device, in the order of the sources.
         count = len(ctx.devices)
-        by_source = [gradients[index::count] for index in range(count)]
+        by_source = []
+        for index in range(count):
+            of_source = gradients[index::count]
+            by_source.append(of_source)
         # For second derivatives the sums need a graph.
         if torch.is_grad_enabled():
-            sums = list(map(sum_gradients, by_source, ctx.devices))
+            sums = _differentiable_sums(by_source, ctx.devices)
         else:
             sums = _coalesced_sums(by_source, ctx.devices)
         # The list of values gets no gradient.
         return None, *sums
+
+
+def _differentiable_sums(
+    by_source: Sequence[Sequence[Tensor | None]],
+    devices: Sequence[torch.device],
+) -> list[Tensor | None]:
+    """Return the sum of the gradients of each source, on its device, with a graph."""
+    sums = []
+    for gradients, device in zip(by_source, devices, strict=True):
+        total = sum_gradients(gradients, device)
+        sums.append(total)
+    return sums
 
 
 def _coalesced_sums(
@@ -73,19 +103,28 @@ def _coalesced_sums(
     # 1. Group the sources by which of their copies have a gradient: their lists have equal length then.
     groups: dict[tuple[bool, ...], list[int]] = {}
     for index, gradients in enumerate(by_source):
-        presence = tuple(gradient is not None for gradient in gradients)
-        groups.setdefault(presence, []).append(index)
+        presence = [gradient is not None for gradient in gradients]
+        group = groups.setdefault(tuple(presence), [])
+        group.append(index)
 
     # 2. Sum each group, device by device.
     sums: list[Tensor | None] = [None] * len(by_source)
     for present, group in groups.items():
-        positions = [position for position, is_present in enumerate(present) if is_present]
-        columns: list[list[Any]] = [[by_source[index][position] for index in group] for position in positions]
+        columns: list[list[Any]] = []
+        for position, is_present in enumerate(present):
+            if is_present:
+                column = []
+                for index in group:
+                    gradient = by_source[index][position]
+                    column.append(gradient)
+                columns.append(column)
         if not columns:
             continue
         # The sums are written into the first list. Autograd's tensors must not change, so it needs copies then.
         is_written = len(columns) > 1
-        columns[0] = [gradient.to(devices[0], copy=is_written) for gradient in columns[0]]
-        for index, total in zip(group, coalesced.reduce_add(columns), strict=True):
+        root = devices[0]
+        columns[0] = [gradient.to(root, copy=is_written) for gradient in columns[0]]
+        totals = coalesced.reduce_add(columns)
+        for index, total in zip(group, totals, strict=True):
             sums[index] = total
     return sums

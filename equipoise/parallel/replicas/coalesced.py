@@ -16,16 +16,23 @@ from equipoise.to_device import to_device
 __all__ = ["broadcast", "reduce_add"]
 
 
-def broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Sequence[Tensor]]:
+def broadcast(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+) -> list[Sequence[Tensor]]:
     """Return, for each device, tensors with these values, to copy from.
 
     Args:
         tensors: Tensors, all on one device.
         devices: The devices of the receivers.
     """
-    all_devices = [*(tensor.device for tensor in tensors[:1]), *devices]
-    if not tensors or not _are_distinct(all_devices):
-        return [tensors for _ in devices]
+    uncopied = [tensors for _ in devices]
+    if not tensors:
+        return uncopied
+    sender = tensors[0].device
+    all_devices = [sender, *devices]
+    if not _are_distinct(all_devices):
+        return uncopied
     # Autograd would follow the copies.
     detached = [_real(tensor.detach()) for tensor in tensors]
     copies: list[list[Tensor]] = comm.broadcast_coalesced(detached, all_devices)  # type: ignore[no-untyped-call]
@@ -45,14 +52,17 @@ def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     if not first or not rest:
         return first
     root = first[0].device
+    devices = [column[0].device for column in tensors]
     # Sparse tensors cannot travel in one message.
     is_sparse = any(tensor.is_sparse for tensor in first)
-    if not is_sparse and _are_distinct([column[0].device for column in tensors]):
+    are_distinct = _are_distinct(devices)
+    if are_distinct and not is_sparse:
         columns = [[_real(tensor) for tensor in column] for column in tensors]
         sums: list[Tensor] = comm.reduce_add_coalesced(columns, root.index)  # type: ignore[no-untyped-call]
         return _as_sent(sums, first)
     for column in rest:
-        foreach.add_(list(first), [to_device(tensor, root) for tensor in column])
+        moved = [to_device(tensor, root) for tensor in column]
+        foreach.add_(list(first), moved)
     return first
 
 
@@ -81,4 +91,8 @@ def _as_sent(received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]
 
 def _are_distinct(devices: Sequence[torch.device]) -> bool:
     """Return whether these are different CUDA devices."""
-    return {device.type for device in devices} == {"cuda"} and len(set(devices)) == len(devices)
+    types = {device.type for device in devices}
+    if types != {"cuda"}:
+        return False
+    distinct = set(devices)
+    return len(distinct) == len(devices)

@@ -75,19 +75,26 @@ class ThreadState(NamedTuple):
         Args:
             device_types: Types of devices whose autocast matters: "cpu", "cuda", ...
         """
+        autocast = []
+        for device_type in device_types:
+            enabled = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type)
+            autocast.append((device_type, enabled, dtype))
         state = cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types
-            ),
+            autocast=tuple(autocast),
             cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
         )
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return state
-        streams = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
-        return state._replace(cuda_device=torch.cuda.current_device(), cuda_streams=tuple(streams))
+        device_count = torch.cuda.device_count()
+        streams = [torch.cuda.current_stream(index) for index in range(device_count)]
+        return state._replace(
+            cuda_device=torch.cuda.current_device(),
+            cuda_streams=tuple(streams),
+        )
 
     def without_devices(self) -> "ThreadState":
         """Return the same state for a thread of another process, which has devices and streams of its own."""
@@ -114,9 +121,12 @@ class ThreadState(NamedTuple):
     def _enter_cuda(self, stack: ExitStack) -> None:
         """Enter the streams that differ from this thread's, and then the device, which entering a stream changes."""
         for stream in self.cuda_streams:
-            if torch.cuda.current_stream(stream.device) != stream:
+            present_stream = torch.cuda.current_stream(stream.device)
+            if present_stream != stream:
                 stack.enter_context(torch.cuda.stream(stream))
-        if self.cuda_device is not None and torch.cuda.current_device() != self.cuda_device:
+        if self.cuda_device is None:
+            return
+        if torch.cuda.current_device() != self.cuda_device:
             stack.enter_context(torch.cuda.device(self.cuda_device))
 
 
@@ -133,8 +143,11 @@ class DeviceThreads:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.failed: int | None = None
-        device_types = {"cpu", *(device.type for device in devices)}
-        self._autocast_types = tuple(filter(torch.amp.is_autocast_available, device_types))
+        device_types = {"cpu"}
+        for device in devices:
+            device_types.add(device.type)
+        autocast_types = filter(torch.amp.is_autocast_available, device_types)
+        self._autocast_types = tuple(autocast_types)
         self._pool: ThreadPoolExecutor | None = None
         # The calling thread runs the work of the first device.
         workers = len(set(devices)) - 1
@@ -158,7 +171,9 @@ class DeviceThreads:
         # 1. The positions of each device's functions.
         by_device: dict[torch.device, list[int]] = {}
         for position, (index, _) in enumerate(functions):
-            by_device.setdefault(self.devices[index], []).append(position)
+            device = self.devices[index]
+            positions = by_device.setdefault(device, [])
+            positions.append(position)
 
         def work(device: torch.device, positions: list[int]) -> None:
             for position in positions:
@@ -168,7 +183,9 @@ class DeviceThreads:
                         results[position] = function()
                 except BaseException as error:
                     failed[device] = index
-                    error.add_note(f"This was part {position + 1} of {len(functions)} of the batch, on {device}.")
+                    number = position + 1
+                    count = len(functions)
+                    error.add_note(f"This was part {number} of {count} of the batch, on {device}.")
                     raise
 
         # 2. Other threads begin, in the state of this one.
@@ -184,7 +201,7 @@ class DeviceThreads:
             work(first, first_positions)
         except BaseException as error:
             errors.append(error)
-        errors += [error for error in (future.exception() for future in futures) if error is not None]
+        errors += _errors_of(futures)
 
         # 4. The first error is raised. This frame is in its traceback, so a variable here would keep it alive.
         try:
@@ -216,3 +233,13 @@ class DeviceThreads:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _errors_of(futures: Sequence[Future[None]]) -> list[BaseException]:
+    """Wait for all futures and return their errors."""
+    errors = []
+    for future in futures:
+        error = future.exception()
+        if error is not None:
+            errors.append(error)
+    return errors

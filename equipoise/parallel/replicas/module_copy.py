@@ -68,10 +68,14 @@ class ModuleCopy:
             return self._copies.get(id(value), value)
         if isinstance(value, MethodType):
             owner = self._copies.get(id(value.__self__))
-            return value if owner is None else MethodType(value.__func__, owner)
+            if owner is None:
+                return value
+            return MethodType(value.__func__, owner)
         if isinstance(value, weakref.ref):
             referent = self._copies.get(id(value()))
-            return value if referent is None else weakref.ref(referent)
+            if referent is None:
+                return value
+            return weakref.ref(referent)
         if isinstance(value, torch.device):
             # The same object remains where both devices are equal.
             is_replaced = value == self._original_device and value != self.device
@@ -116,18 +120,22 @@ class ModuleCopy:
         # 2. What it holds. Registered parameters, buffers and children may be None.
         parameters = parameters_of(shell)
         for name, parameter in parameters_of(module).items():
-            parameters[name] = None if parameter is None else self._copy_parameter(parameter)
+            parameters[name] = None
             if parameter is not None:
+                parameters[name] = self._copy_parameter(parameter)
                 self.parameter_slots.append((parameters, name, parameter))
         sources = buffers_of(module)
         buffers = buffers_of(shell)
         for name, buffer in sources.items():
-            buffers[name] = None if buffer is None else self._copy_buffer(buffer)
+            buffers[name] = None
             if buffer is not None:
+                buffers[name] = self._copy_buffer(buffer)
                 self.buffers.append((sources, buffers, name))
         children = children_of(shell)
         for name, child in children_of(module).items():
-            children[name] = None if child is None else self._copy(child)
+            children[name] = None
+            if child is not None:
+                children[name] = self._copy(child)
         return shell
 
     def _copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -11,6 +11,9 @@ from equipoise.interop.torch.modules import buffers_of, children_of, parameters_
 
 __all__ = ["ModuleStructure"]
 
+# The dictionary of a module's buffers.
+Buffers = dict[str, Tensor | None]
+
 
 class ModuleStructure:
     """Notes what is registered in some modules, and compares it with what is registered later.
@@ -22,27 +25,45 @@ class ModuleStructure:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # Dictionaries of parameters and children. They are compared by the identity of their values, and by their
         # lengths, since `map` ends with the shorter of two lists.
-        self._registered: list[dict[str, Any]] = [*map(parameters_of, modules), *map(children_of, modules)]
-        self._objects = list(chain.from_iterable(map(dict.values, self._registered)))
-        self._lengths = list(map(len, self._registered))
+        self._registered: list[dict[str, Any]] = []
+        for module in modules:
+            self._registered.append(parameters_of(module))
+        for module in modules:
+            self._registered.append(children_of(module))
+        values = map(dict.values, self._registered)
+        self._objects = list(chain.from_iterable(values))
+        lengths = map(len, self._registered)
+        self._lengths = list(lengths)
 
         # Dictionaries of buffers, which are compared by name: steps may replace a buffer.
         self._buffers = [buffers_of(module) for module in modules]
         # Names of the buffers; None if no module has any, which is quicker to compare.
-        self._buffer_names: list[str] | None = _names_of(self._buffers) if any(self._buffers) else None
+        self._buffer_names: list[str] | None = None
+        has_buffers = any(self._buffers)
+        if has_buffers:
+            self._buffer_names = _names_of(self._buffers)
 
     def has_changed(self) -> bool:
         """Return whether modules, parameters or buffers were added, removed or, other than buffers, replaced."""
-        if list(map(len, self._registered)) != self._lengths:
+        lengths = map(len, self._registered)
+        if list(lengths) != self._lengths:
             return True
-        present = chain.from_iterable(map(dict.values, self._registered))
-        if not all(map(is_, present, self._objects)):
+        values = map(dict.values, self._registered)
+        present = chain.from_iterable(values)
+        same = all(map(is_, present, self._objects))
+        if not same:
             return True
         if self._buffer_names is None:
             return any(self._buffers)
-        return _names_of(self._buffers) != self._buffer_names
+        names = _names_of(self._buffers)
+        return names != self._buffer_names
 
 
-def _names_of(buffers: list[dict[str, Tensor | None]]) -> list[str]:
+def _names_of(buffers: list[Buffers]) -> list[str]:
     """Return the names of all buffers that are not None."""
-    return [name for registered in buffers for name, buffer in registered.items() if buffer is not None]
+    names = []
+    for registered in buffers:
+        for name, buffer in registered.items():
+            if buffer is not None:
+                names.append(name)
+    return names

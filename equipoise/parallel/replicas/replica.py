@@ -127,7 +127,9 @@ class Replica:
                 containers.append(value)
 
         values = list(source.values())
-        lengths = list(map(len, containers)) if any(containers) else []
+        lengths = []
+        if any(containers):
+            lengths = list(map(len, containers))
         # Modules, methods and tensors are no plain values.
         is_of_torch = kind.__module__.startswith("torch.nn.modules.")
         is_plain = is_of_torch and not originals and all(isinstance(value, _PLAIN) for value in values)
@@ -260,7 +262,9 @@ class Replica:
         self._last_buffers = buffers
         if not self.trusted or self._buffer_versions is None or self._buffer_versions != last_versions:
             return True
-        return len(buffers) != len(last_buffers) or not all(map(is_, buffers, last_buffers))
+        if len(buffers) != len(last_buffers):
+            return True
+        return not all(map(is_, buffers, last_buffers))
 
     def trust(self) -> None:
         """Note that everything is up to date: versions show all changes from now on, until `distrust`."""

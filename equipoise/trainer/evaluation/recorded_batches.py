@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Extent
+from equipoise.strategies.distributed.epoch_length import Extent
 from equipoise.trainer.data.batch_stream import BatchStream
 
 __all__ = ["RecordedBatches"]
