@@ -220,25 +220,12 @@ def positions(content: bytes, canary: str, rng: random.Random) -> Iterator[Attac
 
 
 def replaced_pickles(content: bytes, canary: str) -> Iterator[Attack]:
-    """Yield files whose whole pickle is a payload, in both formats and alone."""
+    """Yield files whose whole pickle is a payload, in an archive and alone."""
     for name, fragment in payloads(canary):
         yield f"{name} instead", with_pickle(content, b"\x80\x02" + fragment + b".")
         state = b"\x80\x02}(" + _text("state_dict") + b"}" + _text("extra") + fragment + b"u."
         yield f"{name} beside the weights", with_pickle(content, state)
         yield f"{name} as the file", b"\x80\x02" + fragment + b"."
-        header = io.BytesIO()
-        torch.save({}, header, _use_new_zipfile_serialization=False)
-        for _ in range(3):
-            end = _end_of_pickle(header)
-        yield f"{name} in the old format", header.getvalue()[:end] + state + pickle.dumps([], 2)
-
-
-def _end_of_pickle(file: io.BytesIO) -> int:
-    if file.tell() == len(file.getvalue()):
-        file.seek(0)
-    for _ in pickletools.genops(file):
-        pass
-    return file.tell()
 
 
 # Damage

@@ -1,12 +1,10 @@
-"""Read files of `torch.save`, in both of its formats, without running anything in them.
+"""Read files of `torch.save` without running anything in them.
 
-The format of today is a zip archive: `data.pkl` describes the objects, and each storage of tensors is a member. The
-format of before torch 1.6 is a sequence of pickles, then the storages. Torch's own reader would hand an archive with a
-program in it to TorchScript, and it neither compares check sums nor sizes.
+A file is a zip archive: `data.pkl` describes the objects, and each storage of tensors is a member. Torch's own reader
+would hand an archive with a program in it to TorchScript, and it neither compares check sums nor sizes.
 """
 
 import io
-import struct
 import sys
 import zipfile
 from typing import IO, Any
@@ -18,7 +16,7 @@ from equipoise.safe_loading.stand_in import StandIn
 from equipoise.safe_loading.tensor_formats import Storage
 from equipoise.safe_loading.unpickler import load_pickle
 
-__all__ = ["check_archive", "is_archive", "read_archive", "read_legacy"]
+__all__ = ["check_archive", "is_archive", "read_archive"]
 
 # Bytes that are read in one call.
 _CHUNK = 1 << 20
@@ -26,12 +24,7 @@ _CHUNK = 1 << 20
 # The bit of a member's attributes that marks a folder; torch does not read the content of such a member.
 _FOLDER_BIT = 0x10
 
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-_LEGACY_VERSION = 1001
-
-_NOT_OF_TORCH = "it is no file of torch"
 _BAD_IDENTIFIER = "it names a storage in a way that is not allowed"
-_BAD_VIEW = "a part of a storage is damaged"
 
 
 def is_archive(file: IO[bytes]) -> bool:
@@ -216,112 +209,3 @@ def _fill(content: torch.Tensor, file: Any) -> None:
         end = start + count
         content[start:end] = buffer_tensor[:count]
         start = end
-
-
-# The format of before torch 1.6
-
-
-def read_legacy(file: IO[bytes]) -> Any:
-    """Return the content of a file in the format of before torch 1.6, with all tensors on the CPU.
-
-    Args:
-        file: The file, whose position is its beginning.
-
-    Raises:
-        CheckpointError: If it is no such file, or is damaged. Damage may raise other errors as well.
-    """
-    # 1. The format.
-    if load_pickle(file) != _MAGIC_NUMBER:
-        raise CheckpointError(_NOT_OF_TORCH)
-    if load_pickle(file) != _LEGACY_VERSION:
-        raise CheckpointError(_NOT_OF_TORCH)
-
-    # 2. Facts about the machine that wrote the file; they are not needed.
-    load_pickle(file)
-
-    # 3. The objects, with empty storages.
-    size = _size_of_rest(file)
-    storages = _LegacyStorages(size)
-    value = load_pickle(file, storages.find)
-
-    # 4. The keys of the storages, and their content.
-    keys = load_pickle(file)
-    storages.read(file, keys)
-    return value
-
-
-def _size_of_rest(file: IO[bytes]) -> int:
-    position = file.tell()
-    end = file.seek(0, io.SEEK_END)
-    file.seek(position)
-    return end - position
-
-
-class _LegacyStorages:
-    """The storages of a file, which are filled after the objects that use them were built.
-
-    Args:
-        size: The bytes that remain in the file: no storage can be larger.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.bytes_left = size
-        self.storages: dict[str, Storage] = {}
-
-    def find(self, identifier: Any) -> Storage | StandIn:
-        """Return the storage that a pickle names by kind, type, key, device, number of elements and view."""
-        kind, *rest = identifier
-        if kind == "module" and isinstance(rest[0], StandIn):
-            # Classes of modules are named in this way, together with their source code.
-            return rest[0]
-        if kind != "storage" or len(rest) != 5:
-            raise CheckpointError(_BAD_IDENTIFIER)
-        dtype, key, _, count, view = rest
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(_BAD_IDENTIFIER)
-        if type(count) is not int or count < 0:
-            raise CheckpointError(_BAD_IDENTIFIER)
-        if key not in self.storages:
-            storage = self._allocate(dtype, count)
-            self.storages[key] = storage
-        storage = self.storages[key]
-        if view is None:
-            return storage
-        _, start, view_count = view
-        return self._view(storage, start, view_count)
-
-    def _allocate(self, dtype: torch.dtype, count: int) -> Storage:
-        """Return an empty storage of `count` elements, which `read` fills later."""
-        size = count * dtype.itemsize
-        self.bytes_left -= size
-        if self.bytes_left < 0:
-            raise CheckpointError("its storages are larger than it is itself")
-        content = torch.zeros(size, dtype=torch.uint8)
-        return Storage(content.untyped_storage(), dtype)
-
-    def _view(self, storage: Storage, start: int, count: int) -> Storage:
-        """Return `count` elements of a storage."""
-        for number in (start, count):
-            if type(number) is not int or number < 0:
-                raise CheckpointError(_BAD_VIEW)
-        itemsize = storage.dtype.itemsize
-        first = start * itemsize
-        end = first + count * itemsize
-        if end > storage.untyped.nbytes():
-            raise CheckpointError("a part of a storage is larger than the storage")
-        part = storage.untyped[first:end]
-        return Storage(part, storage.dtype)
-
-    def read(self, file: IO[bytes], keys: Any) -> None:
-        """Fill the storages from the rest of the file, in the order of their keys."""
-        if set(keys) != set(self.storages):
-            raise CheckpointError("its storages are not those that its objects use")
-        for key in keys:
-            storage = self.storages[key]
-            empty = torch.empty(0, dtype=torch.uint8)
-            content = empty.set_(storage.untyped)
-            header = file.read(8)
-            (count,) = struct.unpack("<q", header)
-            if count * storage.dtype.itemsize != len(content):
-                raise CheckpointError(f"storage {key!r} has {count} elements, which is not what its tensors use")
-            _fill(content, file)

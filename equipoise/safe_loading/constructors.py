@@ -29,18 +29,8 @@ _PATHS: tuple[type[Any], ...] = (
 # Python 3.13 names the second one in files.
 _MODULES_OF_PATHS = ("pathlib", "pathlib._local")
 _BUILTINS: tuple[type[Any], ...] = (
-    bool,
-    bytearray,
-    bytes,
-    complex,
-    dict,
-    float,
-    frozenset,
-    int,
-    list,
-    set,
-    str,
-    tuple,
+    *(bool, bytearray, bytes, complex, dict, float),
+    *(frozenset, int, list, set, str, tuple),
 )
 _CONTAINERS: tuple[type[Any], ...] = (
     collections.Counter,

@@ -23,13 +23,7 @@ _COMPARISONS = ("ge", "gt", "le", "lt")
 _CONTAINER = ("call", "contains", "delitem", "enter", "exit", "getitem", "iter", "len", "next", "setitem")
 _ARITHMETIC = ("add", "and", "divmod", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub")
 _REFLECTED = ("radd", "rmatmul", "rmul", "rsub", "rtruediv", "truediv", "xor")
-_OPERATORS = (
-    *_CONVERSIONS,
-    *_COMPARISONS,
-    *_CONTAINER,
-    *_ARITHMETIC,
-    *_REFLECTED,
-)
+_OPERATORS = (*_CONVERSIONS, *_COMPARISONS, *_CONTAINER, *_ARITHMETIC, *_REFLECTED)
 
 
 class StandIn:

@@ -260,34 +260,11 @@ class _Machine:
 
 
 # Classes whose items a pickle may set.
-_DICTIONARIES: tuple[type[Any], ...] = (
-    dict,
-    collections.OrderedDict,
-    collections.Counter,
-    collections.defaultdict,
-)
+_DICTIONARIES: tuple[type[Any], ...] = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 
 # Names of instructions, as `pickletools` writes them.
-_NUMBERS = (
-    "INT",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG",
-    "LONG1",
-    "LONG4",
-    "FLOAT",
-    "BINFLOAT",
-)
-_TEXTS = (
-    "STRING",
-    "BINSTRING",
-    "SHORT_BINSTRING",
-    "UNICODE",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-)
+_NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
+_TEXTS = ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 _BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")
 _PUSHES_ITS_ARGUMENT = frozenset((*_NUMBERS, *_TEXTS, *_BYTES))
 _READS_MEMO = frozenset(("GET", "BINGET", "LONG_BINGET"))

@@ -21,7 +21,7 @@ STARTS_WORKERS = "called once `require_workers` has agreed"
 USERS = {
     "memory/resident_set.py": "has another way on Windows",
     "parallel/payload/shared_payload.py": STARTS_WORKERS,
-    "parallel/unfinished.py": "looks for locks",
+    "parallel/unfinished_files.py": "looks for locks",
     "parallel/workers/bounded_call.py": STARTS_WORKERS,
     "parallel/workers/launch.py": STARTS_WORKERS,
     "parallel/workers/messages/reports.py": STARTS_WORKERS,

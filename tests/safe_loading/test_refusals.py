@@ -3,11 +3,9 @@
 import collections
 import io
 import pickle
-import pickletools
-import struct
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from equipoise import CheckpointError
-from equipoise.safe_loading.archive import check_archive, read_archive, read_legacy
+from equipoise.safe_loading.archive import check_archive, read_archive
 from equipoise.safe_loading.stand_in import StandIn
 from equipoise.safe_loading.unpickler import load_pickle
 
@@ -277,64 +275,3 @@ def test_a_check_sum_that_differs_is_found() -> None:
     assert damaged != content
     with pytest.raises(CheckpointError, match=r"'archive/data/0' in it is not what was written"):
         check_archive(io.BytesIO(damaged))
-
-
-# The format of before torch 1.6
-
-
-def parts(value: Any) -> list[bytes]:
-    """Return the magic number, version, machine, objects, keys and storages of a file."""
-    file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=False)
-    end = file.tell()
-    file.seek(0)
-    ends = []
-    for _ in range(5):
-        collections.deque(pickletools.genops(file), maxlen=0)
-        ends.append(file.tell())
-    content = file.getvalue()
-    return [content[start:stop] for start, stop in zip([0, *ends], [*ends, end], strict=True)]
-
-
-def pickled(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=2)
-
-
-def legacy_changes() -> Iterator[tuple[str, int, bytes]]:
-    """Yield the reason, the number of the part, and what stands there instead."""
-    kind = torch.FloatStorage
-    wrong_name = "it names a storage in a way that is not allowed"
-    yield "it is no file of torch", 0, pickled(1)
-    yield "it is no file of torch", 1, pickled(2)
-    yield wrong_name, 3, list_of_storage("file", kind, "0", "cpu", 6, None)
-    yield wrong_name, 3, list_of_storage("storage", kind, "0", "cpu", 6)
-    yield wrong_name, 3, list_of_storage("storage", 5, "0", "cpu", 6, None)
-    yield wrong_name, 3, list_of_storage("storage", kind, "0", "cpu", -6, None)
-    yield "its storages are larger than it is itself", 3, list_of_storage("storage", kind, "0", "cpu", 1 << 40, None)
-    yield "a part of a storage is damaged", 3, list_of_storage("storage", kind, "0", "cpu", 6, ("1", -1, 2))
-    yield "a part of a storage is larger than", 3, list_of_storage("storage", kind, "0", "cpu", 6, ("1", 5, 2))
-    yield "its storages are not those that its objects use", 4, pickled(["another"])
-    yield "has 5 elements, which is not what its tensors use", 5, struct.pack("<q", 5) + bytes(20)
-    yield "it is truncated", 5, struct.pack("<q", 6) + bytes(20)
-
-
-LEGACY_CHANGES = list(legacy_changes())
-IDS = [f"{row}: {change[0]}" for row, change in enumerate(LEGACY_CHANGES)]
-
-
-@pytest.mark.parametrize(("reason", "index", "content"), LEGACY_CHANGES, ids=IDS)
-def test_a_damaged_file_of_before_is_refused(reason: str, index: int, content: bytes) -> None:
-    whole = parts([WEIGHTS])
-    whole[index] = content
-    with pytest.raises(CheckpointError, match=reason):
-        read_legacy(io.BytesIO(b"".join(whole)))
-
-
-def test_a_part_of_a_storage() -> None:
-    """Old versions of torch wrote tensors of other storages as parts of one."""
-    whole = parts([WEIGHTS])
-    whole[3] = list_of_storage("storage", torch.FloatStorage, "0", "cpu", 6, ("1", 2, 3))
-    whole[4] = pickled(["0"])
-    (storage,) = read_legacy(io.BytesIO(b"".join(whole)))
-    assert storage.dtype == torch.float32
-    assert torch.empty(0).set_(storage.untyped).tolist() == [2.0, 3.0, 4.0]

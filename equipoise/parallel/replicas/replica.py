@@ -22,18 +22,7 @@ __all__ = ["Replica"]
 AttributeDict = dict[str, Any]
 
 # Types of attributes that refer to no module.
-_PLAIN = (
-    bool,
-    int,
-    float,
-    str,
-    tuple,
-    dict,
-    list,
-    set,
-    torch.dtype,
-    type(None),
-)
+_PLAIN = (bool, int, float, str, tuple, dict, list, set, torch.dtype, type(None))
 
 
 class _Attributes(NamedTuple):
@@ -86,21 +75,15 @@ class Replica:
         self._shells = self._copy.shells
         self.module = self._copy.module
         self.parameters = self._copy.parameters
-        self.sources: list[Tensor] = []
-        self.copies: list[Tensor] = []
-        for source, copied in self.parameters:
-            self.sources.append(source)
-            self.copies.append(copied)
+        self.sources: list[Tensor] = [source for source, _ in self.parameters]
+        self.copies: list[Tensor] = [copied for _, copied in self.parameters]
         self.metrics = self._copy.metrics
 
         # 2. Its attributes.
         self._trainable: list[bool] = []
-        self._attributes: list[_Attributes] = []
-        modules = []
-        for module, shell in self._shells:
-            modules.append(module)
-            attributes = self._compare_attributes(type(module), vars(module), vars(shell))
-            self._attributes.append(attributes)
+        self._attributes = [
+            self._compare_attributes(type(module), vars(module), vars(shell)) for module, shell in self._shells
+        ]
         self.refresh_attributes()
         for _, shell in self._shells:
             if isinstance(shell, nn.RNNBase):
@@ -108,7 +91,7 @@ class Replica:
                 shell.flatten_parameters()
 
         # 3. What the module was like at the last refresh.
-        self.structure = ModuleStructure(modules)
+        self.structure = ModuleStructure(self.parts)
         self.trusted = False
         self._last_buffers: list[Tensor] = []
         self._parameter_versions: list[int] | None = None
@@ -137,11 +120,9 @@ class Replica:
         lengths = []
         if any(containers):
             lengths = list(map(len, containers))
-        is_plain = False
+        # Modules, methods and tensors are no plain values.
         is_of_torch = kind.__module__.startswith("torch.nn.modules.")
-        if is_of_torch and not originals:
-            # Modules, methods and tensors are no plain values.
-            is_plain = all(isinstance(value, _PLAIN) for value in values)
+        is_plain = is_of_torch and not originals and all(isinstance(value, _PLAIN) for value in values)
         return _Attributes(
             source=source,
             target=target,
@@ -222,8 +203,7 @@ class Replica:
         trainable = [source.requires_grad for source in self.sources]
         if trainable != self._trainable:
             self._trainable = trainable
-            pairs = zip(self.copies, trainable, strict=True)
-            for copied, requires_grad in pairs:
+            for copied, requires_grad in zip(self.copies, trainable, strict=True):
                 copied.requires_grad_(requires_grad)
 
     def has_stale_parameters(self) -> bool:
@@ -235,8 +215,7 @@ class Replica:
         if present_versions is None or last_versions is None:
             self._changed = None
             return True
-        pairs = zip(present_versions, last_versions, strict=True)
-        self._changed = [present != last for present, last in pairs]
+        self._changed = [present != last for present, last in zip(present_versions, last_versions, strict=True)]
         return not self.trusted or present_versions != last_versions
 
     def has_stale_buffers(self) -> bool:
@@ -254,9 +233,7 @@ class Replica:
         last_buffers = self._last_buffers
         self._buffer_versions = versions(buffers)
         self._last_buffers = buffers
-        if not self.trusted or self._buffer_versions is None:
-            return True
-        if self._buffer_versions != last_versions:
+        if not self.trusted or self._buffer_versions is None or self._buffer_versions != last_versions:
             return True
         if len(buffers) != len(last_buffers):
             return True
@@ -282,13 +259,8 @@ class Replica:
         """
         targets = self.copies
         if self._changed is not None:
-            targets = []
             pairs = zip(self.copies, self._changed, strict=True)
-            for copied, changed in pairs:
-                if changed:
-                    targets.append(copied)
-                else:
-                    targets.append(copied.data)
+            targets = [copied if changed else copied.data for copied, changed in pairs]
         foreach.copy_(targets, list(tensors))
 
     def discard_gradients(self) -> None:
@@ -319,10 +291,7 @@ class Replica:
 
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
-        buffers = []
-        for sources, _, name in self._buffers:
-            buffers.append(sources[name])
-        return buffers
+        return [sources[name] for sources, _, name in self._buffers]
 
     def load_buffers(self, tensors: Sequence[Tensor]) -> None:
         """Copy values into the buffers, without a trace in the graphs that use them.
@@ -332,8 +301,7 @@ class Replica:
         """
         targets = []
         values = []
-        pairs = zip(self._buffers, tensors, strict=True)
-        for (_, copies, name), tensor in pairs:
+        for (_, copies, name), tensor in zip(self._buffers, tensors, strict=True):
             target = copies.get(name)
             if target is None or not _fits(target, tensor):
                 target = torch.empty_like(tensor, device=self.device)
@@ -381,6 +349,4 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 def _fits(buffer: Tensor, values: Tensor) -> bool:
     """Return whether values can be copied into a buffer without a change of shape or dtype."""
-    if buffer.shape != values.shape:
-        return False
-    return buffer.dtype == values.dtype
+    return buffer.shape == values.shape and buffer.dtype == values.dtype

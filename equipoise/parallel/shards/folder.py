@@ -8,7 +8,7 @@ from pathlib import Path
 
 from equipoise.errors import CheckpointError
 from equipoise.parallel.shards.index import has_only_our_names
-from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_folder
+from equipoise.parallel.unfinished_files import HAS_LOCKS, clear_unfinished, create_locked_folder
 
 __all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_folder"]
 

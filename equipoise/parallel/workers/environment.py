@@ -68,9 +68,7 @@ def _warning_filters() -> list[_WarningFilter]:
 
 def _warning_format() -> Callable[..., str] | None:
     """Return the function that formats warnings in this process; None if it cannot be sent."""
-    if not can_be_packed(warnings.formatwarning):
-        return None
-    return warnings.formatwarning
+    return warnings.formatwarning if can_be_packed(warnings.formatwarning) else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from equipoise.parallel.batches.shares import (
 )
 from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
-from equipoise.strategies.replicated.base import Parallelize, ReplicatedStrategy
+from equipoise.strategies.replicated.replicated_strategy import Parallelize, ReplicatedStrategy
 from equipoise.validation import is_whole
 
 __all__ = ["BalancedDataParallelStrategy"]

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from equipoise.parallel.batches.shares import even_sizes
-from equipoise.strategies.replicated.base import ReplicatedStrategy
+from equipoise.strategies.replicated.replicated_strategy import ReplicatedStrategy
 
 __all__ = ["DataParallelStrategy"]
 

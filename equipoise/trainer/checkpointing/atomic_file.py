@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
-from equipoise.parallel.unfinished import HAS_LOCKS, clear_unfinished, create_locked_file, set_permissions, umask
+from equipoise.parallel.unfinished_files import HAS_LOCKS, clear_unfinished, create_locked_file, set_permissions, umask
 
 __all__ = ["write_atomically"]
 

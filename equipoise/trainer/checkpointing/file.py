@@ -225,11 +225,14 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
 
 def _read_data(file: IO[bytes], *, values: bool) -> Any:
     """Read a file without running any code in it."""
-    from equipoise.safe_loading.archive import is_archive, read_archive, read_legacy
+    from equipoise.safe_loading.archive import is_archive, read_archive
 
     if is_archive(file):
         return read_archive(file, values=values)
-    return read_legacy(file)
+    raise CheckpointError(
+        "it is no zip archive, as torch has written since version 1.6; `torch.save(torch.load(path), path)` converts a"
+        " file of an older version"
+    )
 
 
 def _read_objects(file: IO[bytes]) -> Any:

@@ -11,7 +11,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.random_state import drawn_alike
-from equipoise.strategies.distributed.extent import Certainty, Extent, draw_order, length_of, whole_steps
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of, whole_steps
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 

@@ -22,7 +22,7 @@ from equipoise.notices import rank_zero_warn, warn
 from equipoise.parallel.batches.dealing import Turns
 from equipoise.parallel.batches.sampling import DrawnAlike, seed_of_order
 from equipoise.parallel.batches.shard import Shard
-from equipoise.strategies.distributed.extent import Certainty, Extent, certainty_of, length_of
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, certainty_of, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream

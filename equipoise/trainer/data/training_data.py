@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Certainty, Extent, joined_extent, length_of
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, joined_extent, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of

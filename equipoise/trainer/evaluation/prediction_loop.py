@@ -15,7 +15,7 @@ from equipoise.interleave import interleave
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.extent import Extent
+from equipoise.strategies.distributed.epoch_length import Extent
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.source_view import SourceView

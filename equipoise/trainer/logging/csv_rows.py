@@ -24,7 +24,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
-from equipoise.parallel.unfinished import set_permissions
+from equipoise.parallel.unfinished_files import set_permissions
 from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]

@@ -86,14 +86,6 @@ class LocalSGDStrategy(ProcessStrategy):
         """Full states for checkpoints, collected after an averaging, and the counts."""
         return AveragedState(self)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the counts, with which a resumed run continues."""
-        return dict(self.counts)
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Restore the counts, unless another strategy has written the checkpoint."""
-        self.counts.update((name, state[name]) for name in self.counts if name in state)
-
 
 class CountedOptimizer(StrategyOptimizer):
     """An optimiser whose steps are counted, also those without gradients: all processes count the same."""
@@ -123,9 +115,17 @@ class AveragedState(PortableState):
     """Full states of a module whose parameters are averaged first."""
 
     def __init__(self, strategy: LocalSGDStrategy) -> None:
-        super().__init__(strategy.own_state, strategy.load_own_state)
         self.strategy = strategy
 
     def prepare(self) -> None:
         """Average; every process calls this before a checkpoint."""
         self.strategy.average()
+
+    def strategy_state(self) -> dict[str, Any]:
+        """Return the counts, with which a resumed run continues."""
+        return dict(self.strategy.counts)
+
+    def load_strategy_state(self, state: dict[str, Any]) -> None:
+        """Restore the counts, unless another strategy has written the checkpoint."""
+        counts = self.strategy.counts
+        counts.update((name, state[name]) for name in counts if name in state)

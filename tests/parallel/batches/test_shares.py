@@ -69,19 +69,6 @@ def balanced_data_parallel(batch_size: int, devices: int, first: int) -> list[in
     return plain_split(batch_size, devices)
 
 
-TABLE = list(itertools.product((1, 2, 3, 5, 8, 11, 16, 31, 64), (2, 3, 4, 5, 8), (0, 1, 2, 3, 4, 7, 12, 40)))
-
-
-def test_the_table_of_balanced_data_parallel() -> None:
-    assert len(TABLE) >= 200
-    for batch_size, devices, first in TABLE:
-        sizes, as_asked = first_device_sizes(batch_size, devices, first)
-        assert sizes == balanced_data_parallel(batch_size, devices, first), (batch_size, devices, first)
-        assert as_asked == (sizes[0] == first)
-    outcomes = [first_device_sizes(*case) for case in TABLE]
-    assert min(sum(as_asked for _, as_asked in outcomes), sum(not as_asked for _, as_asked in outcomes)) > 50
-
-
 @settings(deadline=None)
 @given(batch_size=st.integers(0, 500), devices=st.integers(2, 16), first=st.integers(0, 80))
 @example(batch_size=3, devices=5, first=0)  # fewer samples than other devices

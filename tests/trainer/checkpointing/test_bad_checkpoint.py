@@ -112,7 +112,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save([1, 2], path)
     refuses(resume(path), "no checkpoint of a Trainer", error=CheckpointError)
     path.write_bytes(pickle.dumps({"state_dict": {}}))
-    refuses(resume(path), "it is no file of torch", "no checkpoint at all", error=CheckpointError)
+    refuses(resume(path), "it is no zip archive", "no checkpoint at all", error=CheckpointError)
     path.write_text("hello")
     refuses(resume(path), "(5 bytes)", "no checkpoint at all", error=CheckpointError)
 

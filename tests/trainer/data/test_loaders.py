@@ -27,7 +27,7 @@ from equipoise import ConfigurationError, Strategy, Trainer
 from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.communication.processes import SingleProcess
-from equipoise.strategies.distributed.extent import Extent, certainty_of, length_of
+from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from tests.conftest import ignoring

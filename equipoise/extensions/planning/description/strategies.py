@@ -19,7 +19,7 @@ from equipoise.memory.records import Category
 from equipoise.parallel.batches.shares import even_sizes, first_device_sizes, sizes_by_shares
 from equipoise.strategies.ddp.strategy import DDPStrategy
 from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy
-from equipoise.strategies.replicated.base import ReplicatedStrategy
+from equipoise.strategies.replicated.replicated_strategy import ReplicatedStrategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 

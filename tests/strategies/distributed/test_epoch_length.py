@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from equipoise.parallel.batches.dealing import Turns
-from equipoise.strategies.distributed.extent import Certainty, Extent, certainty_of, draw_order, joined_extent
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, certainty_of, draw_order, joined_extent
 from equipoise.strategies.distributed.loaders import share_loader
 
 
