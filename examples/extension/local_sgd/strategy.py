@@ -83,7 +83,7 @@ class LocalSGDStrategy(ProcessStrategy):
 
     @property
     def portable(self) -> PortableState:
-        """Full states for checkpoints, collected after an averaging, and the counts."""
+        """Full states for checkpoints, collected after an averaging."""
         return AveragedState(self)
 
 
@@ -127,5 +127,4 @@ class AveragedState(PortableState):
 
     def load_strategy_state(self, state: dict[str, Any]) -> None:
         """Restore the counts, unless another strategy has written the checkpoint."""
-        counts = self.strategy.counts
-        counts.update((name, state[name]) for name in counts if name in state)
+        self.strategy.counts.update((name, state[name]) for name in self.strategy.counts if name in state)
