@@ -33,7 +33,8 @@ class _Stage(property):
         def switch(state: "Stages", value: bool) -> None:
             state.switch(stage, value)
 
-        super().__init__(runs, switch, doc=text)
+        super().__init__(runs, switch)
+        self.__doc__ = text
 
     if TYPE_CHECKING:
 

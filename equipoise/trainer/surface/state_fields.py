@@ -3,7 +3,7 @@
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args, overload
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule
@@ -40,7 +40,19 @@ class Reads(property, Generic[T]):
     """
 
     def __init__(self, path: str, text: str = "") -> None:
-        super().__init__(attrgetter(path), doc=text)
+        get = attrgetter(path)
+
+        def read(owner: Any) -> Any:
+            return get(owner)
+
+        super().__init__(read)
+        self.__doc__ = text
+        self._annotations = read.__annotations__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # Pages about an owner show the type, which stands in the brackets.
+        (self._annotations["return"],) = get_args(vars(self)["__orig_class__"])
+        super().__set_name__(owner, name)  # type: ignore[misc]
 
     if TYPE_CHECKING:
 

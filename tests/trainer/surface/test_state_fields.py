@@ -1,5 +1,6 @@
 """StateField: the Trainer's names stand for fields of its RunState, in both directions."""
 
+import inspect
 from dataclasses import fields
 from typing import Any
 
@@ -95,3 +96,11 @@ def test_a_subclass_may_write_before_it_calls_the_constructor() -> None:
 def test_the_class_shows_the_field_itself() -> None:
     assert isinstance(Trainer.should_stop, StateField)
     assert Trainer.state.name == "status"
+
+
+def test_what_is_read_elsewhere_has_a_type_and_a_text_and_cannot_be_written() -> None:
+    attribute = inspect.getattr_static(Trainer, "world_size")
+    assert inspect.signature(attribute.fget).return_annotation is int
+    assert attribute.__doc__ == "Number of processes."
+    with pytest.raises(AttributeError, match="world_size"):
+        trainer(Trainer).world_size = 2
