@@ -86,12 +86,8 @@ class LocalSGDStrategy(ProcessStrategy):
         """Full states for checkpoints, collected after an averaging, and the counts."""
         return AveragedState(self)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the counts, with which a resumed run continues."""
-        return dict(self.counts)
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Restore the counts, unless another strategy has written the checkpoint."""
+    def load_counts(self, state: dict[str, Any]) -> None:
+        """Restore the counts of the run that continues, unless another strategy has written the checkpoint."""
         self.counts.update((name, state[name]) for name in self.counts if name in state)
 
 
@@ -123,7 +119,7 @@ class AveragedState(PortableState):
     """Full states of a module whose parameters are averaged first."""
 
     def __init__(self, strategy: LocalSGDStrategy) -> None:
-        super().__init__(strategy.own_state, strategy.load_own_state)
+        super().__init__(lambda: dict(strategy.counts), strategy.load_counts)
         self.strategy = strategy
 
     def prepare(self) -> None:
