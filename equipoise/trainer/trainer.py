@@ -236,15 +236,8 @@ class Trainer(PublicState):
         self.enable_autolog_hparams = enable_autolog_hparams
 
         # 3. Steps, and limits.
-        self.run_state.choose_steps(
-            prefetch=prefetch,
-            compile=compile,
-            capture=capture,
-            fused_optimizer=fused_optimizer,
-            activation_checkpointing=activation_checkpointing,
-            step_in_backward=step_in_backward,
-            offload_activations=offload_activations,
-        )
+        self.run_state.choose_speed(prefetch, compile, capture, fused_optimizer)
+        self.run_state.choose_savers(activation_checkpointing, step_in_backward, offload_activations)
         self.run_state.limit_training(max_epochs, min_epochs, max_steps, min_steps)
         self.run_state.limit_batches(
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches
@@ -262,16 +255,15 @@ class Trainer(PublicState):
 
         # 4. Flags of torch, files, loggers and callbacks.
         select.set_torch_flags(deterministic, benchmark)
+        self._choose_objects(plugins, callbacks, max_time, options)
+
+    def _choose_objects(self, plugins: Any, callbacks: Any, max_time: Any, options: dict[str, Any]) -> None:
         chosen_plugins = select.select_plugins(plugins)
         self.checkpoint_io = chosen_plugins.checkpoint_io
         self.requeues_on_signal = chosen_plugins.requeues
         self.profiler = check.make_profiler(options["profiler"])
         self.loggers = select.select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
-        self.callbacks = self._choose_callbacks(callbacks, max_time, options)
-
-    def _choose_callbacks(self, callbacks: Any, max_time: Any, options: dict[str, Any]) -> list[Callback]:
-        """Return the user's callbacks, and those that the options ask for."""
-        return select_callbacks(
+        self.callbacks = select_callbacks(
             callbacks,
             enable_checkpointing=options["enable_checkpointing"],
             enable_progress_bar=options["enable_progress_bar"],

@@ -37,23 +37,12 @@ class StepChoices:
     steps_in_backward: bool = False
     offload_least_bytes: int | None = None
 
-    def choose_steps(
-        self,
-        *,
-        prefetch: Any,
-        compile: Any,
-        capture: Any,
-        fused_optimizer: Any,
-        activation_checkpointing: Any,
-        step_in_backward: Any,
-        offload_activations: Any,
-    ) -> None:
-        """Set the choices; see the Trainer's arguments of these names.
+    def choose_speed(self, prefetch: Any, compile: Any, capture: Any, fused_optimizer: Any) -> None:
+        """Set what makes steps quicker; see the Trainer's arguments of these names.
 
         Raises:
             ConfigurationError: If a value is none of those that are allowed, or two of them contradict each other.
         """
-        # 1. Speed.
         self.prefetch = check.check_auto_flag("prefetch", prefetch)
         self.compiles_steps = check.check_auto_flag("compile", compile)
         self.captures_steps = check.check_flag("capture", capture)
@@ -63,7 +52,12 @@ class StepChoices:
             )
         self.fuses_optimizers = check.check_flag("fused_optimizer", fused_optimizer)
 
-        # 2. Memory.
+    def choose_savers(self, activation_checkpointing: Any, step_in_backward: Any, offload_activations: Any) -> None:
+        """Set what saves memory; see the Trainer's arguments of these names.
+
+        Raises:
+            ConfigurationError: If a value is none of those that are allowed.
+        """
         self.activation_checkpointing = check.check_patterns("activation_checkpointing", activation_checkpointing)
         self.steps_in_backward = check.check_flag("step_in_backward", step_in_backward)
         if isinstance(offload_activations, bool):
