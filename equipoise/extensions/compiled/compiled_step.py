@@ -174,11 +174,10 @@ class CompiledStep(RepeatableStep):
             result = self._compute(variant.function, part, share.seed)
         except NewVariant:
             self.window.load_state_dict(window_before)
-            # There is another trial.
-            variant.is_ready = False
+            variant.withdraw()
             return None
         self._has_gradients = True
-        variant.unused = 0
+        variant.note_use()
 
         # 3. Log.
         if result.logged:

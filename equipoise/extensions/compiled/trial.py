@@ -139,9 +139,9 @@ class Trial:
         if difference is not None:
             self._refuse(f"a {self._done} one differs: {difference}")
             return
-        self._variant.is_ready = True
+        self._variant.approve()
         if self._variants.way.only_if_faster:
-            self._variant.comparison = SpeedComparison(loss.device)
+            self._variant.compare(SpeedComparison(loss.device))
         rank_zero_info(
             f"The training step is {self._done} for batches of {_describe(shape_of(self._batch))}, in"
             f" {self._seconds:.1f} s. It computes the same as the eager step."
@@ -159,7 +159,7 @@ def end_comparison(variant: Variant, comparison: SpeedComparison, batch: Any) ->
         comparison: The times of steps.
         batch: A batch.
     """
-    variant.comparison = None
+    variant.end_comparison()
     of_program, eager = comparison.seconds()
     shapes = _describe(shape_of(batch))
     if comparison.is_program_faster():

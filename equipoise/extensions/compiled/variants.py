@@ -4,7 +4,6 @@ A shape is compiled when it was seen a few times: the shorter batch at the end o
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -31,36 +30,61 @@ MOST_TRIALS = 8
 MOST_UNUSED = 4
 
 
-@dataclass(eq=False)
 class Variant:
     """Steps on batches of one shape.
 
+    Args:
+        function: The program, compiled or captured.
+
     Attributes:
         function: The program, compiled or captured.
-        is_ready: True if a trial has agreed, and the program fits the present conditions.
+        is_ready: True if a trial has agreed.
         is_refused: True if steps of this shape stay eager.
         comparison: The comparison of speed that is under way; None if there is none.
-        trials: Number of trials.
-        unused: Number of trials since the program has computed a step.
     """
 
-    function: CompiledFunction
-    is_ready: bool = False
-    is_refused: bool = False
-    comparison: SpeedComparison | None = None
-    trials: int = 0
-    unused: int = 0
+    def __init__(self, function: CompiledFunction) -> None:
+        self.function = function
+        self._trials = 0
+        self._unused = 0
+        self.is_ready = False
+        self.is_refused = False
+        self.comparison: SpeedComparison | None = None
+
+    def withdraw(self) -> None:
+        """Note that no compiled program fits the present conditions, so that there is another trial."""
+        self.is_ready = False
 
     def begin_trial(self) -> bool:
         """Count a trial, and return False if there were too many."""
-        self.trials += 1
-        self.unused += 1
-        return self.trials <= MOST_TRIALS and self.unused <= MOST_UNUSED
+        self._trials += 1
+        self._unused += 1
+        return self._trials <= MOST_TRIALS and self._unused <= MOST_UNUSED
+
+    def approve(self) -> None:
+        """Let the program compute later steps."""
+        self.is_ready = True
+
+    def compare(self, comparison: SpeedComparison) -> None:
+        """Compare the speed of the next steps.
+
+        Args:
+            comparison: The comparison.
+        """
+        self.comparison = comparison
+
+    def end_comparison(self) -> None:
+        """Note that the speed is known."""
+        self.comparison = None
 
     def refuse(self) -> None:
         """Let later steps stay eager."""
         self.is_ready = False
         self.is_refused = True
+
+    def note_use(self) -> None:
+        """Note that the program has computed a step."""
+        self._unused = 0
 
 
 class Variants:
@@ -124,7 +148,7 @@ class Variants:
         variants = list(self._variants.values())
         if self.way.release_memory([variant.function for variant in variants]):
             for variant in variants:
-                variant.is_ready = False
+                variant.withdraw()
 
     def close(self) -> None:
         """Release all programs."""

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args, overload
 
 from lightning.fabric.plugins import CheckpointIO
@@ -40,10 +39,13 @@ class Reads(property, Generic[T]):
     """
 
     def __init__(self, path: str, text: str = "") -> None:
-        get = attrgetter(path)
+        names = path.split(".")
 
+        # Torch's compiler cannot follow `operator.attrgetter` in a training step.
         def read(owner: Any) -> Any:
-            return get(owner)
+            for name in names:
+                owner = getattr(owner, name)
+            return owner
 
         super().__init__(read)
         self.__doc__ = text

@@ -70,5 +70,5 @@ def test_trials_have_an_end() -> None:
     allowed = []
     for _ in range(9):
         allowed.append(variant.begin_trial())
-        variant.unused = 0
+        variant.note_use()
     assert allowed == [True] * 8 + [False]
