@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from equipoise.extensions.ensemble.members.stacked_members import StackedParameter, for_rows
+from equipoise.extensions.ensemble.members.stacked_members import StackedParameter
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.precision import wide_dtype
@@ -138,17 +138,29 @@ def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None
         parameters: The parameters.
         largest: The largest norm of the gradients of a member.
     """
-    gradients = [parameter.stacked.grad for parameter in parameters if parameter.stacked.grad is not None]
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.stacked.grad
+        if gradient is not None:
+            gradients.append(gradient)
     if not gradients:
         return
-    # 1. The norms, (parameters, members), and that of each member.
-    norms = [torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients]
-    norms_of_members = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    # 1. The norms, (parameters, members).
+    norms = []
+    for gradient in gradients:
+        rows = gradient.reshape(len(gradient), -1)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    stacked_norms = torch.stack(norms)
+    norms_of_members = torch.linalg.vector_norm(stacked_norms, dim=0)
 
     # 2. A factor for each member.
-    factors = (largest / (norms_of_members + _EPSILON)).clamp(max=1.0)
+    divisors = norms_of_members + _EPSILON
+    factors = largest / divisors
+    factors = factors.clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(for_rows(factors, gradient))
+        ones = [1] * (gradient.ndim - 1)
+        factors_here = factors.to(gradient.dtype)
+        gradient.mul_(factors_here.view(-1, *ones))
 
 
 def clip_by_value(parameters: Sequence[StackedParameter], largest: float) -> None:

@@ -108,8 +108,11 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
                 numpy.random.seed(seed % _SEEDS)
             member = construct()
             _check_member(module, member)
-            state = {name: tensor.detach().clone() for name, tensor in _tensors_of(member).items()}
-            members.append(InitialMember(state, torch.get_rng_state()))
+            state = {}
+            for name, tensor in _tensors_of(member).items():
+                state[name] = tensor.detach().clone()
+            random_state_after = torch.get_rng_state()
+            members.append(InitialMember(state, random_state_after))
     return members
 
 
@@ -126,14 +129,16 @@ def _constructor_of(module: nn.Module) -> Factory:
     # Only those that the constructor takes, unless it takes any.
     parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    saved = {key: value for key, value in arguments.items() if takes_any or key in parameters}
+    saved = {}
+    for key, value in arguments.items():
+        if takes_any or key in parameters:
+            saved[key] = value
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [
-        key
-        for key, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in fixed
-    ]
-    missing = [key for key in required if key not in saved]
+    missing = []
+    for key, parameter in parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind not in fixed
+        if is_required and key not in saved:
+            missing.append(key)
     if missing:
         raise ConfigurationError(
             f"The members of an ensemble are constructed anew, but {kind.__name__} needs {', '.join(missing)}, which"
@@ -162,8 +167,10 @@ def _check_member(module: nn.Module, member: Any) -> None:
     expected = _tensors_of(module)
     tensors = _tensors_of(member)
     differing = sorted(expected.keys() ^ tensors.keys())
-    common = expected.keys() & tensors.keys()
-    differing += sorted(name for name in common if tensors[name].shape != expected[name].shape)
+    for name in expected.keys() & tensors.keys():
+        shape = tensors[name].shape
+        if shape != expected[name].shape:
+            differing.append(name)
     if differing:
         text = ", ".join(differing[:_MOST_NAMES])
         raise ConfigurationError(
@@ -172,7 +179,10 @@ def _check_member(module: nn.Module, member: Any) -> None:
         )
     # 2. Memory of its own: a module that was an argument of the constructor would be the same in all members.
     identities = set(map(id, expected.values()))
-    shared = [name for name, tensor in tensors.items() if id(tensor) in identities]
+    shared = []
+    for name, tensor in tensors.items():
+        if id(tensor) in identities:
+            shared.append(name)
     if shared:
         text = ", ".join(shared[:_MOST_NAMES])
         raise ConfigurationError(
@@ -180,8 +190,11 @@ def _check_member(module: nn.Module, member: Any) -> None:
             " constructed anew. Give EnsembleStrategy(factory=...) a function that constructs it, too."
         )
     # 3. Other values.
-    parameters = dict(module.named_parameters())
-    if parameters and all(torch.equal(tensors[name].to(value), value) for name, value in parameters.items()):
+    are_equal = []
+    for name, parameter in module.named_parameters():
+        value = tensors[name].to(parameter)
+        are_equal.append(torch.equal(value, parameter))
+    if are_equal and all(are_equal):
         raise ConfigurationError(
             f"A new {kind} under another seed has the same parameters as the module, so the members would be equal."
             " Give EnsembleStrategy(factory=...) a function whose parameters are random."

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from equipoise.errors import CheckpointError, StepError
 from equipoise.parallel.replicas.replica import Replica
 
-__all__ = ["StackedMembers", "StackedParameter", "for_rows", "gradient_state", "own_memory"]
+__all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
 
 
 class StackedParameter(NamedTuple):
@@ -55,15 +55,20 @@ class StackedMembers:
     def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
         # 1. The copies, with their own values.
         self._replicas = [Replica(module, device) for _ in states]
-        self.modules = [module, *(replica.module for replica in self._replicas)]
+        self.modules = [module]
+        for replica in self._replicas:
+            self.modules.append(replica.module)
+        copies = self.modules[1:]
         with torch.no_grad():
-            for copied, state in zip(self.modules[1:], states, strict=True):
+            for copied, state in zip(copies, states, strict=True):
                 _load(copied, state)
 
         # 2. Stacked parameters.
         self.parameters: list[StackedParameter] = []
         self._by_id: dict[int, StackedParameter] = {}
-        rows = [self._replicas[0].sources, *(replica.copies for replica in self._replicas)]
+        rows = [self._replicas[0].sources]
+        for replica in self._replicas:
+            rows.append(replica.copies)
         for column in zip(*rows, strict=True):
             self._stack_parameter(list(column))
 
@@ -78,23 +83,38 @@ class StackedMembers:
         slots_of_members = [replica.buffer_slots for replica in self._replicas]
         for slots in zip(*slots_of_members, strict=True):
             sources, _, name = slots[0]
-            first = sources[name]
-            if id(first) not in self.buffers:
-                self.buffers[id(first)] = _stack_memory([first, *(registered[name] for _, registered, _ in slots)])
+            buffers = [sources[name]]
+            for _, registered, _ in slots:
+                buffers.append(registered[name])
+            self._stack_buffer(buffers)
 
     def _stack_parameter(self, members: list[Any]) -> None:
-        stacked = nn.Parameter(_stack_memory(members), requires_grad=members[0].requires_grad)
+        first = members[0]
+        values = _stack_memory(members)
+        stacked = nn.Parameter(values, requires_grad=first.requires_grad)
         parameter = StackedParameter(stacked, members, set())
         self.parameters.append(parameter)
-        self._by_id[id(members[0])] = parameter
+        key = id(first)
+        self._by_id[key] = parameter
+
+    def _stack_buffer(self, members: list[Tensor]) -> None:
+        key = id(members[0])
+        if key in self.buffers:
+            return
+        self.buffers[key] = _stack_memory(members)
 
     def __len__(self) -> int:
         return len(self.modules)
 
     def metrics(self) -> list[list[Metric]]:
         """Return each metric of the module with its copies in the other members."""
-        columns = zip(*(replica.metrics for replica in self._replicas), strict=True)
-        return [[pairs[0][0], *(copied for _, copied in pairs)] for pairs in columns]
+        metrics_of_members = [replica.metrics for replica in self._replicas]
+        metrics = []
+        for pairs in zip(*metrics_of_members, strict=True):
+            source, _ = pairs[0]
+            copies = [copied for _, copied in pairs]
+            metrics.append([source, *copies])
+        return metrics
 
     def of(self, parameter: Tensor) -> StackedParameter | None:
         """Return the stacked parameter of one of the module's; None if it is none of them."""
@@ -127,7 +147,7 @@ class StackedMembers:
             if first.data_ptr() != stacked.data_ptr():
                 row = stacked.detach()[0]
                 row.copy_(first.detach())
-                first.data = row
+                set_data(first, row)
 
     def has_other_attributes(self, member: int, parts: Sequence[int]) -> bool:
         """Return True if a step has given parts of a member other attributes than those of the first member.
@@ -144,12 +164,12 @@ class StackedMembers:
         """Begin a window: no gradients."""
         for parameter in self.parameters:
             parameter.present.clear()
-        _set_gradients(self._tensors, None)
+        set_gradients(self._tensors, None)
 
     def begin_backward(self) -> None:
         """Hide the gradients of the window so far, so that those of the members themselves are new ones."""
         for parameter in self.parameters:
-            _set_gradients(parameter.members, None)
+            set_gradients(parameter.members, None)
 
     def collect_gradients(self, computed: Sequence[int]) -> None:
         """Add the members' gradients of a backward to the stacked ones; the module shows those of the first member.
@@ -171,25 +191,26 @@ class StackedMembers:
                     is_alone = True
             if is_alone:
                 _add(stacked, gradients)
-                _set_gradients(members, None)
+                set_gradients(members, None)
             _show_gradient(parameter)
 
     def show_gradients(self) -> None:
         """Let the module's parameters show the gradients of the first member."""
         for parameter in self.parameters:
-            _set_gradients(parameter.members, None)
+            set_gradients(parameter.members, None)
             _show_gradient(parameter)
 
     def hand_out_gradients(self) -> None:
         """Give each member its gradients, as views."""
         for stacked, members, present in self.parameters:
-            _set_gradients(members, None)
+            set_gradients(members, None)
             gradient = stacked.grad
             if gradient is None:
                 continue
             rows = gradient.unbind()
             for index in present:
-                members[index].grad = rows[index]
+                member = members[index]
+                set_gradients([member], rows[index])
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all members.
@@ -199,9 +220,7 @@ class StackedMembers:
         """
         for stacked, _, _ in self.parameters:
             if stacked.grad is not None:
-                stacked.grad.mul_(
-                    for_rows(factor, stacked.grad) if isinstance(factor, Tensor) and factor.ndim else factor
-                )
+                stacked.grad.mul_(_like(factor, stacked.grad))
 
     def load_gradients(self, parameters: Sequence[StackedParameter], state: Sequence[Any]) -> None:
         """Restore gradients.
@@ -213,7 +232,7 @@ class StackedMembers:
         for parameter, (gradient, present) in zip(parameters, state, strict=False):
             if gradient is not None:
                 gradient = gradient.to(parameter.stacked.device)
-            parameter.stacked.grad = gradient
+            set_gradients([parameter.stacked], gradient)
             parameter.present.update(present)
         self.show_gradients()
 
@@ -221,7 +240,11 @@ class StackedMembers:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the full state of each member, with memory of its own."""
-        return [own_memory(module.state_dict()) for module in self.modules]
+        states = []
+        for module in self.modules:
+            state = module.state_dict()
+            states.append(own_memory(state))
+        return states
 
     def release(self) -> None:
         """Give the module memory of its own, which is that of one member."""
@@ -231,16 +254,22 @@ class StackedMembers:
                 gradient = first.grad
                 if gradient is not None:
                     gradient = gradient.clone()
-                _set_gradients(members, None)
-                first.data = first.detach().clone()
-                first.grad = gradient
+                set_gradients(members, None)
+                values = first.detach()
+                set_data(first, values.clone())
+                set_gradients([first], gradient)
             for buffer in self._replicas[0].buffers():
-                buffer.data = buffer.detach().clone()
+                values = buffer.detach()
+                set_data(buffer, values.clone())
 
 
 def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
     """Return the gradients of an open window, (members, *shape), and the members that have them."""
-    return [[stacked.grad, sorted(present)] for stacked, _, present in parameters]
+    state = []
+    for stacked, _, present in parameters:
+        members = sorted(present)
+        state.append([stacked.grad, members])
+    return state
 
 
 def _show_gradient(parameter: StackedParameter) -> None:
@@ -251,18 +280,24 @@ def _show_gradient(parameter: StackedParameter) -> None:
         parameter.members[0].grad = gradient.select(0, 0)
 
 
-def _set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
+def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
     """Set the gradient of some parameters."""
     for parameter in parameters:
         parameter.grad = gradient
 
 
+def set_data(tensor: Tensor, values: Tensor) -> None:
+    """Replace the memory of a tensor by that of another one; the object stays the same."""
+    tensor.data = values
+
+
 def _stack_memory(tensors: Sequence[Tensor]) -> Tensor:
     """Return stacked tensors, of which each of the tensors is a row from now on."""
-    stacked = torch.stack([tensor.detach() for tensor in tensors])
-    for tensor, row in zip(tensors, stacked.unbind(), strict=True):
-        # The object stays the same.
-        tensor.data = row
+    values = [tensor.detach() for tensor in tensors]
+    stacked = torch.stack(values)
+    rows = stacked.unbind()
+    for tensor, row in zip(tensors, rows, strict=True):
+        set_data(tensor, row)
     return stacked
 
 
@@ -283,8 +318,10 @@ def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         if target is None:
             continue
         if target.shape != value.shape:
+            saved_shape = list(value.shape)
+            shape = list(target.shape)
             raise CheckpointError(
-                f"{name} of a member has the shape {list(value.shape)}, but that of the module {list(target.shape)}."
+                f"{name} of a member has the shape {saved_shape}, but that of the module {shape}."
                 " Build the model as it was."
             )
         target.copy_(value)
@@ -297,22 +334,22 @@ def _add(stacked: nn.Parameter, gradients: Sequence[Tensor | None]) -> None:
     has_all = len(rows) == len(gradients)
     # 1. The first gradients of all members.
     if total is None and has_all:
-        stacked.grad = torch.stack(rows)
+        total = torch.stack(rows)
+        set_gradients([stacked], total)
         return
     # 2. Others are added row by row.
     if total is None:
         total = torch.zeros_like(stacked)
-        stacked.grad = total
+        set_gradients([stacked], total)
     for row, gradient in zip(total.unbind(), gradients, strict=True):
         if gradient is not None:
             row.add_(gradient)
 
 
-def for_rows(factors: Tensor, gradient: Tensor) -> Tensor:
-    """Return factors of members in a dtype and shape that multiplies a stacked gradient.
-
-    Args:
-        factors: A factor for each member, (members,).
-        gradient: A stacked gradient.
-    """
-    return factors.to(gradient).view(-1, *[1] * (gradient.ndim - 1))
+def _like(factor: float | Tensor, gradient: Tensor) -> float | Tensor:
+    """Return factors of members in a shape that multiplies a stacked gradient."""
+    if isinstance(factor, Tensor) and factor.ndim:
+        factors = factor.to(gradient)
+        ones = [1] * (gradient.ndim - 1)
+        return factors.view(-1, *ones)
+    return factor
