@@ -18,10 +18,12 @@ from equipoise.interop.torch.batching import compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
 from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
 
-__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "reason_against", "taken_apart"]
+__all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "TensorsOfMembers", "reason_against", "taken_apart"]
 
 # Positional and keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+# The tensors among the arguments of each member.
+TensorsOfMembers = Sequence[Sequence[Tensor]]
 # A dictionary of a module's parameters or buffers, and the name in it.
 Slot = tuple[dict[str, Any], str]
 
@@ -158,7 +160,10 @@ class BatchedCall:
         for slots in self._slots:
             registered, key = slots[0]
             self._own_tensors.append(registered[key])
-        self._tensors_of_members = [[*network.parameters(), *network.buffers()] for network in self.networks]
+        self._tensors_of_members = []
+        for network in self.networks:
+            tensors_of_network = [*network.parameters(), *network.buffers()]
+            self._tensors_of_members.append(tensors_of_network)
         self._buffers = []
         for identity in by_id:
             if identity in members.buffers:
@@ -173,7 +178,11 @@ class BatchedCall:
             by_id[key].append(slot)
             return
         parameter = members.of(tensor)
-        stacked: Tensor = members.buffers[key] if parameter is None else parameter.stacked
+        stacked: Tensor
+        if parameter is None:
+            stacked = members.buffers[key]
+        else:
+            stacked = parameter.stacked
         by_id[key] = [slot]
         self._stacked.append(stacked)
         self._slots.append(by_id[key])
@@ -198,7 +207,7 @@ class BatchedCall:
         args, kwargs = call
         return self._forward(self.networks[member], *args, **kwargs)
 
-    def __call__(self, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> list[Any]:
+    def __call__(self, tree: Any, tensors: TensorsOfMembers, randomness: str) -> list[Any]:
         """Compute the calls of all members together.
 
         Args:
@@ -215,7 +224,8 @@ class BatchedCall:
         """
         stacked = _stacked(tree, tensors)
         # The steps may have given the networks of members other attributes.
-        if any(map(self.has_own_attributes, range(1, len(tensors)))):
+        others = range(1, len(tensors))
+        if any(map(self.has_own_attributes, others)):
             raise NotBatchable("the members have set different attributes of it", passes=True)
         kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
@@ -270,16 +280,20 @@ class BatchedCall:
             return values
 
         arguments = [*self._stacked, *calls.inputs]
-        outputs = compute_batched(compute, arguments, self._dims + calls.dims, calls.members, randomness)
+        dims = self._dims + calls.dims
+        outputs = compute_batched(compute, arguments, dims, calls.members, randomness)
         # The output of each member.
         rows = [output.unbind() for output in outputs]
         if output_tree is None:
             return list(rows[0])
-        return [insert_tensors(output_tree, values) for values in zip(*rows, strict=True)]
+        outputs_of_members = []
+        for values in zip(*rows, strict=True):
+            outputs_of_members.append(insert_tensors(output_tree, values))
+        return outputs_of_members
 
     # The comparison.
 
-    def _compared_outputs(self, tensors: Sequence[Sequence[Tensor]], stacked: _Stacked) -> list[Any]:
+    def _compared_outputs(self, tensors: TensorsOfMembers, stacked: _Stacked) -> list[Any]:
         """Compute a call together and member by member, compare, and return the outputs of the former."""
         # 1. Together, and without random numbers, which would come twice.
         noted = self._note()
@@ -288,8 +302,11 @@ class BatchedCall:
 
         # 2. Member by member, without a graph.
         self._restore_buffers(noted.buffers)
+        expected = []
         with torch.no_grad():
-            expected = [self.alone(member, _arguments(stacked.tree, column)) for member, column in enumerate(tensors)]
+            for member, column in enumerate(tensors):
+                call = _arguments(stacked.tree, column)
+                expected.append(self.alone(member, call))
         if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
             self._restore(noted)
             raise NotBatchable("the results differ from those of members computed one by one")
@@ -370,8 +387,9 @@ def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
         trees.append(tree)
         columns.append(tensors)
     text = repr(trees[0])
-    if any(repr(tree) != text for tree in trees[1:]):
-        raise NotBatchable("the members call it with different arguments", passes=True)
+    for tree in trees[1:]:
+        if repr(tree) != text:
+            raise NotBatchable("the members call it with different arguments", passes=True)
     return trees[0], columns
 
 
@@ -385,7 +403,7 @@ def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:
     return call
 
 
-def _stacked(tree: Any, tensors: Sequence[Sequence[Tensor]]) -> _Stacked:
+def _stacked(tree: Any, tensors: TensorsOfMembers) -> _Stacked:
     """Return the calls of all members, with their tensors stacked where members have different ones.
 
     Raises:
@@ -399,7 +417,9 @@ def _stacked(tree: Any, tensors: Sequence[Sequence[Tensor]]) -> _Stacked:
             inputs.append(first)
             dims.append(None)
             continue
-        if len({(tensor.shape, tensor.dtype) for tensor in column}) > 1:
+        shapes = {tensor.shape for tensor in column}
+        dtypes = {tensor.dtype for tensor in column}
+        if len(shapes) > 1 or len(dtypes) > 1:
             raise NotBatchable("the members call it with tensors of different shapes", passes=True)
         inputs.append(torch.stack(column))
         dims.append(0)
@@ -414,7 +434,8 @@ def _check_plain(value: Any, verb: str) -> None:
     """
     for leaf in leaves_of(value):
         if not isinstance(leaf, _PLAIN):
-            raise NotBatchable(f"it {verb} a {type(leaf).__name__}")
+            kind = type(leaf).__name__
+            raise NotBatchable(f"it {verb} a {kind}")
 
 
 def _register(slots: list[list[Slot]], tensors: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.extensions.ensemble.computation.batched_call import BatchedCall, Call
+from equipoise.extensions.ensemble.computation.batched_call import BatchedCall, Call, TensorsOfMembers
 from equipoise.interop.torch.modules import versions
 from equipoise.tree import extract_tensors, is_slot, tensors_in
 
@@ -34,16 +34,18 @@ class EarlyCall:
         NotBatchable: If the calls cannot be computed together.
     """
 
-    def __init__(self, network: BatchedCall, tree: Any, tensors: Sequence[Sequence[Tensor]], randomness: str) -> None:
+    def __init__(self, network: BatchedCall, tree: Any, tensors: TensorsOfMembers, randomness: str) -> None:
         self.network = network
         self._structure = repr(tree)
         args, kwargs = tree
-        self._has_one_tensor = len(args) == 1 and is_slot(args[0]) and not kwargs
+        has_one_argument = len(args) == 1 and not kwargs
+        self._has_one_tensor = has_one_argument and is_slot(args[0])
         self._tensors = tensors
         self._buffers = network.buffers_now()
         self._outputs: list[Any] = network(tree, tensors, randomness)
         # The step of a member may change its arguments or its network before the call.
-        self._versions = list(map(self._versions_of, range(len(tensors))))
+        members = range(len(tensors))
+        self._versions = [self._versions_of(member) for member in members]
         self._has_gradients = torch.is_grad_enabled()
 
     def take_first(self) -> Any:
@@ -57,13 +59,9 @@ class EarlyCall:
             member: The index of the member, from 1.
             call: Its arguments.
         """
-        is_same = (
-            self._has_arguments(member, call)
-            and self._versions_of(member) == self._versions[member]
-            and torch.is_grad_enabled() == self._has_gradients
-            and not self.network.has_own_attributes(member)
-        )
-        return is_same, self._take(member) if is_same else None
+        if not self._is_same(member, call):
+            return False, None
+        return True, self._take(member)
 
     def put_back(self, member: int) -> None:
         """Undo what the call has done to the buffers of a member that has not made it."""
@@ -75,6 +73,16 @@ class EarlyCall:
         self._outputs[member] = None
         return output
 
+    def _is_same(self, member: int, call: Call) -> bool:
+        """Return True if a call would compute what was computed."""
+        if torch.is_grad_enabled() != self._has_gradients:
+            return False
+        if not self._has_arguments(member, call):
+            return False
+        if self._versions_of(member) != self._versions[member]:
+            return False
+        return not self.network.has_own_attributes(member)
+
     def _has_arguments(self, member: int, call: Call) -> bool:
         """Return True if a call has the tensors themselves, and equal other values."""
         args, kwargs = call
@@ -83,10 +91,16 @@ class EarlyCall:
         if self._has_one_tensor and len(args) == 1 and not kwargs:
             return args[0] is expected[0]
         tree, tensors = extract_tensors(call)
-        return len(tensors) == len(expected) and all(map(is_, tensors, expected)) and repr(tree) == self._structure
+        if len(tensors) != len(expected):
+            return False
+        if not all(map(is_, tensors, expected)):
+            return False
+        return repr(tree) == self._structure
 
     def _versions_of(self, member: int) -> list[int] | None:
-        return versions([*self._tensors[member], *self.network.tensors_of(member)])
+        arguments = self._tensors[member]
+        tensors_of_network = self.network.tensors_of(member)
+        return versions([*arguments, *tensors_of_network])
 
 
 def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[list[Tensor]] | None:
@@ -101,15 +115,28 @@ def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[
         tensors leave no trace, as in inference mode.
     """
     tensors_of_batches = list(map(_tensors_of, batches))
-    places = {id(tensor): index for index, tensor in enumerate(tensors_of_batches[0])}
-    indices = [places.get(id(tensor), -1) for tensor in tensors]
-    if -1 in indices or len(set(map(len, tensors_of_batches))) > 1 or versions(tensors) is None:
+    places = {}
+    for index, tensor in enumerate(tensors_of_batches[0]):
+        places[id(tensor)] = index
+    indices = []
+    for tensor in tensors:
+        index = places.get(id(tensor))
+        if index is None:
+            return None
+        indices.append(index)
+    lengths = set(map(len, tensors_of_batches))
+    if len(lengths) > 1:
+        return None
+    # In inference mode there are no versions.
+    if versions(tensors) is None:
         return None
     return [[parts[index] for index in indices] for parts in tensors_of_batches]
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
     # The usual batch is a list of tensors, which needs no search.
-    if type(batch) is list and set(map(type, batch)) == {Tensor}:
-        return batch
+    if type(batch) is list:
+        types = set(map(type, batch))
+        if types == {Tensor}:
+            return batch
     return list(tensors_in(batch))

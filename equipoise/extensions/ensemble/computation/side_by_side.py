@@ -155,7 +155,8 @@ class SideBySide:
         """Run all other steps to their first calls."""
         self._has_begun = True
         if not self._threads:
-            self._threads = [MemberThread(member) for member in range(1, len(self._steps))]
+            others = range(1, len(self._steps))
+            self._threads = [MemberThread(member) for member in others]
             self._by_ident = {thread.ident: thread for thread in self._threads}
         for thread in self._threads:
             thread.start(self._steps[thread.member], self._state)
@@ -291,7 +292,10 @@ class SideBySide:
     def _let_others_go(self, reply: Any, name: str) -> Any:
         """Let the steps that wait with a call of the same network continue to their next calls."""
         for thread in self._threads:
-            if thread.call is not None and thread.call[0] == name:
+            if thread.call is None:
+                continue
+            network, _ = thread.call
+            if network == name:
                 thread.resume(reply)
         return reply
 
@@ -321,7 +325,8 @@ class SideBySide:
     def _note_reason(self, name: str, reason: str) -> None:
         """Note that a network is computed member by member from now on."""
         self.reasons[name] = reason
-        rank_zero_info(f"{name or 'The module'} is computed member by member: {reason}.")
+        title = name or "The module"
+        rank_zero_info(f"{title} is computed member by member: {reason}.")
 
 
 def _networks(module: nn.Module) -> list[str]:
@@ -338,7 +343,8 @@ def _networks(module: nn.Module) -> list[str]:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Return True unless the forward is that of a base class that only raises an error."""
-    return not type(module).forward.__module__.startswith(("lightning.", "pytorch_lightning."))
+    module_of_forward = type(module).forward.__module__
+    return not module_of_forward.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _add_networks(module: nn.Module, prefix: str, names: list[str]) -> None:

@@ -277,7 +277,7 @@ def _show_gradient(parameter: StackedParameter) -> None:
     gradient = parameter.stacked.grad
     if gradient is not None and 0 in parameter.present:
         # A view, which shows what the window adds later.
-        parameter.members[0].grad = gradient.select(0, 0)
+        set_gradients(parameter.members[:1], gradient.select(0, 0))
 
 
 def set_gradients(parameters: Sequence[Tensor], gradient: Tensor | None) -> None:
