@@ -120,10 +120,10 @@ def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[
         places[id(tensor)] = index
     indices = []
     for tensor in tensors:
-        index = places.get(id(tensor))
-        if index is None:
+        place = places.get(id(tensor))
+        if place is None:
             return None
-        indices.append(index)
+        indices.append(place)
     lengths = set(map(len, tensors_of_batches))
     if len(lengths) > 1:
         return None
