@@ -18,7 +18,7 @@ from sleeping import Sleeper, step_seconds
 
 from equipoise import PipelineStrategy
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES, check_schedule, check_stages
-from equipoise.extensions.pipeline.schedule.timeline import simulate
+from equipoise.extensions.pipeline.schedule.simulation import simulate
 
 MOST_BEYOND_THEORY, MOST_TO_MEAN, MOST_TO_BEST, LEAST_GAIN = 0.08, 1.10, 1.02, 1.4
 """The bounds: time lost beyond theory, the slowest stage by the mean and by the best cut's, gain on unequal devices."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.schedule.timeline import simulate
+from equipoise.extensions.pipeline.schedule.simulation import simulate
 from tests.benchmarks.conftest import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -33,11 +33,11 @@ from equipoise.extensions.pipeline.planning.measured_cut import TooFewBlocks, la
 from equipoise.extensions.pipeline.processes.engine import ProcessPipeline
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import splits
-from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
 from equipoise.extensions.pipeline.stack.stacked_call import StackedCall
 from equipoise.extensions.pipeline.stack.stacked_network import StackedNetwork
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.strategies.timeline import Timeline
 
 __all__ = ["StagedNetwork"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
-from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
@@ -18,6 +17,7 @@ from equipoise.formats import format_bytes, format_count, format_path, format_sp
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
+from equipoise.strategies.timeline import Timeline
 
 __all__ = ["collect_record", "pipeline_step"]
 

@@ -9,9 +9,9 @@ from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.bounded.process import run_in_process
 from equipoise.extensions.comparison.bounded.worker import build_data_and_module, limit_to_steps
-from equipoise.extensions.comparison.savings.blocks import repeated_blocks
 from equipoise.extensions.comparison.savings.probe import TIMED_STEPS, WARM_STEPS, Probe, digest_of
 from equipoise.extensions.comparison.savings.savers import Trial
+from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 
 __all__ = ["measure", "request_of", "run_trial"]
 

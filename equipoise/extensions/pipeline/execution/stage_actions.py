@@ -7,8 +7,8 @@ from typing import Any
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram
-from equipoise.extensions.pipeline.schedule.schedule import Action
 from equipoise.parallel.device_work import on_device
+from equipoise.strategies.timeline import Action
 
 __all__ = ["Forward", "forward_of_steps", "run_action"]
 

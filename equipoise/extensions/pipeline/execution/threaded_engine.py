@@ -20,10 +20,10 @@ from equipoise.extensions.pipeline.execution.stage_actions import forward_of_ste
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.extensions.pipeline.graph.stages import StageProgram
-from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of, splits
-from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, splits
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.device_threads import ThreadState
+from equipoise.strategies.timeline import Action, Span, Timeline
 
 __all__ = ["Compute", "Pipeline", "StepRun"]
 

@@ -14,8 +14,8 @@ from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_a
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
-from equipoise.extensions.pipeline.schedule.schedule import Action, Schedule, Task, actions_of
-from equipoise.extensions.pipeline.schedule.timeline import Span
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of
+from equipoise.strategies.timeline import Action, Span
 
 __all__ = ["ProcessStep", "tasks_of"]
 

@@ -16,7 +16,7 @@ from equipoise.extensions.pipeline.planning.partition import DoesNotFit, NoCut, 
 from equipoise.extensions.pipeline.planning.profile import profile_calls
 from equipoise.extensions.pipeline.planning.stage_costs import Block, Stage, StageDevice
 from equipoise.extensions.pipeline.schedule.schedule import splits
-from equipoise.extensions.pipeline.schedule.timeline import simulate
+from equipoise.extensions.pipeline.schedule.simulation import simulate
 from equipoise.formats import format_bytes
 
 __all__ = [

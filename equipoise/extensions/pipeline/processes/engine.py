@@ -16,8 +16,8 @@ from equipoise.extensions.pipeline.messaging.messages import StageError
 from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, tasks_of
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, splits
-from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.parallel.replicas.device_threads import ThreadState
+from equipoise.strategies.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 

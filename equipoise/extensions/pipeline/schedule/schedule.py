@@ -27,11 +27,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from equipoise.errors import ConfigurationError
+from equipoise.strategies.timeline import Action
 from equipoise.validation import check_whole
 
 __all__ = [
     "SCHEDULES",
-    "Action",
     "Schedule",
     "Task",
     "actions_of",
@@ -51,20 +51,6 @@ _SEVERAL_STAGES: dict[Schedule, Schedule] = {
     "gpipe": "looped_bfs",
     "1f1b": "interleaved_1f1b",
 }
-
-
-class Action(NamedTuple):
-    """Next action of a stage.
-
-    Attributes:
-        backward: True for a backward, False for a forward.
-        micro_batch: Index of the micro-batch.
-        weights: True for the second half of a split backward, the gradients of weights. Default: False.
-    """
-
-    backward: bool
-    micro_batch: int
-    weights: bool = False
 
 
 Task = tuple[int, Action]  # index of a stage, and its action

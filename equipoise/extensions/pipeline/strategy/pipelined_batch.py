@@ -15,8 +15,8 @@ from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.strategies.timeline import Timeline
 
 __all__ = ["PipelinedBatch"]
 

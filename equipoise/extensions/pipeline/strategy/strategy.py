@@ -14,7 +14,6 @@ from equipoise.extensions.pipeline.processes.launch import StageLaunch
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.extensions.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
 from equipoise.extensions.pipeline.schedule.schedule import check_schedule, check_stages, splits
-from equipoise.extensions.pipeline.schedule.timeline import Timeline
 from equipoise.extensions.pipeline.strategy.checks import all_are, check_arguments, check_entries, check_module
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
 from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
@@ -37,6 +36,7 @@ from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.strategies.timeline import Timeline
 
 __all__ = ["PipelineStrategy"]
 

@@ -14,10 +14,10 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
-from equipoise.extensions.comparison.savings.blocks import repeated_blocks
 from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
 from equipoise.extensions.planning.prediction import MemoryPrediction
 from equipoise.extensions.planning.process.worker import write_result

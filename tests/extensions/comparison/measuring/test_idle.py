@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from equipoise.extensions.comparison.measuring.idle import idle_of_kernels, idle_of_schedule
-from equipoise.extensions.pipeline.schedule.timeline import Timeline, simulate
+from equipoise.extensions.pipeline.schedule.simulation import simulate
+from equipoise.strategies.timeline import Timeline
 
 # Events of a device, in place of those of torch's profiler, which no machine without one records.
 Kind = namedtuple("Kind", "name")

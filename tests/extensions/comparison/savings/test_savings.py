@@ -10,10 +10,10 @@ from torch import nn
 
 from equipoise.extensions.comparison.bounded.worker import REQUEST, RESULT, answer
 from equipoise.extensions.comparison.savings import command as command_module
-from equipoise.extensions.comparison.savings.blocks import repeated_blocks
 from equipoise.extensions.comparison.savings.results import compare
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
 from equipoise.extensions.comparison.savings.trial import measure, request_of
+from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from tests.app.conftest import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")

@@ -8,7 +8,6 @@ import pytest
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline.schedule.schedule import (
     SCHEDULES,
-    Action,
     Schedule,
     actions_of,
     check_schedule,
@@ -16,7 +15,8 @@ from equipoise.extensions.pipeline.schedule.schedule import (
     occupancy,
     splits,
 )
-from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline, simulate
+from equipoise.extensions.pipeline.schedule.simulation import simulate
+from equipoise.strategies.timeline import Action, Span, Timeline
 
 PLANS: list[tuple[Schedule, int]] = [
     ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5)),

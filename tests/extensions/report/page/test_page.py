@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.pipeline.schedule.schedule import Action
-from equipoise.extensions.pipeline.schedule.timeline import Span, Timeline
 from equipoise.extensions.report.page import page as page_module
 from equipoise.extensions.report.page.page import render_report, write_report
 from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
+from equipoise.strategies.timeline import Action, Span, Timeline
 from tests.extensions.report.page.parsing import Element, parse
 
 START = datetime(2026, 3, 14, 9, 26, 53)

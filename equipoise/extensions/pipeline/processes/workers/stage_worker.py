@@ -36,10 +36,10 @@ from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, ta
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
 from equipoise.extensions.pipeline.processes.workers.worker_optimizers import WorkerOptimizers
 from equipoise.extensions.pipeline.schedule.schedule import splits
-from equipoise.extensions.pipeline.schedule.timeline import Span
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.payload.shared_payload import loads
+from equipoise.strategies.timeline import Span
 
 __all__ = ["StageWorker"]
 

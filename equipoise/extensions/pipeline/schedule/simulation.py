@@ -1,73 +1,18 @@
-"""Timeline of a pipeline's step, measured or simulated, with its bubbles."""
+"""Simulation of a pipeline's step by the times of its actions."""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from equipoise.extensions.pipeline.schedule.schedule import (
-    Action,
     Schedule,
     Task,
     actions_of,
     needed_for,
     releases_activations,
 )
+from equipoise.strategies.timeline import Action, Span, Timeline
 
-__all__ = ["Span", "Timeline", "simulate"]
-
-
-class Span(NamedTuple):
-    """An action as it ran.
-
-    Attributes:
-        stage: Index of the stage.
-        action: Its action.
-        begin, end: Times in seconds.
-    """
-
-    stage: int
-    action: Action
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A step of a pipeline as it ran.
-
-    Attributes:
-        spans: All actions, in order of their beginning.
-        stages: Number of stages.
-        stages_per_device: Number of stages on each device. Default: 1.
-    """
-
-    spans: tuple[Span, ...]
-    stages: int
-    stages_per_device: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices; stage s is computed by device s modulo that."""
-        return self.stages // self.stages_per_device
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first beginning to the last end."""
-        if not self.spans:
-            return 0.0
-        last_end = max(span.end for span in self.spans)
-        first_begin = min(span.begin for span in self.spans)
-        return last_end - first_begin
-
-    @property
-    def idle(self) -> float:
-        """The bubble: share of the devices' time in which they wait, from 0 to 1."""
-        available = self.seconds * self.devices
-        if not available:
-            return 0.0
-        busy = sum(span.end - span.begin for span in self.spans)
-        return 1 - busy / available
+__all__ = ["simulate"]
 
 
 def simulate(
