@@ -59,6 +59,7 @@ class Timeline:
         """Seconds from the first beginning to the last end."""
         if not self.spans:
             return 0.0
+        # Spans are in order of their beginning, but an earlier one may end later.
         last_end = max(span.end for span in self.spans)
         first_begin = min(span.begin for span in self.spans)
         return last_end - first_begin
@@ -66,6 +67,7 @@ class Timeline:
     @property
     def idle(self) -> float:
         """The bubble: share of the devices' time in which they wait, from 0 to 1."""
+        # Devices wait from the first beginning to the last end wherever they do not compute.
         available = self.seconds * self.devices
         if not available:
             return 0.0
