@@ -178,6 +178,7 @@ def test_a_failed_attempt_keeps_no_tensor_alive():
 # Out of memory
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("stage", "phase", "threads"), pairwise([0, 1, 2], ["forward", "backward"], [None, True]))
 def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phase, threads):
     """The step is done again with more of them, exactly, in the midst of an accumulation window."""

@@ -57,7 +57,7 @@ def looped(devices: int, each: int = 2, strategy: Any = PipelineStrategy, **opti
 PLANS = [(2, 2), (2, 3), (3, 2), (3, 3)]  # devices, and stages on each
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("plan", "micro_batches", "schedule", "threads"), pairwise(PLANS, [1, 2, 4, 5, 13], SCHEDULES, [None, True])
 )
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_one_device(plan, micro_batches, schedule, thread
 NETWORKS = [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer]
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("make", "strategy", "schedule"), pairwise(NETWORKS, [PipelineStrategy, Copying], SCHEDULES))
 def test_networks_of_all_kinds(make, strategy, schedule):
     run = fit(make, SIZES, **looped(1 if make is Recurrent else 2, 2, strategy, micro_batches=4, schedule=schedule))

@@ -220,7 +220,7 @@ NETWORKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
 @pytest.mark.parametrize("make", NETWORKS)
 def test_networks_of_all_kinds(make, strategy):

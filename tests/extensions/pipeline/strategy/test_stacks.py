@@ -118,6 +118,7 @@ def same(actual: tuple[Any, Trainer], expected: tuple[Any, Trainer], tolerance: 
     assert values == pytest.approx({name: float(value) for name, value in expected[1].callback_metrics.items()})
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("threads", [False, True])
 def test_weights_are_those_of_one_device(schedule: str, threads: bool) -> None:

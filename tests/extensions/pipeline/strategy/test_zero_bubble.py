@@ -145,7 +145,7 @@ class Unusual(Base):
         return loss + made.hidden.square().mean()
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
 def test_steps_and_hooks(make, threads):
