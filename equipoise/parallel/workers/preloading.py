@@ -12,10 +12,14 @@ from equipoise.interop.distributed.processes import preloaded_by_user
 
 __all__ = ["preload", "preloaded_modules", "preloading"]
 
-# Modules of torch that take long to import.
-_TORCH = ("torch", "torch._dynamo", "torch.nn.parallel.distributed")
-_BEGIN = "equipoise.parallel.workers.server_imports.begin"
-_END = "equipoise.parallel.workers.server_imports.end"
+# Modules that take long to import, after the one that pauses the garbage collector.
+_FIRST = (
+    "equipoise.parallel.workers.server_imports.begin",
+    "torch",
+    "torch._dynamo",
+    "torch.nn.parallel.distributed",
+)
+_LAST = "equipoise.parallel.workers.server_imports.end"
 _registered: list[str] = []
 
 
@@ -39,8 +43,8 @@ def preload(*names: str) -> None:
 
 
 def preloaded_modules() -> list[str]:
-    """Return the names of all modules that a server started now would import, torch first."""
-    return [*_TORCH, *_registered]
+    """Return the names of the modules that a server started now would import, but the user's and the last one."""
+    return [*_FIRST, *_registered]
 
 
 @contextmanager
@@ -55,7 +59,7 @@ def preloading() -> Iterator[None]:
     for name in user_modules:
         if name != "__main__" and name not in modules:
             modules.append(name)
-    set_forkserver_preload([_BEGIN, *modules, _END])
+    set_forkserver_preload([*modules, _LAST])
     try:
         yield
     finally:

@@ -11,4 +11,4 @@ def test_modules_are_registered_once_after_torch(monkeypatch: pytest.MonkeyPatch
     preload("json", "csv")
     preload("csv", "math")
     assert preloaded_modules()[-3:] == ["json", "csv", "math"]
-    assert preloaded_modules()[0] == "torch"
+    assert preloaded_modules()[1] == "torch"

@@ -44,7 +44,7 @@ def install_in_workers() -> None:
     from equipoise.parallel.workers import preloading
 
     # Their server imports this first.
-    preloading._TORCH = ("tests.simulated.devices.preloaded", *preloading._TORCH)  # type: ignore[assignment]
+    preloading._FIRST = ("tests.simulated.devices.preloaded", *preloading._FIRST)  # type: ignore[assignment]
 
 
 def is_installed() -> bool:

@@ -32,7 +32,8 @@ class WrongStrategy(Strategy):
     def connect(self, devices: str) -> None:  # type: ignore[override]
         pass
 
-    def state_dict(self) -> list[torch.Tensor]:  # type: ignore[override]
+    @property
+    def portable(self) -> list[torch.Tensor]:  # type: ignore[override]
         return []
 
 
