@@ -12,7 +12,8 @@ def collector_paused() -> Iterator[None]:
     """Pause the garbage collector during imports of large packages.
 
     It would look through all that torch and Lightning have created several times, and find nothing to free: about a
-    fifth of the time of their imports.
+    fifth of the time of their imports. Afterwards all objects are of the oldest generation, so that collections of
+    young objects do not look through them either.
 
     Example:
         >>> with collector_paused():
@@ -24,4 +25,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            # There and back: a program that has set objects aside itself keeps them so.
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -1,0 +1,40 @@
+"""The garbage collector pauses during imports, and does not look through what they have created."""
+
+import gc
+
+import pytest
+
+from equipoise.names.imports import collector_paused
+
+
+class Created:
+    pass
+
+
+@pytest.mark.usefixtures("full_collections")
+def test_what_was_created_meanwhile_is_old() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+        created = Created()
+    assert gc.isenabled()
+    assert any(existing is created for existing in gc.get_objects(generation=2))
+
+
+def test_objects_that_were_set_aside_stay_there() -> None:
+    created = Created()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with collector_paused():
+        pass
+    assert gc.get_freeze_count() == count
+    assert not any(existing is created for existing in gc.get_objects())
+
+
+def test_a_program_without_collections_stays_so() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
