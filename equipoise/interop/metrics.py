@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
@@ -153,7 +153,8 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     link_collections(module)
     states = {}
     for name, metric in named_metrics(module).items():
-        states[name] = {"state": _copied(metric.metric_state), "count": metric.update_count}
+        state = _copied(metric.metric_state)
+        states[name] = {"state": state, "count": metric.update_count}
     return states
 
 
@@ -184,12 +185,17 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
     """
 
     def copy(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device or tensor.device, copy=True)
+        target = device or tensor.device
+        values = tensor.detach()
+        return values.to(target, copy=True)
 
-    return {
-        name: [copy(item) for item in value] if isinstance(value, list) else copy(value)
-        for name, value in state.items()
-    }
+    copies: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, list):
+            copies[name] = [copy(item) for item in value]
+        else:
+            copies[name] = copy(value)
+    return copies
 
 
 MetricState = dict[str, Any]
@@ -210,7 +216,9 @@ def take_metric_state(metric: Metric) -> MetricState:
     # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
-    state: MetricState = {name: getattr(metric, name) for name in (*names, *empty)}
+    state: MetricState = {}
+    for name in (*names, *empty):
+        state[name] = getattr(metric, name)
     # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
@@ -272,17 +280,35 @@ def merge_metric_states(
         StepError: If the states of a metric cannot be merged.
     """
     # 1. Merge the parts, and note the values of `forward` before the next step replaces them.
-    batches = [_batch_state(metric, copies, weights) for metric, copies in zip(metrics, parts, strict=True)]
-    forward_values = [[value for value in map(last_batch_value, copies) if value is not None] for copies in parts]
+    batches = []
+    forward_values = []
+    copies_by_metric = zip(metrics, parts, strict=True)
+    for metric, copies in copies_by_metric:
+        batch = _batch_state(metric, copies, weights)
+        values = _forward_values(copies)
+        batches.append(batch)
+        forward_values.append(values)
     # 2. Let all metrics hold the state of the batch alone.
-    for metric, batch in zip(metrics, batches, strict=True):
-        restore_metric_state(metric, {**batch, _COMPUTED: None})
+    states = zip(metrics, batches, strict=True)
+    for metric, batch in states:
+        state = {**batch, _COMPUTED: None}
+        restore_metric_state(metric, state)
     # 3. Compute the value of the batch.
     for metric, values in zip(metrics, forward_values, strict=True):
         _set_batch_value(metric, values)
     # 4. Add the state before the batch.
     for metric, earlier, batch in zip(metrics, before, batches, strict=True):
         _add_earlier_state(metric, earlier, batch)
+
+
+def _forward_values(copies: list[Metric]) -> list[Any]:
+    """Return the values that `forward` of the copies returned."""
+    values: list[Any] = []
+    for copy in copies:
+        value: Any = getattr(copy, _LAST, None)
+        if value is not None:
+            values.append(value)
+    return values
 
 
 def _set_batch_value(metric: Metric, values: list[Any]) -> None:
@@ -306,7 +332,9 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
     merged = dict(batch)
     if earlier[_COUNT]:
         for name in _states_of(metric):
-            merged[name] = _reduced(metric, name, [earlier[name], batch[name]], counts)
+            value = earlier[name]
+            value_of_batch = batch[name]
+            merged[name] = _reduced(metric, name, [value, value_of_batch], counts)
     merged[_COUNT] = sum(counts)
     merged[_COMPUTED] = None
     restore_metric_state(metric, merged)
@@ -315,15 +343,23 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
 def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> MetricState:
     """Merge the states of a metric's copies, without copies that were not updated."""
     names = _states_of(metric)
-    updated = [copy for copy in copies if copy.update_count]
-    updated_weights = [weight for copy, weight in zip(copies, weights, strict=True) if copy.update_count]
+    updated = []
+    updated_weights = []
+    for copy, weight in zip(copies, weights, strict=True):
+        if copy.update_count:
+            updated.append(copy)
+            updated_weights.append(weight)
     if not names or not updated:
         return {}
     state: MetricState = {}
     for name in names:
-        values = [_on(getattr(copy, name), metric.device) for copy in updated]
+        values: list[Any] = []
+        for copy in updated:
+            value = getattr(copy, name)
+            values.append(_on(value, metric.device))
         state[name] = _reduced(metric, name, values, updated_weights)
-    state[_COUNT] = max(copy.update_count for copy in updated)
+    update_counts = [copy.update_count for copy in updated]
+    state[_COUNT] = max(update_counts)
     return state
 
 
@@ -342,13 +378,22 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -
         return _concatenated(states)
     if reduction is dim_zero_cat:
         # Scalars have no dimension to concatenate.
-        return torch.cat([state.reshape(1) if state.ndim == 0 else state for state in states])
+        vectors = []
+        for state in states:
+            if state.ndim == 0:
+                state = state.reshape(1)
+            vectors.append(state)
+        return torch.cat(vectors)
     if reduction is dim_zero_mean:
         total = sum(weights)
-        return sum(state * (weight / total) for state, weight in zip(states, weights, strict=True))
-    # A function of the user reduces the stacked states, as torchmetrics' sum, maximum and minimum do.
-    if callable(reduction):
-        return reduction(torch.stack(states))
+        mean = 0
+        for state, weight in zip(states, weights, strict=True):
+            mean = mean + state * (weight / total)
+        return mean
+    # A function of the user reduces the stacked states, as in torchmetrics.
+    if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
+        stacked = torch.stack(states)
+        return reduction(stacked)
     raise StepError(
         f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it does not say how its"
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
@@ -367,7 +412,11 @@ def _concatenated(lists: list[list[Any]]) -> list[Any]:
 
 def metrics_of(metrics: nn.Module) -> list[Metric]:
     """Return a metric and those inside it, or all metrics of a collection."""
-    return [child for child in metrics.modules() if isinstance(child, Metric)]
+    parts = []
+    for child in metrics.modules():
+        if isinstance(child, Metric):
+            parts.append(child)
+    return parts
 
 
 def states_to_send(metrics: nn.Module) -> list[MetricState]:
@@ -376,8 +425,12 @@ def states_to_send(metrics: nn.Module) -> list[MetricState]:
     cpu = torch.device("cpu")
     states = []
     for metric in metrics_of(metrics):
-        state: MetricState = {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)}
-        states.append(state | {_COUNT: metric.update_count})
+        state: MetricState = {}
+        for name in _states_of(metric):
+            value = getattr(metric, name)
+            state[name] = _on(value, cpu)
+        state[_COUNT] = metric.update_count
+        states.append(state)
     return states
 
 
@@ -394,7 +447,8 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
     _check_names()
     # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
-    for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
+    all_metrics = metrics_of(metrics)
+    for metric, states in zip(all_metrics, states_by_metric, strict=True):
         # Without this, `compute` would exchange the joined states once more.
         metric.distributed_available_fn = _never
         updated = [state for state in states if state[_COUNT]]
@@ -410,12 +464,14 @@ def _join_metric(metric: Metric, states: list[MetricState]) -> None:
     """Join into a metric the states of the processes that updated it."""
     counts = [state[_COUNT] for state in states]
     names = _states_of(metric)
+    device = metric.device
     # Items of lists can come into the order of the batches only if there is one for each batch.
     interleaved = _lists_are_aligned(names, states)
     joined: MetricState = {}
     for name in names:
-        value = _joined(metric, name, [state[name] for state in states], counts, interleaved)
-        joined[name] = _on(value, metric.device)
+        values = [state[name] for state in states]
+        value = _joined(metric, name, values, counts, interleaved)
+        joined[name] = _on(value, device)
     joined[_COUNT] = sum(counts)
     joined[_COMPUTED] = None
     restore_metric_state(metric, joined)
@@ -424,14 +480,21 @@ def _join_metric(metric: Metric, states: list[MetricState]) -> None:
 def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
     """Check that in each process all lists have one length, so that items at one index are of one batch."""
     list_names = [name for name in names if isinstance(states[0][name], list)]
-    return all(len({len(state[name]) for name in list_names}) <= 1 for state in states)
+    for state in states:
+        lengths = {len(state[name]) for name in list_names}
+        if len(lengths) > 1:
+            return False
+    return True
 
 
 def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], interleaved: bool) -> Any:
     """Join one state of several processes."""
     reduction = _reduction_of(metric, name)
     if isinstance(states[0], list):
-        items = interleave(states) if interleaved else _concatenated(states)
+        if interleaved:
+            items = interleave(states)
+        else:
+            items = _concatenated(states)
         if reduction is None or reduction is dim_zero_cat:
             return items
         return reduction(items)
@@ -489,8 +552,12 @@ def merge_saved_states(
 
 def _updated_states(name: str, of_processes: Sequence[dict[str, SavedState]]) -> list[SavedState]:
     """Return the states of a metric in the processes that have updated it."""
-    states = (states_of_process.get(name) for states_of_process in of_processes)
-    return [state for state in states if state is not None and state["count"]]
+    updated = []
+    for states_of_process in of_processes:
+        state = states_of_process.get(name)
+        if state is not None and state["count"]:
+            updated.append(state)
+    return updated
 
 
 def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> SavedState:
@@ -510,9 +577,11 @@ def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> Save
             merged[name] = _default(metric, name)
         elif not is_list:
             merged[name] = _reduced(metric, name, values, counts)
+        # Lists stay lists, since the metric continues appending.
+        elif interleaved:
+            merged[name] = interleave(values)
         else:
-            # Lists stay lists, since the metric continues appending.
-            merged[name] = interleave(values) if interleaved else _concatenated(values)
+            merged[name] = _concatenated(values)
     # A process updates a metric once for each batch, so this counts the batches.
     return {"state": merged, "count": max(counts)}
 
@@ -520,27 +589,40 @@ def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> Save
 def _has_separate_state(metric: Metric, saved: SavedState) -> bool:
     """Return True if a metric has a tensor without a reduction: it merges such states itself, when it computes."""
     state = saved["state"]
-    return any(
-        _reduction_of(metric, name) is None and isinstance(state.get(name), Tensor) for name in _states_of(metric)
-    )
+    names = _states_of(metric)
+    is_separate = False
+    for name in names:
+        reduction = _reduction_of(metric, name)
+        value = state.get(name)
+        if reduction is None and isinstance(value, Tensor):
+            is_separate = True
+    return is_separate
 
 
 def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank: int, count: int) -> SavedState:
     """Return one of the states that cannot be merged, or that of a new metric."""
     holders = len(saved)
     if holders > count:
+        kind = type(metric).__name__
         raise ConfigurationError(
-            f"The checkpoint holds states of the metric {name!r} ({type(metric).__name__}) of {holders} processes,"
+            f"The checkpoint holds states of the metric {name!r} ({kind}) of {holders} processes,"
             " which can be computed but not merged: it declares no reduction. Resume with at least as many processes,"
             " or from a checkpoint of an epoch's end."
         )
     if rank < holders:
         return saved[rank]
-    defaults = {state_name: _default(metric, state_name) for state_name in _states_of(metric)}
-    return {"state": saved[0]["state"] | defaults, "count": 0}
+    first = saved[0]
+    state = dict(first["state"])
+    names = _states_of(metric)
+    for state_name in names:
+        default = _default(metric, state_name)
+        state[state_name] = default
+    return {"state": state, "count": 0}
 
 
 def _default(metric: Metric, name: str) -> Any:
     """Return the value of a state before the first update."""
     default = getattr(metric, _DEFAULTS)[name]
-    return [] if isinstance(default, list) else default.detach().clone()
+    if isinstance(default, list):
+        return []
+    return default.detach().clone()

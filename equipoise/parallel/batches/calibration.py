@@ -52,7 +52,9 @@ class SimulatedDevice:
         if most is not None and size > most:
             raise torch.OutOfMemoryError(f"This simulated device holds {most} samples, not {size}.")
         result = function()
-        time.sleep(self.seconds + self.seconds_per_sample * size)
+        delay = self.seconds
+        delay += self.seconds_per_sample * size
+        time.sleep(delay)
         return result
 
 
@@ -89,8 +91,9 @@ class Calibration:
         self.simulated = simulated
         self.times = [DeviceTimes() for _ in devices]
         for index, device in simulated.items():
+            times = self.times[index]
             if device.most_samples is not None:
-                self.times[index].limit(device.most_samples)
+                times.limit(device.most_samples)
         # Number of the measured step. -1 is the warm-up.
         self._step = -1
         # Number of samples of the largest batch.
@@ -112,12 +115,30 @@ class Calibration:
             batch_size: The number of samples.
             steps: The number of steps before this one. Default: the steps measured so far, and the warm-up.
         """
-        step = self._step if steps is None else steps - 1
-        tilt = _TILTS[step] if 0 <= step < len(_TILTS) else 0.0
-        shares = [1 + tilt if index % 2 else 1 - tilt for index in range(len(self.devices))]
-        return _within(sizes_by_shares(batch_size, shares), [times.most for times in self.times])
+        step = self._step
+        if steps is not None:
+            step = steps - 1
+        tilt = 0.0
+        if 0 <= step < len(_TILTS):
+            tilt = _TILTS[step]
 
-    def measured(self, index: int, function: Callable[[], T], size: int) -> Callable[[], T]:
+        shares = []
+        for index in range(len(self.devices)):
+            is_odd = index % 2 == 1
+            if is_odd:
+                shares.append(1 + tilt)
+            else:
+                shares.append(1 - tilt)
+        sizes = sizes_by_shares(batch_size, shares)
+        limits = [times.most for times in self.times]
+        return _within(sizes, limits)
+
+    def measured(
+        self,
+        index: int,
+        function: Callable[[], T],
+        size: int,
+    ) -> Callable[[], T]:
         """Return a function that runs another one and measures it.
 
         It waits for the device before and after, which only these first steps do.
@@ -184,13 +205,19 @@ def _within(sizes: list[int], limits: Sequence[int | None]) -> list[int]:
 
     The sizes remain as they are if all limits together are too small.
     """
+    room: list[float] = []
     pairs = zip(sizes, limits, strict=True)
-    room: list[float] = [math.inf if limit is None else limit - size for size, limit in pairs]
+    for size, limit in pairs:
+        if limit is None:
+            room.append(math.inf)
+        else:
+            room.append(limit - size)
     if sum(room) < 0:
         return sizes
     for index in range(len(sizes)):
         while room[index] < 0:
-            roomiest = room.index(max(room))
+            most_room = max(room)
+            roomiest = room.index(most_room)
             sizes[index] -= 1
             room[index] += 1
             sizes[roomiest] += 1

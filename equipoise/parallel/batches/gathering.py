@@ -84,10 +84,14 @@ class _Gatherer:
 
     def _tensors(self, outputs: Sequence[Any], path: str) -> Tensor:
         first = outputs[0]
-        # Tensors of other shapes cannot be put together.
-        if not all(isinstance(output, Tensor) and self._fits(output, first) for output in outputs):
-            raise _different(outputs, path)
-        return self._join([to_device(output, self.device) for output in outputs])
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise _different(outputs, path)
+            # Tensors of other shapes cannot be put together.
+            if not self._fits(output, first):
+                raise _different(outputs, path)
+        tensors = [to_device(output, self.device) for output in outputs]
+        return self._join(tensors)
 
     def _fits(self, tensor: Tensor, first: Tensor) -> bool:
         """Return whether tensors can be put together: they may differ in the dimension of the samples."""
@@ -96,7 +100,8 @@ class _Gatherer:
         # The shapes of sparse and nested tensors are left to torch.
         if tensor.layout != torch.strided:
             return True
-        return self._shape_of_sample(tensor) == self._shape_of_sample(first)
+        shape = self._shape_of_sample(tensor)
+        return shape == self._shape_of_sample(first)
 
     def _shape_of_sample(self, tensor: Tensor) -> list[int]:
         shape = list(tensor.shape)
@@ -131,31 +136,51 @@ class _Gatherer:
 
     def _mappings(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
-        if not all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-            raise _different(outputs, path)
-        return rebuild(first, [self.gather([output[key] for output in outputs], f"{path}[{key!r}]") for key in first])
+        for output in outputs:
+            if not isinstance(output, Mapping):
+                raise _different(outputs, path)
+            if output.keys() != first.keys():
+                raise _different(outputs, path)
+        results = []
+        for key in first:
+            values = [output[key] for output in outputs]
+            result = self.gather(values, f"{path}[{key!r}]")
+            results.append(result)
+        return rebuild(first, results)
 
     def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
-        if not all(type(output) is type(first) and len(output) == len(first) for output in outputs):
-            raise _different(outputs, path)
+        for output in outputs:
+            if type(output) is not type(first):
+                raise _different(outputs, path)
+            if len(output) != len(first):
+                raise _different(outputs, path)
+        results = []
         columns = zip(*outputs, strict=True)
-        return rebuild(first, [self.gather(values, f"{path}[{index}]") for index, values in enumerate(columns)])
+        for index, values in enumerate(columns):
+            result = self.gather(values, f"{path}[{index}]")
+            results.append(result)
+        return rebuild(first, results)
 
     def _dataclasses(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
-        if not all(type(output) is type(first) for output in outputs):
-            raise _different(outputs, path)
+        for output in outputs:
+            if type(output) is not type(first):
+                raise _different(outputs, path)
         results = []
         for field in fields(first):
             values = [getattr(output, field.name) for output in outputs]
-            results.append(self.gather(values, f"{path}.{field.name}"))
+            result = self.gather(values, f"{path}.{field.name}")
+            results.append(result)
         return rebuild(first, results)
 
     def _arrays(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
-        if not all(_is_array(output) and output.ndim == first.ndim for output in outputs):
-            raise _different(outputs, path)
+        for output in outputs:
+            if not _is_array(output):
+                raise _different(outputs, path)
+            if output.ndim != first.ndim:
+                raise _different(outputs, path)
         if len(outputs) == 1:
             return first
         numpy = sys.modules["numpy"]
@@ -165,8 +190,9 @@ class _Gatherer:
 
     def _values(self, outputs: Sequence[Any], path: str) -> Any:
         """Put numbers together by weight, and other values if they are equal."""
-        if any(isinstance(output, (Tensor, Mapping, tuple, list)) for output in outputs):
-            raise _different(outputs, path)
+        for output in outputs:
+            if isinstance(output, (Tensor, Mapping, tuple, list)):
+                raise _different(outputs, path)
         if self.weights is not None:
             if all(type(value) is int for value in outputs):
                 return sum(outputs)
@@ -184,12 +210,17 @@ class _Gatherer:
         # 1. There are as many items as samples.
         tensors = []
         for output, size in zip(outputs, self.sizes, strict=True):
-            if not isinstance(output, list) or len(output) != size:
+            if not isinstance(output, list):
                 return False
-            tensors += [(tensor, size) for _, tensor in entries_of(output)]
+            if len(output) != size:
+                return False
+            for _, tensor in entries_of(output):
+                tensors.append((tensor, size))
 
         # 2. Numbers are of one sample. Lists of different lengths cannot hold tensors of all samples.
-        if not any(tensor.ndim for tensor, _ in tensors) or len(set(self.sizes)) > 1:
+        if not any(tensor.ndim for tensor, _ in tensors):
+            return True
+        if len(set(self.sizes)) > 1:
             return True
 
         # 3. As many vectors as samples, as long as there are samples, may be either.
@@ -199,9 +230,12 @@ class _Gatherer:
             raise _ambiguous(first, path)
 
         # 4. Tensors of all samples are as long as there are samples.
-        return any(
-            tensor.ndim and (tensor.ndim <= self.dim or tensor.size(self.dim) != size) for tensor, size in tensors
-        )
+        for tensor, size in tensors:
+            if tensor.ndim == 0:
+                continue
+            if tensor.ndim <= self.dim or tensor.size(self.dim) != size:
+                return True
+        return False
 
 
 def _ambiguous(items: list[Any], path: str) -> StepError:
@@ -217,7 +251,11 @@ def _ambiguous(items: list[Any], path: str) -> StepError:
 def _different(outputs: Sequence[Any], path: str = "") -> StepError:
     """Return the error for parts that returned different structures."""
     place = f" at {path}" if path else ""
-    parts = "; ".join(f"part {number}: {_described(output)}" for number, output in enumerate(outputs, start=1))
+    descriptions = []
+    for number, output in enumerate(outputs, start=1):
+        description = _described(output)
+        descriptions.append(f"part {number}: {description}")
+    parts = "; ".join(descriptions)
     return StepError(
         f"The parts of a batch returned different structures{place}: {parts}. A step must return the"
         " same structure for every part."
@@ -236,13 +274,20 @@ def _kind(value: Any) -> Any:
 
 def _is_row(items: list[Any], size: int) -> bool:
     """Return whether all items are vectors whose length is the number of samples."""
-    return all(isinstance(item, Tensor) and item.shape == (size,) for item in items)
+    for item in items:
+        if not isinstance(item, Tensor):
+            return False
+        if item.shape != (size,):
+            return False
+    return True
 
 
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy. Does not import numpy."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.ndarray)
 
 
 def _same(value: Any, first: Any) -> bool:
@@ -260,7 +305,8 @@ def _same(value: Any, first: Any) -> bool:
 def _described(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        shape = list(value.shape)
+        return f"a tensor of shape {shape}"
     if isinstance(value, Mapping):
         return f"a {kind} with keys {list(value)}"
     if isinstance(value, (tuple, list)):
@@ -294,13 +340,18 @@ class PartialOutputs:
 
     def gathered(self) -> Any:
         """Return the outputs, put together. Parts that returned None and have no weight are left out."""
-        # A weight that is a tensor is not read: that would synchronise its device.
-        parts = [
-            part
-            for part in zip(self.outputs, self.sizes, self.weights, strict=True)
-            if part[0] is not None or isinstance(part[2], Tensor) or part[2]
-        ]
-        if not parts:
+        outputs = []
+        sizes = []
+        weights = []
+        parts = zip(self.outputs, self.sizes, self.weights, strict=True)
+        for output, size, weight in parts:
+            # A weight that is a tensor is not read: that would synchronise its device.
+            has_weight = isinstance(weight, Tensor) or bool(weight)
+            if output is None and not has_weight:
+                continue
+            outputs.append(output)
+            sizes.append(size)
+            weights.append(weight)
+        if not outputs:
             return None
-        outputs, sizes, weights = zip(*parts, strict=True)
         return gather(outputs, sizes, self.device, dim=self.dim, weights=weights)

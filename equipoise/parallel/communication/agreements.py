@@ -13,6 +13,7 @@ read the end before they reach it. Nothing is exchanged until a signal arrives.
 import time
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from equipoise.errors import StepError
 from equipoise.parallel.communication.processes import Processes
@@ -62,10 +63,18 @@ def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window:
 
     # 3. Compare with the end, or stop waiting for it.
     if store.check([_END]):
-        return batch >= int(store.get(_END))
+        end = int(store.get(_END))
+        return batch >= end
+    seconds, batches = _elapsed(store, key, batch)
+    return seconds > _ALONE_AFTER and batches > _ALONE_AFTER_WINDOWS * window
+
+
+def _elapsed(store: Store, key: str, batch: int) -> tuple[float, int]:
+    """Return the seconds and the batches since this process was signalled."""
     signal_time, signal_batch = store.get(key).split()
+    seconds = time.monotonic() - float(signal_time)
     batches = batch - int(signal_batch)
-    return time.monotonic() - float(signal_time) > _ALONE_AFTER and batches > _ALONE_AFTER_WINDOWS * window
+    return seconds, batches
 
 
 # Steps for which only some processes have a batch

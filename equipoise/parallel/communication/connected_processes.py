@@ -128,10 +128,17 @@ def _gather_tensor(tensor: Tensor, device: torch.device, group: Any, sync_grads:
     """Return a tensor of all processes, stacked along a new first dimension."""
     local = tensor.to(device).contiguous()
     if sync_grads and local.requires_grad:
-        from torch.distributed.nn.functional import all_gather
-
-        # Its backward reaches the process of each tensor.
-        return torch.stack(all_gather(local, group))  # type: ignore[no-untyped-call]
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        return _gather_with_graph(local, group)
+    gathered = []
+    for _ in range(dist.get_world_size(group)):
+        gathered.append(torch.empty_like(local))
     dist.all_gather(gathered, local.detach(), group=group)
+    return torch.stack(gathered)
+
+
+def _gather_with_graph(tensor: Tensor, group: Any) -> Tensor:
+    """Return the stacked tensors of all processes; their backward reaches the process of each tensor."""
+    from torch.distributed.nn.functional import all_gather
+
+    gathered = all_gather(tensor, group)  # type: ignore[no-untyped-call]
     return torch.stack(gathered)

@@ -39,11 +39,15 @@ class _Bucket:
         # 1. Allocate the flat tensor.
         sizes = [parameter.numel() for parameter in parameters]
         tail_size = len(parameters) + 1
-        self.flat = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
+        flat_size = sum(sizes) + tail_size
+        self.flat = torch.zeros(flat_size, dtype=first.dtype, device=first.device)
 
         # 2. Divide it into a view of each gradient's shape, and the tail.
         *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
-        self.views = [segment.view(parameter.shape) for segment, parameter in zip(segments, parameters, strict=True)]
+        self.views = []
+        for segment, parameter in zip(segments, parameters, strict=True):
+            view = segment.view(parameter.shape)
+            self.views.append(view)
         # The tail of a process that has all gradients.
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
@@ -89,8 +93,11 @@ class _Bucket:
         if not self.is_complete:
             for view in empty_views:
                 view.zero_()
-            counts = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
-            tail = torch.cat([counts.to(tail), tail[-1:]])
+            counts = [float(parameter.grad is not None) for parameter in self.parameters]
+            counts_on_cpu = torch.tensor(counts)
+            counts_on_device = counts_on_cpu.to(tail)
+            weight = tail[-1:]
+            tail = torch.cat([counts_on_device, weight])
 
         # 3. Copy the gradients and the tail in one call.
         filled_views.append(self.tail)
@@ -109,7 +116,13 @@ class _Bucket:
     def _views_with_gradients(self) -> list[Tensor | None]:
         """Return the sum for each parameter; None if no process has a gradient of it."""
         counts = self.tail[:-1].tolist()
-        return [view if count else None for view, count in zip(self.views, counts, strict=True)]
+        gradients: list[Tensor | None] = []
+        for view, count in zip(self.views, counts, strict=True):
+            if count:
+                gradients.append(view)
+            else:
+                gradients.append(None)
+        return gradients
 
 
 class GradientReducer:
@@ -131,15 +144,18 @@ class GradientReducer:
         self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0, *, at_end: bool = False
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buckets = [_Bucket(group) for group in _group_into_buckets(trainable, int(bucket_megabytes * 2**20))]
+        bucket_size = int(bucket_megabytes * 2**20)
+        groups = _group_into_buckets(trainable, bucket_size)
+        self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
         if not at_end:
             self._register_hooks()
         # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
         # Without such a bucket it is a tensor of its own.
-        wide_buckets = (bucket for bucket in self._buckets if bucket.flat.dtype in _WIDE_DTYPES)
-        self._weight_bucket = next(wide_buckets, None)
-        device = trainable[0].device if trainable else None
+        self._weight_bucket = self._first_wide_bucket()
+        device = None
+        if trainable:
+            device = trainable[0].device
         self._separate_weight = torch.zeros((), dtype=torch.float64, device=device)
         self._works: list[dist.Work] = []
         self._next = 0
@@ -151,7 +167,15 @@ class GradientReducer:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(partial(self._ready, bucket, index)))
+                hook = partial(self._ready, bucket, index)
+                handle = register(hook)
+                self._handles.append(handle)
+
+    def _first_wide_bucket(self) -> _Bucket | None:
+        for bucket in self._buckets:
+            if bucket.flat.dtype in _WIDE_DTYPES:
+                return bucket
+        return None
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -172,7 +196,10 @@ class GradientReducer:
             self._next = 0
             self._works = []
         for bucket in self._buckets[self._next :]:
-            bucket.begin(weight if bucket is self._weight_bucket else 1)
+            if bucket is self._weight_bucket:
+                bucket.begin(weight)
+            else:
+                bucket.begin(1)
         if self._weight_bucket is None and not self._broken:
             self._separate_weight.fill_(weight)
             dist.all_reduce(self._separate_weight)
@@ -242,8 +269,12 @@ class GradientReducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients in place."""
-        parameters = (parameter for bucket in self._buckets for parameter in bucket.parameters)
-        foreach.multiply_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+        gradients = []
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                if parameter.grad is not None:
+                    gradients.append(parameter.grad)
+        foreach.multiply_(gradients, factor)
 
 
 def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) -> list[list[nn.Parameter]]:
@@ -254,14 +285,15 @@ def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) ->
     the backward, so fewer buckets are better.
     """
     limit = bucket_size
-    if any(parameter.device.type != "cpu" for parameter in parameters):
+    is_on_gpu = any(parameter.device.type != "cpu" for parameter in parameters)
+    if is_on_gpu:
         limit = min(_FIRST_CUDA_BUCKET, bucket_size)
     groups: list[list[nn.Parameter]] = []
     group: list[nn.Parameter] = []
     size = 0
     for parameter in reversed(parameters):
-        is_other = bool(group) and (group[0].dtype, group[0].device) != (parameter.dtype, parameter.device)
-        if is_other or (group and size >= limit):
+        is_full = size >= limit
+        if group and (is_full or not _can_share_bucket(group[0], parameter)):
             # Only the first bucket has a limit of its own.
             limit = bucket_size
             groups.append(group)
@@ -272,3 +304,8 @@ def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) ->
     if group:
         groups.append(group)
     return groups
+
+
+def _can_share_bucket(first: nn.Parameter, second: nn.Parameter) -> bool:
+    has_same_dtype = first.dtype == second.dtype
+    return has_same_dtype and first.device == second.device

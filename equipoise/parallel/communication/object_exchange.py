@@ -27,7 +27,10 @@ def exchange_number(number: int) -> list[int]:
     return [int(received) for received in gathered]
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
     """Return the values of all processes, in the order of their ranks.
 
     Args:
@@ -37,23 +40,36 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if group is None:
         group = host_group()
     device = _device_of(group)
-    processes = range(dist.get_world_size(group))
+    num_processes = dist.get_world_size(group)
     content = _encode(value, device)
+    size_here = content.numel()
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
-    length = torch.tensor([content.numel()], device=device)
-    lengths = [torch.empty_like(length) for _ in processes]
+    length = _length_of(content)
+    lengths = []
+    for _ in range(num_processes):
+        received_length = _empty_length(device)
+        lengths.append(received_length)
     dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
+    longest = max(sizes)
 
     # 2. Exchange the contents, padded to the longest.
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: content.numel()] = content
-    buffers = [torch.empty_like(padded) for _ in processes]
+    padded = _empty_content(longest, device)
+    padded[:size_here] = content
+    buffers = []
+    for _ in range(num_processes):
+        buffer = _empty_content(longest, device)
+        buffers.append(buffer)
     dist.all_gather(buffers, padded, group=group)
 
     # 3. Decode each without its padding.
-    return [_decode(buffer[:size]) for buffer, size in zip(buffers, sizes, strict=True)]
+    values = []
+    for buffer, size in zip(buffers, sizes, strict=True):
+        content_of_process = buffer[:size]
+        value_of_process = _decode(content_of_process)
+        values.append(value_of_process)
+    return values
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
@@ -68,13 +84,15 @@ def broadcast_object(value: T, source: int = 0) -> T:
     # 1. The source sends the length and the content.
     if dist.get_rank() == source:
         content = _encode(value, device)
-        dist.broadcast(torch.tensor([content.numel()], device=device), source, group=group)
+        length = _length_of(content)
+        dist.broadcast(length, source, group=group)
         dist.broadcast(content, source, group=group)
         return value
     # 2. The other processes receive them.
-    length = torch.zeros(1, dtype=torch.int64, device=device)
+    length = _empty_length(device)
     dist.broadcast(length, source, group=group)
-    content = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    size = int(length)
+    content = _empty_content(size, device)
     dist.broadcast(content, source, group=group)
     received: T = _decode(content)
     return received
@@ -82,15 +100,38 @@ def broadcast_object(value: T, source: int = 0) -> T:
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the group exchanges tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        index = torch.cuda.current_device()
+        return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def _length_of(content: Tensor) -> Tensor:
+    """Return the number of bytes as a tensor on the same device."""
+    size = content.numel()
+    return torch.tensor([size], device=content.device)
+
+
+def _empty_length(device: torch.device) -> Tensor:
+    """Return a tensor that receives a number of bytes."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _empty_content(length: int, device: torch.device) -> Tensor:
+    """Return a tensor that receives bytes."""
+    return torch.zeros(length, dtype=torch.uint8, device=device)
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:
     # The tensor shares the memory of the bytes, which must be writable.
-    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(device)
+    data = bytearray(dumps(value))
+    content = torch.frombuffer(data, dtype=torch.uint8)
+    return content.to(device)
 
 
 def _decode(content: Tensor) -> Any:
-    return loads(content.cpu().numpy().tobytes())
+    content_on_host = content.cpu()
+    array = content_on_host.numpy()
+    data = array.tobytes()
+    return loads(data)

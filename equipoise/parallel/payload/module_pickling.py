@@ -38,36 +38,55 @@ def reduce_module_or_function(value: Any) -> Reduced:
         value: Any object.
     """
     if isinstance(value, nn.Module):
-        compiled = vars(value).get(_CALL)
-        if parametrize.is_parametrized(value):
-            return _reduce_parametrised_module(value, compiled)
-        if compiled is not None:
-            return _reduce_compiled_module(value, compiled)
-    elif isinstance(value, FunctionType):
+        return _reduce_module(value)
+    if isinstance(value, FunctionType):
         return _reduce_function(value)
     return NotImplemented
 
 
-def _reduce_parametrised_module(module: nn.Module, compiled: Callable[..., Any] | None) -> Reduced:
+def _reduce_module(module: nn.Module) -> Reduced:
+    attributes = vars(module)
+    compiled = attributes.get(_CALL)
+    if parametrize.is_parametrized(module):
+        return _reduce_parametrised_module(module, compiled)
+    if compiled is not None:
+        return _reduce_compiled_module(module, compiled)
+    return NotImplemented
+
+
+def _reduce_parametrised_module(
+    module: nn.Module,
+    compiled: Callable[..., Any] | None,
+) -> Reduced:
     """Reduce a parametrised module, together with its compiled call if there is one."""
     kind = parametrize.type_before_parametrizations(module)
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     # The class that torch created refuses to be pickled; the class before it does not.
     read_state: Any = kind.__getstate__
-    content = (kind, read_state(module), compiled)
-    return _new_parametrised, (kind, names), content, None, None, _set_state
+    state = read_state(module)
+    arguments = (kind, names)
+    content = (kind, state, compiled)
+    return (
+        _new_parametrised,
+        arguments,
+        content,
+        None,
+        None,
+        _set_state,
+    )
 
 
 def _reduce_function(function: FunctionType) -> Reduced:
     # Pickle can send a function that torch has not compiled.
-    if not hasattr(function, _ORIGINAL) or hasattr(function, _DISABLED):
+    if not hasattr(function, _ORIGINAL):
         return NotImplemented
-    # The object that has compiled the function compiles another with the same options.
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    compiler = {name: cell.cell_contents for name, cell in cells}.get("self")
+    if hasattr(function, _DISABLED):
+        return NotImplemented
+    compiler = _compiler_of(function)
     if compiler is None:
         return NotImplemented
-    return _compile, (compiler, getattr(function, _ORIGINAL))
+    original = getattr(function, _ORIGINAL)
+    return _compile, (compiler, original)
 
 
 def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -75,8 +94,10 @@ def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Modul
     pattern = kind.__new__(kind)
     nn.Module.__init__(pattern)
     for name in names:
-        pattern.register_parameter(name, nn.Parameter(torch.empty(0)))
-        parametrize.register_parametrization(pattern, name, nn.Identity())
+        parameter = nn.Parameter(torch.empty(0))
+        pattern.register_parameter(name, parameter)
+        parametrization = nn.Identity()
+        parametrize.register_parametrization(pattern, name, parametrization)
     derived = type(pattern)
     return derived.__new__(derived)
 
@@ -86,7 +107,8 @@ def _set_state(module: nn.Module, content: Content) -> None:
     write_state: Any = kind.__setstate__
     write_state(module, state)
     if compiled is not None:
-        vars(module)[_CALL] = compiled
+        attributes = vars(module)
+        attributes[_CALL] = compiled
 
 
 def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Reduced:
@@ -96,7 +118,22 @@ def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> 
     if create is not copyreg.__newobj__:  # type: ignore[attr-defined]
         # The class defines its own way to be pickled.
         return NotImplemented
-    return create, arguments, (type(module), state, compiled), None, None, _set_state
+    content = (type(module), state, compiled)
+    return (
+        create,
+        arguments,
+        content,
+        None,
+        None,
+        _set_state,
+    )
+
+
+def _compiler_of(function: FunctionType) -> Any:
+    """Return the object that has compiled a function; it compiles another with the same options."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    variables = {name: cell.cell_contents for name, cell in cells}
+    return variables.get("self")
 
 
 def _compile(compiler: Any, original: Callable[..., Any]) -> Any:

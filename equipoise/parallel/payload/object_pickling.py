@@ -55,12 +55,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, buffers: list[PickleBuffer] | None, shared_objects: Sequence[Any] = ()) -> None:
         # Without a list for the buffers, pickle writes their bytes into the file.
-        buffer_callback = None if buffers is None else buffers.append
+        buffer_callback = None
+        if buffers is not None:
+            buffer_callback = buffers.append
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
         # One object for each memory, by address and size, so that tensors which share memory still do.
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         # Positions of the reader's objects, by identity.
-        self._positions = {id(item): index for index, item in enumerate(shared_objects)}
+        self._positions: dict[int, int] = {}
+        for index, item in enumerate(shared_objects):
+            self._positions[id(item)] = index
         # Classes and functions of the script, by their names in `__main__`.
         self._script_definitions: dict[str, Any] = {}
 
@@ -89,7 +93,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             content: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
             return _storage, (PickleBuffer(content),)
         reduced = reduce_module_or_function(value)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            return super().reducer_override(value)
+        return reduced
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()

@@ -69,7 +69,9 @@ class SharedPayload:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _anonymous_file() if descriptor is None else descriptor
+        if descriptor is None:
+            descriptor = _anonymous_file()
+        self.descriptor = descriptor
 
     def pack(self, value: Any, shared_objects: Sequence[Any] = ()) -> PayloadLayout:
         """Write an object to the file.
@@ -87,9 +89,12 @@ class SharedPayload:
             Pickler(main, buffers, shared_objects).dump(value)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError) as error:
             raise ConfigurationError(explain(value, error)) from error
+        contents = [main.getbuffer()]
+        for buffer in buffers:
+            contents.append(buffer.raw())
         parts = []
         offset = 0
-        for content in (main.getbuffer(), *(buffer.raw() for buffer in buffers)):
+        for content in contents:
             parts.append((offset, content.nbytes))
             _write(self.descriptor, content, offset)
             offset += _aligned(content.nbytes)
@@ -105,7 +110,10 @@ class SharedPayload:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self.descriptor, layout.size, flags=mmap.MAP_PRIVATE, prot=protection)
         view = memoryview(memory)
-        main, *buffers = [view[offset : offset + length] for offset, length in layout.parts]
+        contents = []
+        for offset, length in layout.parts:
+            contents.append(view[offset : offset + length])
+        main, *buffers = contents
         return Unpickler(io.BytesIO(main), shared_objects, buffers).load()
 
     def close(self) -> None:

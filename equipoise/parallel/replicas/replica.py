@@ -22,7 +22,18 @@ __all__ = ["Replica"]
 AttributeDict = dict[str, Any]
 
 # Types of attributes that refer to no module.
-_PLAIN = (bool, int, float, str, tuple, dict, list, set, torch.dtype, type(None))
+_PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    tuple,
+    dict,
+    list,
+    set,
+    torch.dtype,
+    type(None),
+)
 
 
 class _Attributes(NamedTuple):
@@ -75,15 +86,19 @@ class Replica:
         self._shells = self._copy.shells
         self.module = self._copy.module
         self.parameters = self._copy.parameters
-        self.sources: list[Tensor] = [source for source, _ in self.parameters]
-        self.copies: list[Tensor] = [copied for _, copied in self.parameters]
+        self.sources: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        for source, copied in self.parameters:
+            self.sources.append(source)
+            self.copies.append(copied)
         self.metrics = self._copy.metrics
 
         # 2. Its attributes.
         self._trainable: list[bool] = []
-        self._attributes = [
-            self._compare_attributes(type(module), vars(module), vars(shell)) for module, shell in self._shells
-        ]
+        self._attributes: list[_Attributes] = []
+        for module, shell in self._shells:
+            attributes = self._compare_attributes(type(module), vars(module), vars(shell))
+            self._attributes.append(attributes)
         self.refresh_attributes()
         for _, shell in self._shells:
             if isinstance(shell, nn.RNNBase):
@@ -120,9 +135,11 @@ class Replica:
         lengths = []
         if any(containers):
             lengths = list(map(len, containers))
-        # Modules, methods and tensors are no plain values.
+        is_plain = False
         is_of_torch = kind.__module__.startswith("torch.nn.modules.")
-        is_plain = is_of_torch and not originals and all(isinstance(value, _PLAIN) for value in values)
+        if is_of_torch and not originals:
+            # Modules, methods and tensors are no plain values.
+            is_plain = all(isinstance(value, _PLAIN) for value in values)
         return _Attributes(
             source=source,
             target=target,
@@ -203,7 +220,8 @@ class Replica:
         trainable = [source.requires_grad for source in self.sources]
         if trainable != self._trainable:
             self._trainable = trainable
-            for copied, requires_grad in zip(self.copies, trainable, strict=True):
+            pairs = zip(self.copies, trainable, strict=True)
+            for copied, requires_grad in pairs:
                 copied.requires_grad_(requires_grad)
 
     def has_stale_parameters(self) -> bool:
@@ -215,7 +233,8 @@ class Replica:
         if present_versions is None or last_versions is None:
             self._changed = None
             return True
-        self._changed = [present != last for present, last in zip(present_versions, last_versions, strict=True)]
+        pairs = zip(present_versions, last_versions, strict=True)
+        self._changed = [present != last for present, last in pairs]
         return not self.trusted or present_versions != last_versions
 
     def has_stale_buffers(self) -> bool:
@@ -233,7 +252,9 @@ class Replica:
         last_buffers = self._last_buffers
         self._buffer_versions = versions(buffers)
         self._last_buffers = buffers
-        if not self.trusted or self._buffer_versions is None or self._buffer_versions != last_versions:
+        if not self.trusted or self._buffer_versions is None:
+            return True
+        if self._buffer_versions != last_versions:
             return True
         if len(buffers) != len(last_buffers):
             return True
@@ -259,8 +280,13 @@ class Replica:
         """
         targets = self.copies
         if self._changed is not None:
+            targets = []
             pairs = zip(self.copies, self._changed, strict=True)
-            targets = [copied if changed else copied.data for copied, changed in pairs]
+            for copied, changed in pairs:
+                if changed:
+                    targets.append(copied)
+                else:
+                    targets.append(copied.data)
         foreach.copy_(targets, list(tensors))
 
     def discard_gradients(self) -> None:
@@ -291,7 +317,10 @@ class Replica:
 
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
-        return [sources[name] for sources, _, name in self._buffers]
+        buffers = []
+        for sources, _, name in self._buffers:
+            buffers.append(sources[name])
+        return buffers
 
     def load_buffers(self, tensors: Sequence[Tensor]) -> None:
         """Copy values into the buffers, without a trace in the graphs that use them.
@@ -301,7 +330,8 @@ class Replica:
         """
         targets = []
         values = []
-        for (_, copies, name), tensor in zip(self._buffers, tensors, strict=True):
+        pairs = zip(self._buffers, tensors, strict=True)
+        for (_, copies, name), tensor in pairs:
             target = copies.get(name)
             if target is None or not _fits(target, tensor):
                 target = torch.empty_like(tensor, device=self.device)
@@ -349,4 +379,6 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 def _fits(buffer: Tensor, values: Tensor) -> bool:
     """Return whether values can be copied into a buffer without a change of shape or dtype."""
-    return buffer.shape == values.shape and buffer.dtype == values.dtype
+    if buffer.shape != values.shape:
+        return False
+    return buffer.dtype == values.dtype

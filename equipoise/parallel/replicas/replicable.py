@@ -24,7 +24,10 @@ def check_replicable(module: nn.Module, devices: Sequence[torch.device]) -> None
         ConfigurationError: If it cannot. The message names the obstacle and the way out.
     """
     has_several_devices = len(set(devices)) > 1
-    for path, part in module.named_modules(prefix=type(module).__name__):
+    for name, part in module.named_modules():
+        path = type(module).__name__
+        if name:
+            path = f"{path}.{name}"
         _check_kind(part, path)
         if has_several_devices:
             _check_tensors(part, path)

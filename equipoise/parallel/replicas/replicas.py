@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.errors import StepError
@@ -82,16 +82,22 @@ class Replicas:
         with torch.no_grad():
             stale = [replica for replica in replicas if replica.has_stale_parameters()]
             if stale:
-                values = coalesced.broadcast(stale[0].sources, [replica.device for replica in stale])
+                values = self._broadcast(stale[0].sources, stale)
                 for replica, tensors in zip(stale, values, strict=True):
                     replica.load_parameters(tensors)
             stale = [replica for replica in replicas if replica.has_stale_buffers()]
             if stale:
-                values = coalesced.broadcast(stale[0].buffers(), [replica.device for replica in stale])
+                buffers = stale[0].buffers()
+                values = self._broadcast(buffers, stale)
                 for replica, tensors in zip(stale, values, strict=True):
                     replica.load_buffers(tensors)
         for replica in replicas:
             replica.trust()
+
+    @staticmethod
+    def _broadcast(tensors: Sequence[Tensor], replicas: Sequence[Replica]) -> list[Sequence[Tensor]]:
+        devices = [replica.device for replica in replicas]
+        return coalesced.broadcast(tensors, devices)
 
     def _current_replica(self, index: int) -> Replica:
         """Return the replica of a device. It is made if none exists or if the module's structure has changed."""
@@ -157,7 +163,8 @@ class Replicas:
                 if copied.grad is not None:
                     parameters.append(copied)
             if len(parameters) > 1:
-                groups.setdefault(tuple(presence), []).append(parameters)
+                group = groups.setdefault(tuple(presence), [])
+                group.append(parameters)
 
         # 2. Sum each group.
         with torch.no_grad():
@@ -197,12 +204,22 @@ class Replicas:
             weights: The weights of the parts in a mean.
         """
         # 1. Note the states before, and everything that cannot be merged.
-        modules = list(self.module.modules())
-        metrics = [module for module in modules if isinstance(module, Metric)]
-        has_collections = any(isinstance(module, MetricCollection) for module in modules)
+        metrics = []
+        has_collections = False
+        for module in self.module.modules():
+            if isinstance(module, Metric):
+                metrics.append(module)
+            elif isinstance(module, MetricCollection):
+                has_collections = True
         states = [take_metric_state(metric) for metric in metrics]
-        by_part = [self._metrics_of(index, metrics) for index in indices]
-        unmergeable = [(metric, other_state(metric)) for part_metrics in by_part for metric in part_metrics]
+        by_part = []
+        unmergeable = []
+        for index in indices:
+            part_metrics = self._metrics_of(index, metrics)
+            by_part.append(part_metrics)
+            for metric in part_metrics:
+                before = other_state(metric)
+                unmergeable.append((metric, before))
 
         # 2. Compute the parts, and merge. An error restores the states.
         try:
@@ -226,12 +243,14 @@ class Replicas:
 
 def _check_metric(metric: Metric, before: dict[str, Any]) -> None:
     """Refuse a metric that changed other attributes than its states."""
-    for name, value in other_state(metric).items():
+    after = other_state(metric)
+    for name, value in after.items():
         if value != before.get(name):
+            kind = type(metric).__name__
             raise StepError(
-                f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it keeps {name!r}"
-                " beside its states. Declare it with `add_state` and a reduction, or take parallelize='forward', where"
-                " metrics that the step updates see whole batches."
+                f"The metric {kind} cannot be put together from parts of a batch: it keeps {name!r} beside its states."
+                " Declare it with `add_state` and a reduction, or take parallelize='forward', where metrics that the"
+                " step updates see whole batches."
             )
 
 
@@ -244,15 +263,19 @@ def _collect(group: list[list[nn.Parameter]], *, missing: bool) -> None:
     """
     # 1. A parameter without a gradient takes that of the first copy.
     if missing:
-        for source, first, *_ in group:
+        shorter_group = []
+        for source, first, *copies in group:
             assert first.grad is not None
             source.grad = first.grad.to(source.device)
             first.grad = None
-        group = [[source, *copies] for source, _, *copies in group]
+            shorter_group.append([source, *copies])
+        group = shorter_group
 
     # 2. Sum all gradients, device by device.
-    columns = zip(*group, strict=True)
-    gradients = [[parameter.grad for parameter in column if parameter.grad is not None] for column in columns]
+    gradients: list[list[Tensor]] = []
+    for column in zip(*group, strict=True):
+        column_gradients = [parameter.grad for parameter in column if parameter.grad is not None]
+        gradients.append(column_gradients)
     sums = coalesced.reduce_add(gradients)
 
     # 3. The sums may be new tensors.

@@ -113,7 +113,9 @@ class ShardReader(StorageReader):
         metadata = Metadata({name: _metadata_of(saved)})
         planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
         # A plan of this process alone: nothing is exchanged.
-        self.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+        plan = planner.create_local_plan()
+        plan = planner.finish_plan(plan)
+        self.read_data(plan, planner)
 
     def tensor(self, name: str) -> SavedTensor:
         """Return where a tensor lies.
@@ -176,8 +178,10 @@ class ShardReader(StorageReader):
         chunk = chunks[tuple(index.offset or ())]
         values = self._read(index.fqn, saved, chunk)
         # In each dimension, the indices within the shard.
-        places = zip(item.storage_offsets, item.lengths, strict=True)
-        return values[tuple(slice(begin, begin + length) for begin, length in places)]
+        slices = []
+        for begin, length in zip(item.storage_offsets, item.lengths, strict=True):
+            slices.append(slice(begin, begin + length))
+        return values[tuple(slices)]
 
     def _read(self, name: str, saved: SavedTensor, chunk: Chunk) -> Tensor:
         """Return the values of a shard."""
@@ -194,8 +198,13 @@ class ShardReader(StorageReader):
 
 def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     """Return a tensor as torch describes it."""
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+    chunks = []
+    for chunk in saved.chunks:
+        offsets = torch.Size(chunk.offsets)
+        sizes = torch.Size(chunk.sizes)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    properties = TensorProperties(dtype=saved.dtype)
+    return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
 
 
 def _checked_index(path: Path) -> Index:

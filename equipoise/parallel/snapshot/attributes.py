@@ -35,7 +35,11 @@ class Attributes:
         False
     """
 
-    def __init__(self, holders: Iterable[Any], namespace_of: Callable[[Any], Namespace] = vars) -> None:
+    def __init__(
+        self,
+        holders: Iterable[Any],
+        namespace_of: Callable[[Any], Namespace] = vars,
+    ) -> None:
         self._holders = list(holders)
         self._namespace_of = namespace_of
         # The noted names and values, for each holder.
@@ -43,7 +47,10 @@ class Attributes:
 
     def mark(self) -> None:
         """Note the present values."""
-        self._values = [dict(self._namespace_of(holder)) for holder in self._holders]
+        self._values = []
+        for holder in self._holders:
+            namespace = self._namespace_of(holder)
+            self._values.append(dict(namespace))
 
     def first_change(self) -> tuple[Any, str] | None:
         """Return the first object with a name that is new or names another object than at the mark, and that name.
@@ -58,7 +65,8 @@ class Attributes:
         """Return all objects and names that `first_change` could return."""
         changes = []
         for holder, values in zip(self._holders, self._values, strict=True):
-            for name, value in self._namespace_of(holder).items():
+            namespace = self._namespace_of(holder)
+            for name, value in namespace.items():
                 if name not in values or value is not values[name]:
                     changes.append((holder, name))
         return changes
@@ -90,17 +98,28 @@ class Containers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        attributes = (attribute for submodule in module.modules() for attribute in vars(submodule).items())
-        # Private containers are torch's and Lightning's. Subclasses may do more than hold items.
-        self._containers: list[Any] = [
-            value for name, value in attributes if not name.startswith("_") and type(value) in _CONTAINERS
-        ]
+        self._containers: list[Any] = []
         # A copy of each container.
         self._contents: list[Any] = []
+        for submodule in module.modules():
+            self._add_containers_of(submodule)
+
+    def _add_containers_of(self, submodule: nn.Module) -> None:
+        attributes = vars(submodule)
+        for name, value in attributes.items():
+            # Private containers are torch's and Lightning's.
+            if name.startswith("_"):
+                continue
+            # Subclasses may do more than hold items.
+            if type(value) in _CONTAINERS:
+                self._containers.append(value)
 
     def mark(self) -> None:
         """Note the present contents."""
-        self._contents = [container.copy() for container in self._containers]
+        self._contents = []
+        for container in self._containers:
+            content = container.copy()
+            self._contents.append(content)
 
     def restore(self) -> None:
         """Restore the contents. The containers remain the same objects."""

@@ -42,13 +42,18 @@ class BatchContents:
         """Restore the contents. Containers that have not changed are not touched."""
         for container, items in self._contents:
             present = _items_of(container)
-            if len(present) != len(items) or not all(map(is_, present, items)):
+            same = len(present) == len(items)
+            if same:
+                same = all(map(is_, present, items))
+            if not same:
                 _fill(container, items)
 
     def now(self) -> "BatchContents":
         """Return the present contents of the same containers, also of those that were removed from the batch."""
         present = BatchContents(None)
-        present._contents = [(container, _items_of(container)) for container, _ in self._contents]
+        for container, _ in self._contents:
+            items = _items_of(container)
+            present._contents.append((container, items))
         return present
 
 
@@ -85,13 +90,17 @@ def _fill(container: Any, items: list[Any]) -> None:
     if isinstance(container, MutableMapping):
         container.clear()
         half = len(items) // 2
-        for key, value in zip(items[:half], items[half:], strict=True):
+        keys = items[:half]
+        values = items[half:]
+        pairs = zip(keys, values, strict=True)
+        for key, value in pairs:
             container[key] = value
     elif isinstance(container, (list, deque)):
         container.clear()
         container.extend(items)
     else:
-        for field, value in zip(fields(container), items, strict=True):
+        pairs = zip(fields(container), items, strict=True)
+        for field, value in pairs:
             if value is not _MISSING:
                 # The dataclass may be frozen.
                 object.__setattr__(container, field.name, value)

@@ -52,8 +52,10 @@ class Buffers:
         """Note the present buffers and their values."""
         if not self._names:
             return
-        buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
-        if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
+        present_buffers = map(getitem, self._owners, self._names)
+        buffers: list[Tensor] = list(present_buffers)
+        has_new_count = len(buffers) != len(self._buffers)
+        if has_new_count or any(map(is_not, buffers, self._buffers)):
             self._groups = _grouped(buffers)
             self._buffers = buffers
         with torch.no_grad():
@@ -73,7 +75,8 @@ class Buffers:
         with torch.no_grad():
             for group in self._groups:
                 group.restore(self._buffers)
-        for owner, name, buffer in zip(self._owners, self._names, self._buffers, strict=True):
+        slots = zip(self._owners, self._names, self._buffers, strict=True)
+        for owner, name, buffer in slots:
             owner[name] = buffer
 
 
@@ -91,23 +94,31 @@ class _BufferGroup:
         if len(indices) > 1:
             self._members = itemgetter(*indices)
         else:
-            self._members = itemgetter(slice(indices[0], indices[0] + 1))
+            index = indices[0]
+            only_index = slice(index, index + 1)
+            self._members = itemgetter(only_index)
         members = self._members(buffers)
 
         # 2. Large buffers are copied one by one.
         ndim = members[0].ndim
-        joins: dict[int, Join] = {0: torch.stack, 1: torch.cat}
+        joins: dict[int, Join] = {
+            0: torch.stack,
+            1: torch.cat,
+        }
         self._join = joins.get(ndim)
         if self._join is None:
-            self._copies = list(map(torch.empty_like, members))
+            copies = map(torch.empty_like, members)
+            self._copies = list(copies)
             return
 
         # 3. Small ones in one tensor, of which the copies are views.
         self._joined = self._join(members)
         if ndim == 0:
-            self._copies = list(self._joined.unbind())
+            views = self._joined.unbind()
         else:
-            self._copies = list(torch.split(self._joined, [member.numel() for member in members]))
+            sizes = [member.numel() for member in members]
+            views = torch.split(self._joined, sizes)
+        self._copies = list(views)
 
     def mark(self, buffers: list[Tensor]) -> None:
         """Copy the group's buffers."""
@@ -119,17 +130,26 @@ class _BufferGroup:
 
     def restore(self, buffers: list[Tensor]) -> None:
         """Copy the values back."""
-        foreach.copy_(self._members(buffers), self._copies)
+        members = self._members(buffers)
+        foreach.copy_(members, self._copies)
 
 
 def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
     """Group buffers by their kind."""
+    # 1. Divide the buffers.
     indices_by_kind: dict[Kind, list[int]] = {}
     for index, buffer in enumerate(buffers):
-        kind = (min(buffer.ndim, 2), buffer.dtype, buffer.device)
-        indices_by_kind.setdefault(kind, []).append(index)
+        ndim = min(buffer.ndim, 2)
+        kind = (ndim, buffer.dtype, buffer.device)
+        indices = indices_by_kind.setdefault(kind, [])
+        indices.append(index)
+    # 2. Allocate the copies.
     with torch.no_grad():
-        return [_BufferGroup(buffers, indices) for indices in indices_by_kind.values()]
+        groups = []
+        for indices in indices_by_kind.values():
+            group = _BufferGroup(buffers, indices)
+            groups.append(group)
+    return groups
 
 
 @dataclass
@@ -152,7 +172,9 @@ class NotedBuffer:
 
     def has_changed(self) -> bool:
         """Return True if the buffer was written to or replaced."""
-        if buffers_of(self.module).get(self.name) is not self.buffer:
+        module_buffers = buffers_of(self.module)
+        present_buffer = module_buffers.get(self.name)
+        if present_buffer is not self.buffer:
             return True
         present_version = _version_of(self.buffer)
         if present_version is None and self.buffer is not None:
@@ -165,10 +187,16 @@ def note_buffers(module: nn.Module) -> list[NotedBuffer]:
     """Return every direct buffer of a module, as it is."""
     noted = []
     for name, buffer in buffers_of(module).items():
-        values = None if buffer is None else buffer.detach().clone()
-        noted.append(NotedBuffer(module, name, buffer, _version_of(buffer), values))
+        version = _version_of(buffer)
+        values = None
+        if buffer is not None:
+            values = buffer.detach().clone()
+        note = NotedBuffer(module, name, buffer, version, values)
+        noted.append(note)
     return noted
 
 
 def _version_of(buffer: Tensor | None) -> Version:
-    return None if buffer is None else versions([buffer])
+    if buffer is None:
+        return None
+    return versions([buffer])

@@ -23,7 +23,16 @@ _LENGTH = 64
 # Number of objects that are examined, nearer ones first.
 _MOST_OBJECTS = 10_000
 # Types without generators inside.
-_LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, ModuleType)
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.Tensor,
+    type,
+    ModuleType,
+)
 
 
 def linked(holders: Iterable[Any]) -> Iterator[Any]:
@@ -43,7 +52,9 @@ def linked(holders: Iterable[Any]) -> Iterator[Any]:
         visited.add(id(holder))
         yield holder
         # A subset has a `dataset`, too.
-        waiting.extend(getattr(holder, link, None) for link in _LINKS)
+        for link in _LINKS:
+            target = getattr(holder, link, None)
+            waiting.append(target)
         # The parts of a ConcatDataset.
         parts = getattr(holder, "datasets", None)
         if isinstance(parts, Mapping):
@@ -85,8 +96,11 @@ def find_generators(holders: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
         1
     """
     types = _generator_types()
-    found = (generator for holder in holders for generator in _search(holder, types, depth))
-    return list({id(generator): generator for generator in found}.values())
+    generators: dict[int, Any] = {}
+    for holder in holders:
+        for generator in _search(holder, types, depth):
+            generators[id(generator)] = generator
+    return list(generators.values())
 
 
 def _generator_types() -> tuple[type, ...]:
@@ -105,7 +119,9 @@ def _search(holder: Any, types: tuple[type, ...], depth: int) -> Iterator[Any]:
     waiting = deque([(holder, 0)])
     while waiting and len(visited) < _MOST_OBJECTS:
         value, steps = waiting.popleft()
-        if value is None or isinstance(value, _LEAVES) or id(value) in visited:
+        if value is None or isinstance(value, _LEAVES):
+            continue
+        if id(value) in visited:
             continue
         visited.add(id(value))
         if isinstance(value, types):
@@ -113,7 +129,8 @@ def _search(holder: Any, types: tuple[type, ...], depth: int) -> Iterator[Any]:
             if not isinstance(value, random.SystemRandom):
                 yield value
         elif steps < depth:
-            waiting.extend((neighbour, steps + 1) for neighbour in _neighbours_of(value))
+            for neighbour in _neighbours_of(value):
+                waiting.append((neighbour, steps + 1))
 
 
 def _neighbours_of(value: Any) -> Iterable[Any]:
@@ -127,22 +144,28 @@ def _neighbours_of(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        arguments = [*value.args, *value.keywords.values()]
+        return [value.func, *arguments]
     try:
         # Runs no property and no code of a proxy.
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return ()
-    return list(attributes.values()) if isinstance(attributes, dict) else ()
+    if not isinstance(attributes, dict):
+        return ()
+    return list(attributes.values())
 
 
 def restorer(generator: Any) -> Callable[[], Any]:
     """Return a function that restores the present state of a generator."""
     if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
+        torch_state = generator.get_state()
+        return partial(generator.set_state, torch_state)
     if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
+        python_state = generator.getstate()
+        return partial(generator.setstate, python_state)
     if hasattr(generator, "bit_generator"):
         bit_generator = generator.bit_generator
         return partial(setattr, bit_generator, "state", bit_generator.state)
-    return partial(generator.set_state, generator.get_state(legacy=False))
+    legacy_state = generator.get_state(legacy=False)
+    return partial(generator.set_state, legacy_state)

@@ -28,7 +28,11 @@ class GlobalGenerators:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        cuda_indices = set()
+        for device in devices:
+            if device.type == "cuda":
+                cuda_indices.add(device.index or 0)
+        self._cuda = sorted(cuda_indices)
         self._python = python_twister()
         self._bit_generator, self._numpy = numpy_twister()
 
@@ -47,7 +51,8 @@ class GlobalGenerators:
     def restore(self) -> None:
         """Restore the states at the last mark."""
         torch.set_rng_state(self._cpu_state)
-        for index, state in zip(self._cuda, self._cuda_states, strict=True):
+        cuda_states = zip(self._cuda, self._cuda_states, strict=True)
+        for index, state in cuda_states:
             torch.cuda.set_rng_state(state, index)
         random.setstate(self._python.state)
         if self._numpy.state is not None:
@@ -73,15 +78,24 @@ class GlobalTwister:
         state: The state at the last mark; None before the first.
     """
 
-    def __init__(self, address: int, position: int, read: Callable[[], Any], has_spare: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        address: int,
+        position: int,
+        read: Callable[[], Any],
+        has_spare: Callable[[Any], bool],
+    ) -> None:
         self._read = read
         self._has_spare = has_spare
         self._words: Any = None
         if address:
-            self._words = (ctypes.c_uint32 * _WORDS).from_address(address)
+            array_type = ctypes.c_uint32 * _WORDS
+            self._words = array_type.from_address(address)
         # The position is the first or the last word; the watched words are the first two of the others.
         self._position = position
-        self._first_word = 1 if position == 0 else 0
+        self._first_word = 0
+        if position == 0:
+            self._first_word = 1
         self._second_word = self._first_word + 1
         self._last_values: tuple[int, ...] = ()
         self._spare = True
@@ -108,11 +122,20 @@ def python_twister() -> GlobalTwister:
     words_size = 4 * _WORDS
     address = id(generator) + header_size
     *words, position = generator.getstate()[1]
-    is_large_enough = generator.__sizeof__() >= header_size + words_size
-    if not is_large_enough or ctypes.string_at(address, words_size) != struct.pack("=I624I", position, *words):
-        # Another version of Python has another layout.
+    if generator.__sizeof__() >= header_size + words_size:
+        memory = ctypes.string_at(address, words_size)
+        expected = struct.pack("=I624I", position, *words)
+        if memory != expected:
+            # Another version of Python has another layout.
+            address = 0
+    else:
         address = 0
-    return GlobalTwister(address, 0, random.getstate, lambda state: state[2] is not None)
+    return GlobalTwister(address, 0, random.getstate, _python_state_has_spare)
+
+
+def _python_state_has_spare(state: Any) -> bool:
+    _, _, spare = state
+    return spare is not None
 
 
 def numpy_twister() -> tuple[Any, GlobalTwister]:
@@ -125,4 +148,9 @@ def numpy_twister() -> tuple[Any, GlobalTwister]:
     if type(generator).__name__ == "MT19937":
         address = generator.ctypes.state_address
     read = partial(module.get_state, legacy=False)
-    return generator, GlobalTwister(address, _WORDS - 1, read, lambda state: bool(state.get("has_gauss")))
+    return generator, GlobalTwister(address, _WORDS - 1, read, _numpy_state_has_spare)
+
+
+def _numpy_state_has_spare(state: Any) -> bool:
+    spare = state.get("has_gauss")
+    return bool(spare)

@@ -27,8 +27,10 @@ class Metrics:
 
     def restore(self) -> None:
         """Restore the states at the last mark. They are copied again, since they may be restored once more."""
-        for metric, state in zip(self._metrics, self._states, strict=True):
-            restore_metric_state(metric, _copied(state))
+        metrics = zip(self._metrics, self._states, strict=True)
+        for metric, state in metrics:
+            restored = _copied(state)
+            restore_metric_state(metric, restored)
 
 
 def _state_of(metric: Metric) -> MetricState:
@@ -42,7 +44,8 @@ def _copied(state: MetricState) -> MetricState:
     copies: MetricState = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            copies[name] = value.detach().clone()
+            detached = value.detach()
+            copies[name] = detached.clone()
         elif isinstance(value, list):
             copies[name] = list(value)
         else:

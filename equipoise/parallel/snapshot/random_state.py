@@ -122,11 +122,15 @@ class RandomState:
             )
         try:
             version, words, spare = state["python"]
+            cpu = state["cpu"].cpu()
+            cuda = [tensor.cpu() for tensor in state["cuda"]]
             mps = state["mps"]
+            if mps is not None:
+                mps = mps.cpu()
             random_state = cls(
-                cpu=state["cpu"].cpu(),
-                cuda=tuple(tensor.cpu() for tensor in state["cuda"]),
-                mps=None if mps is None else mps.cpu(),
+                cpu=cpu,
+                cuda=tuple(cuda),
+                mps=mps,
                 python=(version, tuple(words), spare),
                 numpy=state["numpy"],
             )

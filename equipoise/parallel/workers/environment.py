@@ -68,7 +68,9 @@ def _warning_filters() -> list[_WarningFilter]:
 
 def _warning_format() -> Callable[..., str] | None:
     """Return the function that formats warnings in this process; None if it cannot be sent."""
-    return warnings.formatwarning if can_be_packed(warnings.formatwarning) else None
+    if not can_be_packed(warnings.formatwarning):
+        return None
+    return warnings.formatwarning
 
 
 @dataclass(frozen=True)

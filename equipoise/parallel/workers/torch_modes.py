@@ -6,7 +6,6 @@ they are set first.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +51,31 @@ def restore(modes: dict[str, Any]) -> None:
 
 def _attribute(holder: Any, name: str) -> tuple[_Read, _Write]:
     """Return the reader and the writer of a mode that is an attribute."""
-    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+    def read() -> Any:
+        return getattr(holder, name)
+
+    def write(value: Any) -> None:
+        setattr(holder, name, value)
+
+    return read, write
 
 
 def _functions(reader: str, writer: str) -> tuple[_Read, _Write]:
-    """Return the reader and the writer of a mode, by the names of functions of `torch.backends.cuda`."""
-    return lambda: getattr(cuda, reader)(), lambda value: getattr(cuda, writer)(value)
+    """Return the reader and the writer of a mode that functions of `torch.backends.cuda` read and write.
+
+    Args:
+        reader: Name of the function that reads it.
+        writer: Name of the function that writes it.
+    """
+
+    def read() -> Any:
+        return getattr(cuda, reader)()
+
+    def write(value: Any) -> None:
+        getattr(cuda, writer)(value)
+
+    return read, write
 
 
 def _reduction(name: str) -> tuple[_Read, _Write]:
@@ -71,7 +89,10 @@ def _reduction(name: str) -> tuple[_Read, _Write]:
             # This version of torch has one flag.
             return allowed
 
-    return read, partial(setattr, cuda.matmul, name)
+    def write(value: Any) -> None:
+        setattr(cuda.matmul, name, value)
+
+    return read, write
 
 
 # In this order: the older flags before `fp32_precision`, and a backend before its operators, which follow it.

@@ -6,7 +6,6 @@ shares apply from the first step that no process has divided yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,7 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import ConfigurationError
 from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.batches.shares import DeviceTimes, are_shares, even_sizes, finish_together, sizes_by_shares
+from equipoise.parallel.batches.shares import (
+    DeviceTimes,
+    are_shares,
+    even_sizes,
+    finish_together,
+    sizes_by_shares,
+)
 from equipoise.parallel.batches.splitting import infer_batch_size
 from equipoise.strategies.distributed.loaders import Sizes, step_size_of, why_not_by_shares
 
@@ -54,9 +59,10 @@ def check_shares_count(shares: Setting, processes: int) -> None:
     """
     if shares is None or shares == "auto":
         return
-    if len(shares) != processes:
+    count = len(shares)
+    if count != processes:
         raise ConfigurationError(
-            f"shares={shares!r} are {len(shares)} numbers, but there are {processes} processes. Give a number for each."
+            f"shares={shares!r} are {count} numbers, but there are {processes} processes. Give a number for each."
         )
 
 
@@ -120,10 +126,15 @@ class ProcessShares:
         divides = self.shares is not None or self.measures
         if self.measures and why_not_by_shares(loader):
             divides = False
+        shares = None
+        if divides:
+            shares = self.shares
         step_size = step_size_of(loader, self._processes)
         if step_size is not None:
-            self._log_sizes(step_size, self.shares if divides else None)
-        return self.sizes if divides else None
+            self._log_sizes(step_size, shares)
+        if divides:
+            return self.sizes
+        return None
 
     def _log_sizes(self, step_size: int, shares: list[float] | None) -> None:
         """Log the number of samples of each process in a full step."""
@@ -160,20 +171,27 @@ class ProcessShares:
     def _divide(self, size: int, step: int) -> list[int]:
         """Return the sizes of a step by shares, as the measurement plans them, or evenly."""
         # 1. By shares.
-        if self.shares is not None and step >= self._first_step_with_shares:
-            return sizes_by_shares(size, self.shares)
+        if self.shares is not None:
+            if step >= self._first_step_with_shares:
+                return sizes_by_shares(size, self.shares)
+            return even_sizes(size, self._processes)
 
         # 2. Evenly, where nothing is measured.
-        if self.shares is not None or not self.measures or size < self._fewest_samples:
+        if not self.measures or size < self._fewest_samples:
             return even_sizes(size, self._processes)
 
         # 3. As planned.
-        return self._plan.sizes(size, self._measured_before_epoch + step)
+        step_of_measurement = self._measured_before_epoch + step
+        return self._plan.sizes(size, step_of_measurement)
 
     @property
     def is_measuring(self) -> bool:
         """True if steps are measured: only where `sizes` divides them."""
-        return self.measures and self.shares is None and self._largest_step >= self._fewest_samples
+        if not self.measures:
+            return False
+        if self.shares is not None:
+            return False
+        return self._largest_step >= self._fewest_samples
 
     def run(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
         """Run the forward of a step, measured while shares are measured, and slowed down if the device is simulated.
@@ -196,7 +214,7 @@ class ProcessShares:
         # 2. Run the forward.
         run = function
         if self._simulated is not None:
-            run = partial(self._simulated.compute, function, size)
+            run = _simulate(self._simulated, function, size)
         if self.is_measuring:
             run = self._measurements.measured(self._rank, run, size)
         return run()
@@ -230,20 +248,23 @@ class ProcessShares:
     def _agree(self, gather: Gather) -> None:
         """Set the shares that follow from the measurements of all processes."""
         # 1. Exchange the measurements.
-        measurement = (self._measurements.times[self._rank], self._divided_steps)
+        times_here = self._measurements.times[self._rank]
+        measurement = (times_here, self._divided_steps)
         measurements: list[tuple[DeviceTimes, int]] = gather(measurement)
         times = [process_times for process_times, _ in measurements]
+        divided_steps = [steps for _, steps in measurements]
 
         # 2. Find the sizes with which the processes finish together.
         processes = self._processes
-        if all(process_times.measured for process_times in times):
+        is_measured = all(process_times.measured for process_times in times)
+        if is_measured:
             sizes = finish_together(self._largest_step, times)
         else:
             sizes = even_sizes(self._largest_step, processes)
 
         # 3. Use them from the first step on that no process has divided.
         self.shares = [float(size) for size in sizes]
-        self._first_step_with_shares = max(divided_steps for _, divided_steps in measurements)
+        self._first_step_with_shares = max(divided_steps)
         rank_zero_info(f"Measured shares of {processes} processes: shares={sizes} pins them.")
 
     def begin_again(self) -> None:
@@ -252,5 +273,16 @@ class ProcessShares:
 
     def restore(self, shares: Sequence[float] | None) -> None:
         """Use the measured shares of an earlier run, if there are as many processes."""
-        if self.measures and shares is not None and len(shares) == self._processes:
+        if not self.measures or shares is None:
+            return
+        if len(shares) == self._processes:
             self.shares = list(shares)
+
+
+def _simulate(
+    device: SimulatedDevice,
+    function: Callable[[], _T],
+    size: int,
+) -> Callable[[], _T]:
+    """Return the function as the simulated device computes it."""
+    return lambda: device.compute(function, size)

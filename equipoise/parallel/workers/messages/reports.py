@@ -65,7 +65,9 @@ class Report:
     @property
     def failed(self) -> bool:
         """True if the worker raised an error, exited early or was killed."""
-        return bool(self.text) or self.signal is not None
+        has_traceback = bool(self.text)
+        was_killed = self.signal is not None
+        return has_traceback or was_killed
 
 
 # The worker's side.
@@ -89,17 +91,21 @@ def report_of(error: BaseException, rank: int, is_consequence: ConsequenceCheck 
         except Exception:
             continue
     # The traceback is what failed, so the report states the type alone.
-    return Report(rank, time.monotonic(), text=f"{type(error).__name__}, whose traceback cannot be made.")
+    now = time.monotonic()
+    name = type(error).__name__
+    return Report(rank, now, text=f"{name}, whose traceback cannot be made.")
 
 
 def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceCheck | None) -> Report:
     now = time.monotonic()
-    text = "".join(traceback.format_exception(shortened(error)))
+    lines = traceback.format_exception(shortened(error))
+    text = "".join(lines)
     # Lightning's error for a SIGTERM derives from SystemExit and is not meant here.
     if type(error) is SystemExit:
         return Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
-    return Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
+    pickled_error = pickle_error(error)
+    return Report(rank, now, error=pickled_error, text=text, consequence=follows)
 
 
 # The parent's side.
@@ -127,7 +133,8 @@ def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Re
 
 def _failures(reports: Sequence[Report]) -> list[Report]:
     """Return the reports of failed workers, the first failure first."""
-    return sorted((report for report in reports if report.failed), key=lambda report: report.time)
+    failures = [report for report in reports if report.failed]
+    return sorted(failures, key=lambda report: report.time)
 
 
 def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker]) -> NoReturn:
@@ -142,25 +149,31 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker
     causes = causes_among(reports, silent)
     # 1. Without a cause, a silent worker hangs.
     if not causes and silent:
-        raise WorkerError(
-            f"rank {silent[0].rank} of {count} hung, while others waited for it. It is here:\n\n{silent[0].where()}"
-        ) from RemoteTraceback(failed[0].text)
+        hung = silent[0]
+        stack = hung.where()
+        message = f"rank {hung.rank} of {count} hung, while others waited for it. It is here:\n\n{stack}"
+        raise WorkerError(message) from RemoteTraceback(failed[0].text)
     # 2. Without a silent worker, all waited in different places. The first one to stop waiting may close connections
     # before the time of the rest is up, so one message of a timeout is enough.
+    all_failed = len(failed) == count
     timed_out = any(_WAITED in report.text for report in failed)
-    if not causes and len(failed) == count and timed_out:
+    if not causes and all_failed and timed_out:
+        places = _places(failed)
         raise WorkerError(
             f"All {count} processes waited for others, in different places, until time was up. Each came this far,"
             " so they do not do the same. If random numbers decide what a step does, draw them from a generator with"
-            f" the same seed in all processes: the global ones differ.\n\n{_places(failed)}"
+            f" the same seed in all processes: the global ones differ.\n\n{places}"
         ) from RemoteTraceback(failed[0].text)
     # 3. Raise the first cause in this process.
-    cause = (causes or failed)[0]
+    cause = failed[0]
+    if causes:
+        cause = causes[0]
     name = f"rank {cause.rank} of {count}"
     if cause.signal is not None:
-        place = f" It was here:\n\n{cause.text}" if cause.text else ""
         signal_name = signal.Signals(cause.signal).name
-        raise WorkerError(f"{name} was killed by {signal_name}.{_hint(cause.signal, cause.text)}{place}")
+        hint = _hint(cause.signal, cause.text)
+        place = f" It was here:\n\n{cause.text}" if cause.text else ""
+        raise WorkerError(f"{name} was killed by {signal_name}.{hint}{place}")
     if cause.error is None:
         raise WorkerError(f"{name} failed:\n\n{cause.text}")
     error = cloudpickle.loads(cause.error)
@@ -204,7 +217,9 @@ def _places(reports: list[Report]) -> str:
 
 def raise_unended(count: int, silent: Sequence[Worker], seconds: float) -> NoReturn:
     """Raise that workers did not end after a SIGTERM."""
+    first = silent[0]
+    stack = first.where()
     raise WorkerError(
-        f"rank {silent[0].rank} of {count} did not end within {seconds:g} seconds after SIGTERM, so all were ended. It"
-        f" was here:\n\n{silent[0].where()}"
+        f"rank {first.rank} of {count} did not end within {seconds:g} seconds after SIGTERM, so all were ended. It was"
+        f" here:\n\n{stack}"
     )
