@@ -64,7 +64,8 @@ def _scalar(dtype: Any, content: bytes) -> Any:
         fits = len(content) == dtype.itemsize
     if not fits:
         raise CheckpointError(f"a number of numpy is {content!r} of type {dtype!r}")
-    return numpy.ndarray((1,), dtype, content)[0]
+    array = numpy.ndarray((1,), dtype, content)
+    return array[0]
 
 
 # States
@@ -91,9 +92,14 @@ def _set_dtype(dtype: Any, state: Any) -> None:
     """Set the byte order, and the unit of times."""
     # 1. Check the state.
     order = state[1]
-    if order not in ("<", ">", "|", "=") or any(field is not None for field in state[2:5]):
+    fields = state[2:5]
+    if order not in ("<", ">", "|", "="):
         raise CheckpointError("the type of an array is damaged")
-    unit = _checked_unit(state) if dtype.kind in "mM" else None
+    if any(field is not None for field in fields):
+        raise CheckpointError("the type of an array is damaged")
+    unit = None
+    if dtype.kind in "mM":
+        unit = _checked_unit(state)
 
     # 2. Nothing needs to be set in most cases: the dtype was created from its code.
     if unit is None and order != ">":
@@ -142,7 +148,9 @@ def _set_array(array: Any, state: Any) -> None:
     is_dtype = isinstance(dtype, numpy.dtype) and _is_supported(dtype)
     if not is_dtype or not _is_shape(shape):
         raise CheckpointError(f"an array has the shape {shape!r} and the type {dtype!r}")
-    if type(is_column_major) is not bool or not _is_content(content, dtype, shape):
+    if type(is_column_major) is not bool:
+        raise CheckpointError("the content of an array is damaged")
+    if not _is_content(content, dtype, shape):
         raise CheckpointError("the content of an array is damaged")
 
     # 3. Set it.
@@ -150,14 +158,18 @@ def _set_array(array: Any, state: Any) -> None:
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+    if not isinstance(shape, tuple):
+        return False
+    return all(type(size) is int and size >= 0 for size in shape)
 
 
 def _is_content(content: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
     # Numpy compares the number of bytes with the shape, but not the number of objects.
     if dtype.kind != "O":
         return type(content) is bytes
-    return type(content) is list and len(content) == math.prod(shape)
+    if type(content) is not list:
+        return False
+    return len(content) == math.prod(shape)
 
 
 # Tables

@@ -311,8 +311,8 @@ def _check_sanity(parts: TrainerParts, context: RunContext) -> None:
     # 1. A run that continues has passed the check.
     state = context.state
     resumption = parts.fit_loop.resumption
-    goes_on = resumption is not None and (resumption.in_epoch or state.max_steps != -1)
-    if not context.enable_validation or state.num_sanity_val_steps == 0 or goes_on:
+    is_continued = resumption is not None and (resumption.in_epoch or state.max_steps != -1)
+    if not context.enable_validation or state.num_sanity_val_steps == 0 or is_continued:
         return
 
     # 2. The validation, of which nothing is logged.

@@ -30,7 +30,7 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
     Raises:
         ConfigurationError: If a search is not possible.
     """
-    goes_on = True
+    run_follows = True
     for finder in list(trainer.callbacks):
         if not is_stock_finder(finder):
             continue
@@ -40,7 +40,7 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
             if ends_after_search(finder):
                 raise ConfigurationError(f"{name} searches for a fit, not for `{request.fn.value}`. Use method='fit'.")
             continue
-        goes_on = goes_on and not ends_after_search(finder)
+        run_follows = run_follows and not ends_after_search(finder)
         if trainer.fast_dev_run:
             rank_zero_warn(f"fast_dev_run: {name} does not search.")
         elif not request.fitting:
@@ -51,4 +51,4 @@ def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
             find_learning_rate(trainer, make, request, finder)
         else:
             find_batch_size(trainer, make, request, finder)
-    return goes_on
+    return run_follows

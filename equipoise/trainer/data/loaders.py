@@ -93,12 +93,12 @@ class Source:
             return
         self._has_reported = True
         name = self.describe()
-        told = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {came}"
+        message = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {came}"
         if rank is not None:
-            warn(f"{told} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
+            warn(f"{message} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
             return
         rank_zero_warn(
-            f"{told}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
+            f"{message}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
             " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
             " batches."
         )
@@ -495,9 +495,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [sampler, getattr(batch_sampler, "sampler", None)]
-    if samplers[1] is sampler:
-        samplers.pop()
+    samplers = [sampler]
+    inner_sampler = getattr(batch_sampler, "sampler", None)
+    if inner_sampler is not sampler:
+        samplers.append(inner_sampler)
     if isinstance(batch_sampler, DrawnAlike):
         samplers.append(batch_sampler)
     for each_sampler in samplers:

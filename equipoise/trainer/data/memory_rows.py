@@ -63,12 +63,14 @@ def rows_of(dataset: Any) -> Rows | None:
     if kind is TensorDataset:
         if not all(map(_lies_in_memory, dataset.tensors)):
             return None
-        return Rows(partial(_take_of_tensors, dataset, dataset.tensors), sum(map(_size_of_row, dataset.tensors)))
+        take = partial(_take_of_tensors, dataset, dataset.tensors)
+        return Rows(take, sum(map(_size_of_row, dataset.tensors)))
     if kind is Subset:
         rows = rows_of(dataset.dataset)
         if rows is None:
             return None
-        return Rows(partial(_take_of_subset, dataset, dataset.dataset, rows.take), rows.sample_size)
+        take_selected = partial(_take_of_subset, dataset, dataset.dataset, rows.take)
+        return Rows(take_selected, rows.sample_size)
     members = _members_of(dataset)
     takes = []
     sizes = []
@@ -79,10 +81,12 @@ def rows_of(dataset: Any) -> Rows | None:
         takes.append(rows.take)
         sizes.append(rows.sample_size)
     if kind is StackDataset:
-        return Rows(partial(_take_of_stack, dataset, members, takes), sum(sizes))
+        take_stacked = partial(_take_of_stack, dataset, members, takes)
+        return Rows(take_stacked, sum(sizes))
     if max(sizes) > _LARGEST_JOINED_SAMPLE:
         return None
-    return Rows(partial(_take_of_joined, dataset, members, takes), max(sizes))
+    take_joined = partial(_take_of_joined, dataset, members, takes)
+    return Rows(take_joined, max(sizes))
 
 
 def _methods_of(kind: type) -> tuple[Any, Any]:
@@ -104,9 +108,11 @@ def _members_of(dataset: Any) -> tuple[Any, ...]:
 
 def _rows_of_member(member: Any) -> Rows | None:
     """Return the rows of a dataset, or of a tensor in its place."""
-    if isinstance(member, Tensor):
-        return Rows(partial(_take_of_tensor, member), _size_of_row(member)) if _lies_in_memory(member) else None
-    return rows_of(member)
+    if not isinstance(member, Tensor):
+        return rows_of(member)
+    if not _lies_in_memory(member):
+        return None
+    return Rows(partial(_take_of_tensor, member), _size_of_row(member))
 
 
 def _lies_in_memory(tensor: Any) -> bool:

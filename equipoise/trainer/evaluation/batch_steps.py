@@ -126,7 +126,7 @@ class BatchSteps:
 class IteratorSteps(BatchSteps):
     """Steps that pull their batches themselves: `validation_step(self, dataloader_iter)` and the like.
 
-    As in training, the hooks before a step receive the batch that was pulled last, and those behind it the last one
+    As in training, the hooks before a step receive the batch that was pulled last, and those after it the last one
     that it has pulled. Counters count steps. A step that asks for more batches than its loader has is not completed:
     its StopIteration ends the loader. Lightning's prediction writers refuse such steps.
     """

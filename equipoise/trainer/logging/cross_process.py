@@ -80,7 +80,10 @@ class LogReduction:
         values_of_processes = self.gather(values_here)
         # 2. Combine those of each entry. A process without a batch has none.
         for key, entry in entries.items():
-            values = [values[key].to(self.device) for values in values_of_processes if key in values]
+            values = []
+            for values_of_process in values_of_processes:
+                if key in values_of_process:
+                    values.append(values_of_process[key].to(self.device))
             if values:
                 entry.set_step_value(combined(values, entry.options.reduce_fx))
 
@@ -172,7 +175,8 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     reduction = "sum" if options.reduce_fx == "mean" else options.reduce_fx
     # Precisions of processes may differ if only some of them logged in a hook of another precision.
     dtype = totals[0].dtype
-    total = combined([total.to(dtype) for total in totals], reduction)
+    totals = [total.to(dtype) for total in totals]
+    total = combined(totals, reduction)
     weight = sum(state["weight"] for state in states)
     return {**first, "total": total, "weight": weight}
 

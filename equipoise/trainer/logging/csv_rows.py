@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, count, repeat
+from itertools import count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -52,11 +52,13 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     # 1. Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
-    lines = _complete_lines(Path(writer.metrics_file_path))
+    path = Path(writer.metrics_file_path)
+    lines = _complete_lines(path)
 
     # 2. Count them. The first line is the header; an empty file has not even that.
     number_of_rows = max(0, len(lines) - 1)
-    return {"rows": number_of_rows, "step": _step_of(lines, number_of_rows)}
+    last_step = _step_of(lines, number_of_rows)
+    return {"rows": number_of_rows, "step": last_step}
 
 
 def _is_remote(path: Any) -> bool:
@@ -68,15 +70,20 @@ def _complete_lines(path: Path) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    return [line for line in lines if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     """Return the step of a row, counted from 1; None if there is no such row."""
     if not 0 < row < len(lines):
         return None
-    names, values = csv.reader([lines[0].decode(_ENCODING), lines[row].decode(_ENCODING)])
-    return dict(zip(names, values, strict=False)).get("step")
+    header = lines[0].decode(_ENCODING)
+    line = lines[row].decode(_ENCODING)
+    names, values = csv.reader([header, line])
+    cells = dict(zip(names, values, strict=False))
+    return cells.get("step")
 
 
 def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
@@ -92,9 +99,13 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        saved = checkpoint.get("equipoise", {}).get("rows", [])
-        # A run may have more loggers than the one before it, or fewer.
-        for logger, rows in zip(loggers, chain(saved, repeat(None)), strict=False):
+        entry = checkpoint.get("equipoise", {})
+        saved = entry.get("rows", [])
+        for index, logger in enumerate(loggers):
+            rows = None
+            # A run may have more loggers than the one before it.
+            if index < len(saved):
+                rows = saved[index]
             _continue_file(logger, rows)
 
 
@@ -111,13 +122,21 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
 
     # 1. Check that its rows are those of the checkpoint.
     lines = _complete_lines(path)
-    if saved is None or not lines or _step_of(lines, saved["rows"]) != saved["step"]:
+    if saved is None or not lines:
+        put_aside(path)
+        return
+    number_of_rows = saved["rows"]
+    last_step = saved["step"]
+    if _step_of(lines, number_of_rows) != last_step:
         put_aside(path)
         return
 
-    # 2. Drop the rows behind them, which this run will write again, and append.
-    _replace(path, lines[: saved["rows"] + 1])
-    columns = next(csv.reader([lines[0].decode(_ENCODING)]))
+    # 2. Drop the rows after them, which this run will write again, and append.
+    header = lines[0]
+    rows = lines[1 : number_of_rows + 1]
+    _replace(path, [header, *rows])
+    reader = csv.reader([header.decode(_ENCODING)])
+    columns = next(reader)
 
     # 3. Hide the file from the logger, which deletes it when it begins.
     hidden = put_aside(path)
@@ -131,13 +150,21 @@ def _file_to_delete(logger: Any) -> Path | None:
     """Return the file that a CSV logger would delete when it begins; None if there is none."""
     if not isinstance(logger, CSVLogger) or _is_remote(logger.save_dir):
         return None
-    # A logger that has begun deletes nothing any more.
+    has_begun = csv_writer(logger) is not None
+    if has_begun:
+        return None
     path = Path(logger.log_dir, _FILE)
-    return path if csv_writer(logger) is None and path.is_file() else None
+    if not path.is_file():
+        return None
+    return path
 
 
 def keep_rows(loggers: Iterable[Any]) -> None:
-    """Let CSV loggers replace their files as a whole when a column is new."""
+    """Let CSV loggers replace their files as a whole when a column is new.
+
+    Args:
+        loggers: The loggers of the run, which have begun.
+    """
     for logger in loggers:
         start_csv(logger)
         writer = csv_writer(logger)
@@ -181,6 +208,9 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
 
 def put_aside(path: Path) -> Path:
     """Rename a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
+
+    Args:
+        path: The file.
 
     Returns:
         Its new path.

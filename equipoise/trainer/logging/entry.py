@@ -241,7 +241,7 @@ def neutral_value(reduction: Any) -> float:
 
 def combined(values: Sequence[Tensor], reduction: str) -> Tensor:
     """Return one value for those of several processes or parts of a batch: their mean, sum, minimum or maximum."""
-    stacked = torch.stack(list(values))
+    stacked = torch.stack(tuple(values))
     if reduction == "mean":
         return stacked.mean(0)
     if reduction == "sum":

@@ -13,7 +13,12 @@ def to_scalars(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If a tensor has several elements.
     """
-    return {name: _read(name, value) if isinstance(value, Tensor) else value for name, value in values.items()}
+    scalars = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            value = _read(name, value)
+        scalars[name] = value
+    return scalars
 
 
 def _read(name: str, value: Tensor) -> Any:
@@ -24,31 +29,57 @@ def _read(name: str, value: Tensor) -> Any:
 
 
 def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
-    """Print a row for each metric and a column for each loader."""
+    """Print a row for each metric and a column for each loader.
+
+    Args:
+        outputs: A dictionary of metrics for each loader.
+        stage: Title of the metrics: "validate" or "test".
+    """
     # Importing rich takes time, which runs without a table do not spend.
     from rich import get_console
     from rich.table import Table
 
     from equipoise.tables.whole_table import print_table
 
-    # 1. Collect the names of all loaders, without the indices of loaders.
-    columns = []
-    for values in outputs:
-        columns.append({name.partition("/dataloader_idx_")[0]: value for name, value in to_scalars(values).items()})
-    names = {name for column in columns for name in column}
+    # 1. Collect the names of all loaders.
+    columns = [_without_loaders(values) for values in outputs]
+    names: set[str] = set()
+    for values in columns:
+        names.update(values)
     if not names:
         return
 
     # 2. Add the columns.
-    table = Table(f"{stage} metric".capitalize(), header_style="bold")
-    for index in range(len(columns)):
-        table.add_column(f"loader {index}" if len(columns) > 1 else "value", justify="right")
+    title = f"{stage} metric"
+    table = Table(title.capitalize(), header_style="bold")
+    num_loaders = len(columns)
+    for index in range(num_loaders):
+        header = "value"
+        if num_loaders > 1:
+            header = f"loader {index}"
+        table.add_column(header, justify="right")
 
     # 3. Add the rows. A loader may lack a metric.
     for name in sorted(names):
-        table.add_row(name, *(_format(column.get(name, "")) for column in columns))
+        cells = []
+        for values in columns:
+            value = values.get(name, "")
+            cells.append(_format(value))
+        table.add_row(name, *cells)
     print_table(table, get_console())
 
 
+def _without_loaders(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of one loader, by names without the loader's index."""
+    numbers = {}
+    scalars = to_scalars(values)
+    for name, value in scalars.items():
+        plain_name, _, _ = name.partition("/dataloader_idx_")
+        numbers[plain_name] = value
+    return numbers
+
+
 def _format(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

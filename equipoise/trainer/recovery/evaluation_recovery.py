@@ -36,7 +36,7 @@ class EvaluationRecovery:
         """Return the output of an evaluation step; see `Strategy.evaluate`."""
         # 1. Note what the step may change.
         micro_batcher = self._micro_batcher
-        micro_batcher.twice(self._snapshot.mark)
+        micro_batcher.with_second_attempt(self._snapshot.mark)
         contents = BatchContents(tuple(parts))
         measure = micro_batcher.measure(parts)
         num_pending = len(self._logs.pending)
@@ -63,7 +63,7 @@ class EvaluationRecovery:
             event = micro_batcher.event(captured, "evaluation", step.indices[0], parts, count, refusal)
             split = micro_batcher.ask(event)
             del self._logs.pending[num_pending:]
-            micro_batcher.twice(self._snapshot.restore)
+            micro_batcher.with_second_attempt(self._snapshot.restore)
 
             # 4. A batch cannot be left out: it would be missing in the metrics.
             if refusal or split is None or not split.parts:

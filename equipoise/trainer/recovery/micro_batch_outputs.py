@@ -2,16 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from equipoise.parallel.batches.gathering import PartialOutputs
+from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 
 __all__ = ["detached", "outputs_in_order"]
+
+
+class _Output(NamedTuple):
+    """The output of one part of a micro-batch.
+
+    Attributes:
+        device_index: The index of the device that computed it.
+        micro_batch: The index of the micro-batch.
+        output: The return value of the user's step.
+        size: The number of samples.
+        weight: The weight in a mean.
+    """
+
+    device_index: int
+    micro_batch: int
+    output: Any
+    size: int
+    weight: Weight
 
 
 def detached(result: Any) -> StepResult:
@@ -29,20 +48,35 @@ def detached(result: Any) -> StepResult:
 def outputs_in_order(
     micro_batches: Sequence[Any], results: Sequence[StepResult], sizes: Sequence[int], device: torch.device, dim: int
 ) -> PartialOutputs:
-    """Return the outputs of micro-batches in the order of the data. Each micro-batch has samples of every device."""
+    """Return the outputs of micro-batches in the order of the data. Each micro-batch has samples of every device.
+
+    Args:
+        micro_batches: The micro-batches, in the order in which they were computed.
+        results: The result of each.
+        sizes: The number of samples of each.
+        device: The device of the outputs.
+        dim: The dimension of the samples.
+    """
     # 1. The outputs of all parts. Where a strategy computes on several devices, it has noted the device of each part.
-    entries: list[Any] = []
+    entries: list[_Output] = []
     for number, (micro_batch, result, size) in enumerate(zip(micro_batches, results, sizes, strict=True)):
         outputs = result.outputs
         if isinstance(outputs, PartialOutputs):
             parts = zip(micro_batch.indices, outputs.outputs, outputs.sizes, outputs.weights, strict=True)
-            entries.extend((index, number, *part) for index, *part in parts)
+            for index, output, part_size, part_weight in parts:
+                entries.append(_Output(index, number, output, part_size, part_weight))
         else:
-            entries.append((0, number, outputs, size, 1 if result.weight is None else result.weight))
+            weight = 1 if result.weight is None else result.weight
+            entries.append(_Output(0, number, outputs, size, weight))
 
     # 2. A batch is split over the devices first, so its first samples are those of the first device.
-    entries.sort(key=lambda entry: entry[:2])
-    _, _, ordered, part_sizes, weights = (list(column) for column in zip(*entries, strict=True))
-    in_order = PartialOutputs(ordered, part_sizes, device, dim, weights)
+    entries.sort(key=lambda entry: (entry.device_index, entry.micro_batch))
+    in_order = PartialOutputs(
+        [entry.output for entry in entries],
+        [entry.size for entry in entries],
+        device,
+        dim,
+        [entry.weight for entry in entries],
+    )
     in_order.check()
     return in_order

@@ -251,7 +251,7 @@ class MicroBatcher:
             return split
         return None
 
-    def twice(self, function: Callable[[], None]) -> None:
+    def with_second_attempt(self, function: Callable[[], None]) -> None:
         """Run a function that may be run again; if memory runs out, free memory and run it once more."""
         try:
             function()

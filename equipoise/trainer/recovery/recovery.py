@@ -138,7 +138,7 @@ class Recovery:
         """Return the open window. A new one begins with a snapshot of what its steps may change."""
         is_first = step.batch_idx % self._weights.parts == 0
         if self._window is None or is_first:
-            self._micro_batcher.twice(self._snapshot.mark)
+            self._micro_batcher.with_second_attempt(self._snapshot.mark)
             # A resumed run begins in the midst of a window.
             start = None
             if not is_first:
@@ -232,7 +232,7 @@ class Recovery:
         """Restore the state at the beginning of the window. Return True if other processes received gradients of it."""
         # 1. Logs, random generators, buffers and metrics.
         del self._logs.pending[window.num_pending :]
-        self._micro_batcher.twice(self._snapshot.restore)
+        self._micro_batcher.with_second_attempt(self._snapshot.restore)
 
         # 2. Weights. A reference weight of the failed attempt would show in the bits of the next one.
         self._weights.reset()

@@ -187,13 +187,13 @@ def _default_logger(root_dir: str) -> Logger:
     try:
         return TensorBoardLogger(save_dir=root_dir)
     except ModuleNotFoundError:
-        _tell_of_tensorboard()
+        _report_missing_tensorboard()
         return CSVLogger(save_dir=root_dir)
 
 
 # Once in a program, however many trainers it makes.
 @cache
-def _tell_of_tensorboard() -> None:
+def _report_missing_tensorboard() -> None:
     rank_zero_info(
         "TensorBoard is not installed: metrics are written as CSV. For TensorBoard: pip install"
         " 'equipoise[tensorboard]'."

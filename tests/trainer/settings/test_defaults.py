@@ -103,7 +103,7 @@ def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
         raise ModuleNotFoundError("tensorboard")
 
     monkeypatch.setattr(select, "TensorBoardLogger", missing)
-    select._tell_of_tensorboard.cache_clear()
+    select._report_missing_tensorboard.cache_clear()
     with caplog.at_level("INFO"):
         (default,), _ = loggers(True), loggers(True)
     assert type(default) is CSVLogger
