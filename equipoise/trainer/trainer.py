@@ -25,10 +25,12 @@ from equipoise.trainer.preparation import make_context
 from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
-from equipoise.trainer.settings import defaults as select
 from equipoise.trainer.settings.argument_names import reads_arguments
 from equipoise.trainer.settings.callbacks import select_callbacks
 from equipoise.trainer.settings.devices import Devices
+from equipoise.trainer.settings.loggers import select_loggers
+from equipoise.trainer.settings.precision import module_init_context, select_plugins, select_precision, set_torch_flags
+from equipoise.trainer.settings.strategy import connect_strategy
 from equipoise.trainer.surface.public_state import PublicState
 
 __all__ = ["Trainer"]
@@ -206,9 +208,9 @@ class Trainer(PublicState):
             use_distributed_sampler=use_distributed_sampler,
             sync_batchnorm=sync_batchnorm,
         )
-        connected, machines = select.connect_strategy(strategy, accelerator, devices, num_nodes)
-        in_use = select.select_precision(precision, connected.root_device.type)
-        super().__init__(connected, in_use, select.root_directory(default_root_dir))
+        connected, machines = connect_strategy(strategy, accelerator, devices, num_nodes)
+        in_use = select_precision(precision, connected.root_device.type)
+        super().__init__(connected, in_use, check.root_directory(default_root_dir))
         self.num_nodes = machines
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
@@ -254,15 +256,15 @@ class Trainer(PublicState):
         )
 
         # 4. Flags of torch, files, loggers and callbacks.
-        select.set_torch_flags(deterministic, benchmark)
+        set_torch_flags(deterministic, benchmark)
         self._choose_objects(plugins, callbacks, max_time, options)
 
     def _choose_objects(self, plugins: Any, callbacks: Any, max_time: Any, options: dict[str, Any]) -> None:
-        chosen_plugins = select.select_plugins(plugins)
+        chosen_plugins = select_plugins(plugins)
         self.checkpoint_io = chosen_plugins.checkpoint_io
         self.requeues_on_signal = chosen_plugins.requeues
         self.profiler = check.make_profiler(options["profiler"])
-        self.loggers = select.select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
+        self.loggers = select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
         self.callbacks = select_callbacks(
             callbacks,
             enable_checkpointing=options["enable_checkpointing"],
@@ -463,6 +465,4 @@ class Trainer(PublicState):
         Args:
             empty_init: Leave parameters uninitialised, for a checkpoint that will be loaded.
         """
-        return select.module_init_context(
-            self.connected_strategy.root_device, self.precision_in_use, empty=bool(empty_init)
-        )
+        return module_init_context(self.connected_strategy.root_device, self.precision_in_use, empty=bool(empty_init))

@@ -4,6 +4,7 @@ Each check takes the name of an argument and its value, and raises a Configurati
 """
 
 import math
+import os
 import re
 from datetime import timedelta
 from difflib import get_close_matches
@@ -33,6 +34,7 @@ __all__ = [
     "check_val_intervals",
     "gradient_clipping",
     "make_profiler",
+    "root_directory",
     "seconds_of",
 ]
 
@@ -327,3 +329,12 @@ def _names_modules(item: Any) -> bool:
     if isinstance(item, type):
         return issubclass(item, nn.Module)
     return isinstance(item, str) and bool(item)
+
+
+def root_directory(path: Any) -> str:
+    """Return the default folder of files: the path, or the working folder for None."""
+    if path is None:
+        return os.getcwd()
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(f"default_root_dir must be a path, not {path!r}.")
+    return os.fspath(path)

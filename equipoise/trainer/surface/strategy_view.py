@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.checkpointing.file import remove_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from equipoise.trainer.settings.defaults import module_init_context
+from equipoise.trainer.settings.precision import module_init_context
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.state_fields import Reads, StateField
 

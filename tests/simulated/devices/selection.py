@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from equipoise.trainer.settings import defaults
+from equipoise.trainer.settings import strategy
 
 __all__ = ["on_the_host", "replace_selection"]
 
@@ -15,7 +15,7 @@ _hosts: list[bool] = []
 
 def replace_selection() -> None:
     """Let each device "cpu" of a Trainer become cuda:0, cuda:1, cuda:0 and so on, in turn, in this process."""
-    select = defaults.select_devices
+    select = strategy.select_devices
 
     def select_simulated(*args: Any, **kwargs: Any) -> list[torch.device]:
         devices = select(*args, **kwargs)
@@ -27,7 +27,7 @@ def replace_selection() -> None:
                 devices[index] = torch.device("cuda", index % count)
         return devices
 
-    defaults.select_devices = select_simulated
+    strategy.select_devices = select_simulated
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,15 @@ OURS_ALONE = {
 FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 
 # The Trainer as a whole
+
+
+def test_root_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert arguments.root_directory(None) == str(tmp_path)
+    assert arguments.root_directory(Path("a") / "b") == os.path.join("a", "b")
+    assert trainer(default_root_dir="memory://x").default_root_dir == "memory://x"
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert trainer(default_root_dir="~/runs").default_root_dir == "/home/somebody/runs"
 
 
 def parameters_of(cls: type) -> dict[str, inspect.Parameter]:

@@ -1,0 +1,75 @@
+"""Torch's flags, plugins, and where modules are created."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from equipoise.precision import make_precision
+from equipoise.trainer.settings.precision import module_init_context, select_plugins, set_torch_flags
+from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
+
+pytestmark = ignoring()
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's flags as they are by default, and as they were afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # whatever was there before comes back with monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "benchmark", "expected"),
+    [
+        (None, None, (False, False, True)),
+        (True, None, (True, False, False)),
+        ("warn", None, (True, True, False)),
+        (False, None, (False, False, True)),
+        (True, True, (True, False, True)),
+        (None, False, (False, False, False)),
+    ],
+)
+@pytest.mark.usefixtures("flags")
+def test_flags(deterministic: Any, benchmark: Any, expected: tuple[bool, bool, bool]) -> None:
+    set_torch_flags(deterministic, benchmark)
+    enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (*enabled, torch.backends.cudnn.benchmark) == expected
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+@pytest.mark.usefixtures("flags")
+def test_a_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    trainer(deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_checkpoint_plugins() -> None:
+    plugin = AsyncCheckpointIO()
+    for plugins in (plugin, [plugin], (plugin,)):
+        assert select_plugins(plugins).checkpoint_io is plugin
+    assert plugin.checkpoint_io is not None
+    for nothing in (None, []):
+        assert select_plugins(nothing).checkpoint_io is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_modules_are_made_where_they_will_be(precision: str, empty: bool) -> None:
+    state = torch.get_rng_state()
+    with trainer(precision=precision).init_module(empty_init=empty):
+        layer = torch.nn.Linear(2, 2)
+    assert layer.weight.dtype == {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
+    assert torch.equal(state, torch.get_rng_state()) == empty
+    with module_init_context(torch.device("meta"), make_precision(None, "cpu"), empty=empty):
+        assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+    assert torch.get_default_dtype() is torch.float32
