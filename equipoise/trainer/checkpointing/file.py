@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -283,6 +284,10 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     names = sorted(file.name for file in folder.glob("*.ckpt"))
     if names:
         hint = f" In that folder there are: {', '.join(names[:5])}."
+    # A word, such as "last", may be misspelt.
+    words = get_close_matches(str(path), ("best", "last", "hpc"), n=1)
+    if words:
+        hint = f" Did you mean {words[0]!r}?"
     raise CheckpointNotFoundError(f"The checkpoint {str(path)!r} {problem}.{hint}")
 
 

@@ -55,6 +55,7 @@ def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
         error=CheckpointNotFoundError,
     )
     refuses(resume(saved / "nowhere" / "whole.ckpt"), "does not exist", error=FileNotFoundError)
+    refuses(resume("lsat"), "The checkpoint 'lsat' does not exist. Did you mean 'last'?", error=FileNotFoundError)
     refuses(resume(saved), "is a folder", "third.ckpt, weights.ckpt, whole.ckpt", error=CheckpointError)
     refuses(
         resume("memory://nowhere/x.ckpt"),
