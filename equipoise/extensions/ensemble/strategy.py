@@ -244,7 +244,7 @@ class EnsembleStrategy(Strategy):
         # 2. All members on the device.
         device = self.root_device
         members = StackedMembers(module, states, device)
-        make = partial(SideBySide, members, precision.forward_context, allows_randomness=self.mode == "together")
+        make = partial(SideBySide, members, allows_randomness=self.mode == "together")
         self._run = _Run(
             members,
             _Steps(make(), Choice(self.mode, device, "trained")),

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import Callback, ConfigurationError, DDPStrategy, FSDPStrategy, MemoryLogger, Trainer
+from equipoise import (
+    Callback,
+    ConfigurationError,
+    DDPStrategy,
+    FSDPStrategy,
+    MemoryLogger,
+    PipelineStrategy,
+    Trainer,
+)
 from equipoise.extensions.savers import offloading as offloading_module
 from equipoise.extensions.savers.offloading import Offloading
 from tests.conftest import ignoring
@@ -250,6 +258,12 @@ def test_refused_strategies(strategy: str) -> None:
     # Simulated devices have no NCCL.
     chosen = FSDPStrategy(backend="gloo") if strategy == "fsdp" else strategy
     refuses(lambda: fit(Module(), offload_activations=True, strategy=chosen, accelerator="cpu", devices=2), strategy)
+
+
+def test_refused_in_processes_of_a_pipeline() -> None:
+    """Each has one device."""
+    options = {"strategy": PipelineStrategy(engine="processes"), "accelerator": "cpu", "devices": 2}
+    refuses(lambda: fit(Module(), offload_activations=True, **options), "strategy='pipeline'", "parts")
 
 
 def test_refused_with_compiled_steps() -> None:

@@ -14,6 +14,8 @@ __all__ = ["MemberThread"]
 
 # The reply to a call of a step that will not continue.
 _ABANDON: Any = object()
+# Ends the thread.
+_CLOSE: Any = object()
 
 
 class _Abandoned(BaseException):
@@ -35,6 +37,9 @@ class MemberThread:
         self.member = member
         self.call: Any = None
         self._result: Any = None
+        # True while no step runs in the thread; an interrupt of the caller does not change that.
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         # The thread receives a step, or the reply to its call. It sends a call, or the result or error of the step.
         self._received: SimpleQueue[Any] = SimpleQueue()
         self._sent: SimpleQueue[tuple[Any, Any, BaseException | None]] = SimpleQueue()
@@ -79,22 +84,25 @@ class MemberThread:
         return result
 
     def abandon(self) -> None:
-        """End the present step where it waits."""
-        if self.call is not None:
-            self._received.put(_ABANDON)
-            self.call, _, _ = self._sent.get()
+        """End the present step where it waits, or at its next call if an interrupt has found it running."""
+        if self._is_idle.is_set():
+            return
+        self._received.put(_ABANDON)
+        self._is_idle.wait()
+        # What it sent meanwhile is of no use.
+        while not self._sent.empty():
+            self._sent.get()
+        self.call = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, after its step if that still runs."""
         self.abandon()
-        self._received.put(None)
+        self._received.put(_CLOSE)
         self._thread.join()
 
     def _switch(self, message: Any) -> None:
         """Let the thread run until it waits again, and raise the error of its step."""
         self._received.put(message)
-        # The step alone refers to it now.
-        del message
         self.call, self._result, error = self._sent.get()
         if error is not None:
             try:
@@ -112,16 +120,21 @@ class MemberThread:
             call: The name of the network and the arguments.
         """
         self._sent.put((call, None, None))
-        # The caller alone refers to it now.
-        del call
         reply = self._received.get()
-        if reply is _ABANDON:
+        if reply is _CLOSE:
+            # `_run` ends the thread after this step.
+            self._received.put(_CLOSE)
+        if reply is _CLOSE or reply is _ABANDON:
             raise _Abandoned
         return reply
 
     def _run(self) -> None:
         """Run one step after the other."""
-        while (message := self._received.get()) is not None:
+        while (message := self._received.get()) is not _CLOSE:
+            if message is _ABANDON:
+                # The step has ended without another call.
+                continue
+            self._is_idle.clear()
             function, state = message
             result = None
             error: BaseException | None = None
@@ -135,4 +148,5 @@ class MemberThread:
                 error = caught
             del message, function
             self._sent.put((None, result, error))
+            self._is_idle.set()
             del result, error

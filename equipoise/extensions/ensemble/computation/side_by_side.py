@@ -10,7 +10,7 @@ member alone. A call with parts of the batch is computed where the first member 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 # Failures after which a network is computed member by member.
 _MOST_FAILURES = 8
-# Members that did not make a call that was computed for them, after which they are waited for.
+# Failures of early calls of a network, after which the members are waited for: a call that cannot be computed together,
+# or a member that does not make it.
 _MOST_EARLY_FAILURES = 3
 # Answers a thread that is to compute the call by itself.
 _ALONE: Any = object()
@@ -49,7 +50,6 @@ class SideBySide:
 
     Args:
         members: The members.
-        forward_context: Function that returns the context of the precision; None if there is none.
         allows_randomness: Whether networks that draw random numbers may be computed together.
 
     Attributes:
@@ -57,17 +57,10 @@ class SideBySide:
         has_batched: True if a call of the last steps was computed together.
     """
 
-    def __init__(
-        self,
-        members: StackedMembers,
-        forward_context: Callable[[], AbstractContextManager[Any]] | None,
-        *,
-        allows_randomness: bool,
-    ) -> None:
+    def __init__(self, members: StackedMembers, *, allows_randomness: bool) -> None:
         self._members = members
         self._module = members.modules[0]
         self._randomness = "different" if allows_randomness else "error"
-        self._forward_context = nullcontext if forward_context is None else forward_context
         # 1. The threads, and the steps that they run.
         self._threads: list[MemberThread] = []
         self._by_ident: dict[int, MemberThread] = {}
@@ -234,7 +227,7 @@ class SideBySide:
             with self._without_logs():
                 early = EarlyCall(self._calls[name], tree, tensors_of_members, self._randomness)
         except NotBatchable:
-            # The members may not make the call, or set the same attributes before.
+            # The call may still be computed together where all members wait for it.
             self._early_failures[name] += 1
             return False, None
         self.has_batched = True
