@@ -237,14 +237,14 @@ def _run_stage(stage: str, arguments: Sequence[str]) -> None:
     long_arguments = ["--help" if argument == "-h" else argument for argument in arguments]
     overrides, folders = _take_folders(long_arguments)
 
-    # 2. Explain the keys behind `--help`.
+    # 2. Explain the keys after `--help`.
     keys = _keys_to_explain(overrides)
     if keys:
         rest = [_quoted(argument) for argument in overrides if argument != "--help" and argument not in keys]
         _app().explain_keys(keys, rest, folders)
         return
 
-    # 3. Run. Hydra takes overrides only before its flags, and the value of a flag stays behind the flag.
+    # 3. Run. Hydra takes overrides only before its flags, and the value of a flag stays after the flag.
     overrides.sort(key=_is_flag_or_value)
     if folders[0] == _starter() / "conf":
         _announce_example()
@@ -427,7 +427,7 @@ def _complete(arguments: Sequence[str]) -> None:
 
 
 def _complete_key(arguments: Sequence[str], words: Sequence[str], word: str) -> None:
-    """Let Hydra print completions of a word behind others, without the command and `--config-dir`."""
+    """Let Hydra print completions of a word after others, without the command and `--config-dir`."""
     if word:
         words = [*words, word]
     overrides, folders = _take_folders(words)

@@ -59,7 +59,7 @@ _KINDS = {"strategy": "strategies", "launcher": "launchers"}
 
 
 class _SearchPath(SearchPathPlugin):
-    """Places the package's configurations behind the user's."""
+    """Places the package's configurations after the user's."""
 
     # The user's folders, after the primary one.
     folders: ClassVar[Sequence[Path]] = ()
@@ -181,14 +181,17 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
 def _refuse_missing(arguments: Sequence[str]) -> None:
     """Refuse names of extensions of Equipoise that were removed from this installation, such as `strategy=fsdp`."""
     for argument in arguments:
-        group, _, name = argument.partition("=")
+        group, _, choice = argument.partition("=")
         if group not in _KINDS:
             continue
         kind = _KINDS[group]
         present = names_of_extensions(kind)
-        if name not in present and name in names_of_extensions(kind, missing=True):
-            # It raises the error that names the extension.
-            load_extension(kind, name)
+        removed = set(names_of_extensions(kind, missing=True)).difference(present)
+        # A sweep names several.
+        for name in choice.split(","):
+            if name in removed:
+                # It raises the error that names the extension.
+                load_extension(kind, name)
 
 
 def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
@@ -258,6 +261,7 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
 @contextlib.contextmanager
 def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[DictConfig]:
     """Compose a configuration without a run. In the block, classes beside the folders can be imported."""
+    _refuse_missing(overrides)
     _SearchPath.folders = folders[1:]
     try:
         with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):

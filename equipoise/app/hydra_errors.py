@@ -130,7 +130,7 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
         file = match[1]
         return f"{file} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
 
-    # 5. Any other text, without the list of folders behind it.
+    # 5. Any other text, without the list of folders after it.
     message, _, _ = text.partition("\nConfig search path")
     return message.strip()
 

@@ -20,6 +20,9 @@ def collector_paused() -> Iterator[None]:
         ...     import equipoise.trainer.trainer
     """
     was_enabled = gc.isenabled()
+    if was_enabled:
+        # Garbage of the program, which would become of the oldest generation, too.
+        gc.collect(1)
     gc.disable()
     try:
         yield

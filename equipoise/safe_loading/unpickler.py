@@ -21,7 +21,7 @@ def load_pickle(file: IO[bytes], load_storage: Callable[[Any], Any] | None = Non
     """Return the object that a pickle describes, with stand-ins for everything that is not plain data.
 
     Args:
-        file: The file, at the beginning of the pickle; afterwards its position is behind the end of the pickle.
+        file: The file, at the beginning of the pickle; afterwards its position is after the end of the pickle.
         load_storage: Returns the storage that an identifier in the pickle names. None: the pickle may name none.
 
     Raises:

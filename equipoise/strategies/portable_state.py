@@ -28,7 +28,7 @@ class PortableState:
             or other devices may have saved it. Default: None.
 
     Attributes:
-        is_sharded: Whether weights are in shards in a run. Then a checkpoint's weights are loaded behind
+        is_sharded: Whether weights are in shards in a run. Then a checkpoint's weights are loaded after
             `Strategy.setup`, and a forward gathers them, so that all processes run it equally often. They may be
             placeholders for tensors of a sharded checkpoint. Default: False.
         folders: Writes checkpoints as folders, to which each process writes its own part. Default: None, the main

@@ -243,7 +243,7 @@ class Strategy:
         return step(parts[0])
 
     def await_others(self, step: EvaluationStep) -> None:
-        """Take part in what other processes still compute; called behind the last batch of each evaluated loader.
+        """Take part in what other processes still compute; called after the last batch of each evaluated loader.
 
         Args:
             step: The step that evaluated the loader's batches.

@@ -193,7 +193,7 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
     if fit.left is not None:
         entry["left"] = fit.left
 
-    # The callback that writes this file continues behind the write.
+    # The callback that writes this file continues after the write.
     writer = _writer(state, path)
     hook = vars(context.module)[CURRENT_HOOK]
     entry["checkpoint_callbacks"] = saving_states(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["accepts", "check_types", "parameters_of"]
+__all__ = ["accepts", "annotation_of", "check_types", "parameters_of"]
 
 _NUMBERS = (int, float)
 
@@ -54,7 +54,7 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        annotation = _annotation(parameter, target)
+        annotation = annotation_of(parameter, target)
         if accepts(annotation, value):
             continue
         if _agrees_with_default(annotation, parameter):
@@ -67,7 +67,8 @@ def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     try:
         return inspect.signature(target).parameters
     except ValueError:
-        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
+        # No key of a configuration is empty.
+        return {"": inspect.Parameter("_", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value: Any) -> str:
@@ -169,7 +170,7 @@ def _accepts_mapping(arguments: tuple[Any, ...], value: Any) -> bool:
     return True
 
 
-def _annotation(parameter: inspect.Parameter, target: Callable[..., Any]) -> Any:
+def annotation_of(parameter: inspect.Parameter, target: Callable[..., Any]) -> Any:
     """Return the evaluated annotation of a parameter; Any if it has none or it cannot be evaluated."""
     annotation = parameter.annotation
     if annotation is parameter.empty:

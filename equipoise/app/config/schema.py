@@ -6,13 +6,18 @@ other types are checked later, as those of the user's own classes are, by `annot
 
 import enum
 import inspect
+import os
 import re
+import types
+import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from equipoise.app.config.annotations import annotation_of
 
 __all__ = ["config_class", "option_name"]
 
@@ -49,7 +54,8 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         default = _default(parameter.default)
         if default is None:
             continue
-        fields.append((parameter.name, _field_type(parameter), default))
+        annotation = annotation_of(parameter, target)
+        fields.append((parameter.name, _field_type(annotation, parameter.default), default))
     return make_dataclass(f"{target.__name__}Config", fields)
 
 
@@ -82,12 +88,27 @@ def _default(value: Any) -> Any | None:
     return None
 
 
-def _field_type(parameter: inspect.Parameter) -> Any:
+def _field_type(annotation: Any, default: Any) -> Any:
     """Return the type to which a value is converted, such as the text of a variable of the environment; else Any."""
-    for kind in _PLAIN:
-        if parameter.annotation in (kind, kind | None):
-            return kind | None if parameter.default is None else parameter.annotation
-    return Any
+    # 1. The members of a union, without None.
+    members = [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = list(typing.get_args(annotation))
+    kinds = [member for member in members if member is not types.NoneType]
+
+    # 2. Their type, if there is one. A folder may be named by a number, such as 2024.
+    if all(map(_is_path, kinds)):
+        kinds = [str]
+    if len(kinds) != 1 or kinds[0] not in _PLAIN:
+        return Any
+    is_optional = default is None or types.NoneType in members
+    if is_optional:
+        return kinds[0] | None
+    return kinds[0]
+
+
+def _is_path(kind: Any) -> bool:
+    return kind in (str, Path) or os.PathLike in (kind, typing.get_origin(kind))
 
 
 def _are_plain(values: Iterable[Any]) -> bool:

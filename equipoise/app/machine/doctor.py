@@ -167,9 +167,16 @@ def _described(info: Any) -> str:
 
 
 def _feature_rows(features: Sequence[Feature]) -> list[Row]:
-    # The title of the section explains the word "checked".
-    texts = {"checked": "checked", "refused": "refused: {}"}
-    return [(feature.name, texts.get(feature.status, "{}").format(feature.remark)) for feature in features]
+    rows = []
+    for feature in features:
+        text = feature.remark
+        if feature.status == "checked":
+            # The title of the section explains the word.
+            text = "checked"
+        elif feature.status == "refused":
+            text = f"refused: {feature.remark}"
+        rows.append((feature.name, text))
+    return rows
 
 
 def _limit_rows(limits: Mapping[str, int | None]) -> list[Row]:

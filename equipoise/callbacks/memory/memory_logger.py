@@ -149,11 +149,13 @@ class MemoryLogger(Callback):
         fit = self._fit
         fit.start_training(trainer.global_step)
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
-            fit.watch_leaks(load_extension(_WATCHES, _LEAKS)(trainer, pl_module, self, self.started))
-            self._check_leaks(fit, fit.leaks.start)
+            make_watch = load_extension(_WATCHES, _LEAKS)
+            leaks = make_watch(trainer, pl_module, self, self.started)
+            fit.watch_leaks(leaks)
+            self._check_leaks(fit, leaks.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Stop to record at the end of a run, or after a failure."""
+        """Stop recording at the end of a run, or after a failure."""
         fit = self._fit
         self._fit = RunState()
         self._due = False

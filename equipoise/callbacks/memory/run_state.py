@@ -94,7 +94,7 @@ class RunState:
         return self.ledger
 
     def end_detail(self) -> Ledger | None:
-        """Stop to record, and return the ledger; None if no step was recorded."""
+        """Stop recording, and return the ledger; None if no step was recorded."""
         ledger = self.ledger
         self.ledger = None
         if ledger is not None:
@@ -113,7 +113,7 @@ class RunState:
         self.leaks = leaks
 
     def stop_leaks(self) -> None:
-        """Stop to watch for growth."""
+        """Stop watching for growth."""
         if self.leaks is not None:
             self.leaks.stop()
             self.leaks = None

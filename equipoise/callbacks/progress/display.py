@@ -67,7 +67,7 @@ class Display:
             self.console.file.flush()
 
     def close(self, *, keep: bool) -> None:
-        """Stop to draw, and restore the streams.
+        """Stop drawing, and restore the streams.
 
         Args:
             keep: Leave the last lines on the terminal.

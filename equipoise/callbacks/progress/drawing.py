@@ -100,7 +100,7 @@ class Drawing:
         """Remove the track of an evaluation, and start the clock of the epoch again."""
         self.evaluation = None
         if self.epoch is not None:
-            self.epoch.go_on(now)
+            self.epoch.resume(now)
 
     def update(self, train_batches: int, evaluation_batches: int, now: float) -> None:
         """Set the numbers of batches done in the epoch and in the evaluation."""

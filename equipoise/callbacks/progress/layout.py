@@ -17,6 +17,10 @@ __all__ = ["Layout", "Metrics", "plain_line"]
 
 # Numbers and texts by name.
 Metrics = Mapping[str, Any]
+# The columns that follow the bar.
+Columns = tuple[Text, ...]
+# A layout of a line: the width of its bar, and its columns.
+Form = tuple[int, Columns]
 
 # Widths of the bar, in cells.
 _WIDE_BARS = (30, 20, 10)
@@ -73,12 +77,13 @@ class Layout:
         values = _metrics(metrics)
         layouts = _layouts(track, values, now)
         # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
-        for choice in range(self._choices.get(index, 0), len(layouts)):
-            bar, columns = layouts[choice]
-            parts = [label, self._bar(track, bar), *columns]
-            line = _SPACE.join(filter(None, parts))
-            if line.cell_len <= self._width:
-                break
+        # Without a total there are fewer layouts.
+        last = len(layouts) - 1
+        choice = min(self._choices.get(index, 0), last)
+        line, columns = self._line(track, label, layouts[choice])
+        while line.cell_len > self._width and choice < last:
+            choice += 1
+            line, columns = self._line(track, label, layouts[choice])
         self._choices[index] = choice
         self._shorten(line)
         lines = [line]
@@ -88,6 +93,12 @@ class Layout:
             self._shorten(second_line)
             lines.append(second_line)
         return lines
+
+    def _line(self, track: Track, label: Text, layout: Form) -> tuple[Text, Columns]:
+        """Return a line in a layout, and its columns."""
+        bar, columns = layout
+        parts = [label, self._bar(track, bar), *columns]
+        return _SPACE.join(filter(None, parts)), columns
 
     def _bar(self, track: Track, width: int) -> Text:
         """Draw the bar, with a resolution of half a cell except in ASCII."""
@@ -119,8 +130,8 @@ class Layout:
         line.append(dots[: self._width], "dim")
 
 
-def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Text, ...]]]:
-    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns behind it."""
+def _layouts(track: Track, values: Text, now: float) -> list[Form]:
+    """Return the possible layouts of a line, the widest first."""
     count = Text(_count(track))
     all_but_values = (count, _rate(track), _clock(track, now))
     short = (count, _short_clock(track, now))
@@ -130,12 +141,17 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, tuple[Te
     if track.total:
         wide_bars = _WIDE_BARS
         narrow_bar = _NARROW_BAR
-    return [
-        *((bar, (*all_but_values, values)) for bar in wide_bars),
-        *((bar, all_but_values) for bar in wide_bars),
-        *((bar, short) for bar in (wide_bars[-1], narrow_bar)),
-        *((bar, (count,)) for bar in (narrow_bar, 0)),
-    ]
+    layouts: list[Form] = []
+    # 1. All columns. The metrics go to a line of their own first, then the bar becomes narrower.
+    for columns in ((*all_but_values, values), all_but_values):
+        for bar in wide_bars:
+            layouts.append((bar, columns))
+    # 2. Count and remaining time alone, then the count alone.
+    layouts.append((wide_bars[-1], short))
+    layouts.append((narrow_bar, short))
+    layouts.append((narrow_bar, (count,)))
+    layouts.append((0, (count,)))
+    return layouts
 
 
 def _rate(track: Track) -> Text:

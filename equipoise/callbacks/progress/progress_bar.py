@@ -86,7 +86,7 @@ class ProgressBar(_LightningProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Stop to draw, until `enable`."""
+        """Stop drawing, until `enable`."""
         self._enabled = False
         self._close(keep=False)
 
@@ -138,7 +138,7 @@ class ProgressBar(_LightningProgressBar):
         return min(float(trainer.num_training_batches), batches)
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """Return the values behind the bar, by name: by default those logged with `prog_bar=True`.
+        """Return the values after the bar, by name: by default those logged with `prog_bar=True`.
 
         It is called when a redraw is due. Override it to add or to remove values.
         """

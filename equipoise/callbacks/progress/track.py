@@ -64,10 +64,10 @@ class Track:
             self._samples.popleft()
 
     def pause(self, now: float) -> None:
-        """Stop the clock until `go_on`."""
+        """Stop the clock until `resume`."""
         self._paused = now
 
-    def go_on(self, now: float) -> None:
+    def resume(self, now: float) -> None:
         """Start the clock again. The time since `pause` does not count."""
         if self._paused is None:
             return

@@ -143,7 +143,7 @@ class ShardedSteps:
             # No process runs a backward, after which torch would free the weights that it has gathered.
             self._sharded.free_gathered()
             return None
-        # Where `training_step` returned None behind the network, its graph is lost. All compute a stand-in then.
+        # Where `training_step` returned None after the network, its graph is lost. All compute a stand-in then.
         self._share_stand_in(self._say_what_is_here(()), ())
         with self._calls.watched():
             another = self._graph_of_stand_in(step)

@@ -356,12 +356,12 @@ class FSDPStrategy(ProcessStrategy):
         return self._run.steps.forward_backward(step, parts, last)
 
     def collect_gradients(self) -> None:
-        """Gather the root's weights again behind a backward by hand; see `Strategy.collect_gradients`."""
+        """Gather the root's weights again after a backward by hand; see `Strategy.collect_gradients`."""
         if self._run is not None and self._run.by_hand:
             self._run.sharded.gather_root()
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
-        """Let the root's weights be gathered again behind a step by hand; see `Strategy.setup_optimizer`."""
+        """Let the root's weights be gathered again after a step by hand; see `Strategy.setup_optimizer`."""
         if self._run is not None and self._run.by_hand:
             return SteppedByHand(optimizer, self._run.sharded)
         return super().setup_optimizer(optimizer)

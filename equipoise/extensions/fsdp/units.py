@@ -148,7 +148,7 @@ def _units_by_name(module: nn.Module, patterns: Sequence[str | type[nn.Module]])
         if not usable and isinstance(pattern, str):
             raise ConfigurationError(_no_match(pattern, matches, submodules))
         chosen |= usable
-    # A submodule comes behind the one that contains it, so the reverse order begins with the innermost.
+    # A submodule comes after the one that contains it, so the reverse order begins with the innermost.
     inner_first = [Unit(name, submodules[name]) for name in reversed(submodules) if name in chosen]
     return sorted(inner_first, key=lambda unit: -unit.name.count("."))
 

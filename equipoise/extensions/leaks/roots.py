@@ -19,7 +19,7 @@ def watch_run(trainer: Any, module: LightningModule, memory_logger: object, bega
         trainer: The trainer.
         module: The user's module.
         memory_logger: The callback that searches.
-        began: Begin of the run, by `time.monotonic`.
+        began: Start of the run, by `time.monotonic`.
     """
     return LeakWatch(lambda: roots_of(trainer, module, memory_logger), keeps_tensors, began=began)
 

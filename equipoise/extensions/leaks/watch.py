@@ -128,7 +128,7 @@ class LeakWatch:
             `find_holders`.
         keeps: Returns True for an object that keeps tensors on purpose, as a metric does. Tensors with a graph are
             reported in spite of it.
-        began: Begin of the run, by `time.monotonic`. Default: now.
+        began: Start of the run, by `time.monotonic`. Default: now.
 
     Attributes:
         watches_steps: True while steps are watched.

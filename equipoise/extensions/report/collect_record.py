@@ -150,7 +150,7 @@ def _events(trainer: Any, fit: Fit) -> list[RunEvent]:
             seconds=0.0,
             step=fit.first_step,
             kind="resumed",
-            text=f"Went on from {origin}.",
+            text=f"Continued from {origin}.",
         )
         events.append(event)
     for callback in trainer.callbacks:

@@ -199,8 +199,10 @@ class CurveHistory:
         self.validation_names |= set(trainer.callback_metrics) - self._names_before
         self._names_before = None
         # Before the first batch, the validation belongs to the end of an epoch.
-        share = self.batches_done / trainer.num_training_batches
-        epoch = trainer.current_epoch + (min(1.0, share) or 1.0)
+        share = min(1.0, self.batches_done / trainer.num_training_batches)
+        if share == 0:
+            share = 1.0
+        epoch = trainer.current_epoch + share
         self._record(trainer, epoch, _last_step(trainer), self.validation_names)
 
     def on_train_epoch_end(self, trainer: Any) -> None:

@@ -21,7 +21,7 @@ _STAGES = {
 _LONG = {"acc": "accuracy"}
 # Separates the name of a metric from the number of its loader.
 _LOADER_MARK = "/dataloader_idx_"
-# The suffix of values of an epoch or a step, behind a name.
+# The suffix of values of an epoch or a step, after a name.
 _SUFFIX = r"(?<=.)[/_.-](epoch|step)$"
 _SEPARATORS = r"[/_.\s-]+"
 

@@ -23,15 +23,15 @@ class Fit:
     """Counts and times of one fit. Times are seconds of `monotonic`.
 
     Attributes:
-        started: Begin of the fit, as date and time.
-        clock: Begin of the fit.
+        started: Start of the fit, as date and time.
+        clock: Start of the fit.
         trainer: The trainer; None when the fit is over.
         processes: Number of processes.
         size_of: Returns the number of samples of a batch, None if unknown; None when the fit is over.
         throughput: Samples and batches over time, without validations.
         share: Share of all samples that this process trains on; None while unknown.
         first_epoch: First epoch of the fit; None before training.
-        first_step: The step at the begin.
+        first_step: The step at the start.
         last_step: The step at the end; -1 before.
         epochs: Number of finished epochs.
         epoch_time: Time in finished epochs, with validations.

@@ -35,7 +35,7 @@ __all__ = ["RunReport"]
 
 # Seconds between two reports of a run under way.
 _INTERVAL = 60.0
-# Characters at the begin of a report that contain its title.
+# Characters at the start of a report that contain its title.
 _TITLE_RANGE = 4000
 
 
@@ -85,15 +85,15 @@ class RunReport(FitRecorder):
     # Hooks.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start the clock."""
+        """Choose the folder and the curves, and remove the notes of an earlier failure."""
         if stage != "fit":
             return
+        self._devices = []
         # All processes agree on log_dir, so it is read while all of them run this hook.
         self._folder = _local(trainer.log_dir or trainer.default_root_dir)
         self._written = monotonic()
         self._share_curves(trainer)
         super().setup(trainer, pl_module, stage)
-        # Remove the notes of an earlier failure.
         if trainer.is_global_zero:
             _take_notes(self._folder)
 

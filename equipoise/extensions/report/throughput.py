@@ -43,7 +43,7 @@ class Throughput:
         self.has_unknown_size = False
         self.interval = 0.2
         self._stretches: list[_Stretch] = []
-        # The present stretch: time of its begin, None in a pause; samples and batches before it.
+        # The present stretch: time of its start, None in a pause; samples and batches before it.
         self._since: float | None = None
         self._samples_before = 0
         self._batches_before = 0

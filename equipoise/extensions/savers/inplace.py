@@ -213,7 +213,7 @@ class _InputUses:
             handle.remove()
 
     def end_forward(self) -> None:
-        """Stop to watch: in the backward, torch itself checks what was changed."""
+        """Stop watching: in the backward, torch itself checks what was changed."""
         self._watch.stop()
 
     def note_kept(self) -> None:

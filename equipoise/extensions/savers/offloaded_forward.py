@@ -25,8 +25,8 @@ class OffloadedForward(StepExtension):
         """
         check_feature("offload")
         strategy = context.strategy
-        # Several devices compute in threads of their own, and a pipeline in processes, which the hooks of this thread do
-        # not reach. Strategies that compute micro-batches by themselves have an attribute of this name.
+        # Hooks of this thread do not reach several devices, which compute in threads of their own, nor the processes of
+        # a pipeline. Strategies that compute micro-batches by themselves have an attribute of this name.
         if len(strategy.devices) > 1 or hasattr(strategy, "micro_batches"):
             raise ConfigurationError(
                 f"offload_activations reaches forwards on one device of this process, but strategy={strategy.name!r}"

@@ -178,7 +178,7 @@ def saving_states(
         if callback is writer and not (waits and path == callback.last_model_path):
             state["last_global_step_saved"] = step
             state["last_checkpoint_saved"] = path
-            # What waited for the validation is done behind the write.
+            # What waited for the validation is done after the write.
             if hook == "on_validation_end":
                 state["defer_save_until_validation"] = False
         states[callback.state_key] = state

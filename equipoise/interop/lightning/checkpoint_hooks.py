@@ -84,7 +84,7 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
 
 
 def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any]) -> None:
-    """Do what a checkpoint callback does behind a write, in a run that resumes from the file: the rest of the files.
+    """Do what a checkpoint callback does after a write, in a run that resumes from the file: the rest of the files.
 
     Args:
         callback: The callback.

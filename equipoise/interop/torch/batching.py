@@ -5,6 +5,7 @@ operations of a small network. The private names here are the steps that it take
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def compute_batched(
 ) -> list[Tensor]:
     """Compute a function for each row of tensors together, as `torch.vmap` does; linear layers by `batched_linear`.
 
+    Without the private names of these layers, or of the steps of `torch.vmap`, torch's own rules apply.
+
     Args:
         function: Takes and returns a list of tensors.
         tensors: Its arguments.
@@ -67,7 +70,7 @@ def compute_batched(
             if dim is not None:
                 tensor = _add_batch_dim(tensor, dim, level)
             batched.append(tensor)
-        with _LinearTogether():
+        with _LinearTogether() if _has_levels else nullcontext():
             results = function(batched)
         return [_remove_batch_dim(result, level, size, 0) for result in results]
     finally:

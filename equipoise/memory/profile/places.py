@@ -74,7 +74,7 @@ class DevicePlaces:
         self._on_placed = on_placed
         # Devices that compute, the present one last.
         self._computing: list[int] = []
-        # The parts of the forward: the numbers of their first nodes, in ascending order; for each the number behind its
+        # The parts of the forward: the numbers of their first nodes, in ascending order; for each the number after its
         # last node, and its device.
         self._begins: list[int] = []
         self._parts: list[tuple[int, int]] = []

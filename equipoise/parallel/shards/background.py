@@ -30,7 +30,7 @@ class InBackground:
 
     @property
     def is_busy(self) -> bool:
-        """True from `start` to the `wait` behind it."""
+        """True from `start` to the next `wait`."""
         return self._thread is not None
 
     def start(self, function: Callable[[], None]) -> None:

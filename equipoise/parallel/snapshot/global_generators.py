@@ -117,7 +117,7 @@ class GlobalTwister:
 def python_twister() -> GlobalTwister:
     """Return the twister of `random`."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    # The object has its position and its words right behind the header of every object.
+    # The object has its position and its words right after the header of every object.
     header_size = object.__basicsize__
     words_size = 4 * _WORDS
     address = id(generator) + header_size

@@ -53,7 +53,7 @@ def preloading() -> Iterator[None]:
 
     The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
     """
-    # Workers find the user's modules behind ours.
+    # Workers find the user's modules after ours.
     user_modules = preloaded_by_user()
     modules = preloaded_modules()
     for name in user_modules:

@@ -252,7 +252,7 @@ def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> 
     shared = with_sampler(loader, sampler)
     if not loader.drop_last:
         return shared
-    # What remains behind the last whole step may be a whole batch of one process.
+    # What remains after the last whole step may be a whole batch of one process.
     assert loader.batch_size is not None
     steps = len(loader.dataset) // (loader.batch_size * count)  # type: ignore[arg-type]
     return with_sampler(shared, FirstBatches(shared.batch_sampler, steps), batches=True)

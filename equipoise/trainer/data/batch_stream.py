@@ -122,7 +122,7 @@ class BatchStream:
             batches = self._skip_unloaded(passed_over)
         else:
             batches = self._open()
-            # A loader with a state stands behind those that were read.
+            # A loader with a state stands after those that were read.
             for _ in range(batches_read if stateful else 0, passed_over):
                 next(batches, None)
             # A sampler draws its order when it is asked for the first batch.
@@ -132,7 +132,7 @@ class BatchStream:
         self._begin(batches, batches_read, ahead)
 
     def _skip_unloaded(self, count: int) -> Iterator[Any]:
-        """Return an iterator behind the first batches, without loading them."""
+        """Return an iterator after the first batches, without loading them."""
         sampler = self.loader.batch_sampler
         if self._counts is not None:
             sampler = self._counts.counting(sampler)
@@ -142,7 +142,7 @@ class BatchStream:
         return batches
 
     def close(self) -> None:
-        """Release the iterator, and the workers behind it."""
+        """Release the iterator, and its workers."""
         self._iterator = None
         self.ahead = NOTHING
 

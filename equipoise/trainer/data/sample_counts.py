@@ -49,7 +49,7 @@ class SampleCounts:
         self.is_counting = False
         self._counts = []
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Count again, from the next pass on."""
         self.is_counting = True
 

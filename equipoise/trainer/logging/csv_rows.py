@@ -1,7 +1,7 @@
 """Continue the `metrics.csv` of a resumed run after the rows that its checkpoint knows.
 
 Lightning's CSVLogger deletes the file of an earlier run in its folder. A checkpoint therefore notes how many rows each
-file had. A run that is resumed into the same folder drops the rows behind these, since it will write them again, and
+file had. A run that is resumed into the same folder drops the rows after these, since it will write them again, and
 appends. So every row stands there once, as in a run that was never killed.
 
 A new column needs a new header, with which Lightning's logger writes the file again. Here it is replaced as a whole, so

@@ -4,7 +4,7 @@
     on_train_batch_start                the batch that an earlier step pulled last; None in the first step
     on_train_batch_end                  the batch that this step pulled last
     progress.batch, val_check_interval  steps, however many batches each of them pulls
-    progress.pulled                     batches; a resumed run continues behind them
+    progress.pulled                     batches; a resumed run continues after them
 
 The epoch ends with the step that pulls the last batch. A step that asks for one more is not completed: its
 StopIteration ends the epoch.

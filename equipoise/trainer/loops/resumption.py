@@ -217,7 +217,7 @@ class Resumption:
             self.fit.data.restore_request(saved["loaded_at"], saved["workers"])
 
     def start_stream(self) -> None:
-        """Continue the epoch's stream behind the batches that were read, every generator as before its order."""
+        """Continue the epoch's stream after the batches that were read, every generator as before its order."""
         data = self.fit.data
         seen = self._batches_seen()
         # 1. Every generator as before the order was drawn.
@@ -286,7 +286,7 @@ class Resumption:
         if self.position is None:
             return
         state = self.context.state
-        # 1. The checkpoint callbacks behind the one that wrote the file.
+        # 1. The checkpoint callbacks after the one that wrote the file.
         state.begin_validation()
         self.finish_hook("on_validation_end")
         state.end_validation()
@@ -303,7 +303,7 @@ class Resumption:
         load_metric_states(self.context.module, states)
 
     def finish_hook(self, name: str, *args: Any) -> None:
-        """Finish the hook in which a checkpoint callback wrote the file, and call that of those behind it.
+        """Finish the hook in which a checkpoint callback wrote the file, and call that of those after it.
 
         Args:
             name: The hook. Nothing is called if the file was written in another.

@@ -42,6 +42,7 @@ class Example:
         unannotated=3,
         enum: Shade = Shade.DARK,
         device: torch.device | str = torch.device("cpu"),  # noqa: B008
+        written: "int" = 1,
         function: Any = len,
         *args: int,
         keyword: bool = False,
@@ -83,6 +84,9 @@ def test_the_target_is_the_class():
         ("optional", "3", 3, "x"),
         ("old_style", 1, 1.0, "x"),
         ("text", 2024, "2024", ["x"]),
+        ("path", 2024, "2024", ["x"]),
+        ("only_path", 2024, "2024", ["x"]),
+        ("written", "8", 8, "x"),
         ("keyword", "yes", True, "x"),
     ],
 )

@@ -49,7 +49,7 @@ class TestTrack:
         track.update(99, 50.0)
         assert track.done == 10
         assert track.elapsed(80.0) == 5.0
-        track.go_on(85.0)
+        track.resume(85.0)
         track.update(20, 90.0)
         assert track.elapsed(90.0) == 10.0
         assert track.rate == pytest.approx(2.0)
@@ -85,7 +85,7 @@ class TestTrack:
             track.update(done, now)
             track.pause(now)
             now += pause
-            track.go_on(now)
+            track.resume(now)
         assert track.remaining * track.rate == pytest.approx(1.0)
         assert track.elapsed(now) == pytest.approx(sum(seconds for _, seconds in steps), abs=1e-6)
 
@@ -137,6 +137,13 @@ class TestLayout:
             return len(layout.compose([track], metrics, width=width, now=10.0).plain.split("\n"))
 
         assert [lines(short, 80), lines(long, 80), lines(short, 80), lines(short, 81)] == [1, 2, 2, 1]
+
+    def test_an_unknown_total_after_a_narrow_layout(self):
+        layout = Layout()
+        layout.compose([half_done()], {"loss": 1}, width=12, now=10.0)
+        track = Track("Epoch 1", math.inf, 0.0)
+        track.update(50, 10.0)
+        assert layout.compose([track], {}, width=12, now=10.0).plain == "Epoch 1  50…"
 
     def test_an_unknown_total_has_no_bar(self):
         track = Track("Epoch 1", math.inf, 0.0)

@@ -301,7 +301,7 @@ class TestGoingOn:
         assert curves(document)["loss", "val"] == ([3, 7, 11], [10, 11, 12])
         assert curves(document)["late", "late"] == ([3, 7, 11], [100, 101, 102])
         (row,) = sections(document)["Events"].one("tbody").all("tr")
-        assert [cell.text for cell in row.all("td")] == ["0 s", "8", "resumed", "Went on from last.ckpt."]
+        assert [cell.text for cell in row.all("td")] == ["0 s", "8", "resumed", "Continued from last.ckpt."]
 
     def test_a_second_fit_of_a_trainer_tells_of_both(self, clock: Clock):
         module = Small(lambda module, stage, batch_idx: clock.tick(1))

@@ -146,7 +146,7 @@ def test_counting_ends_where_tensors_tell_their_size_and_leaves_the_loader_as_it
     assert counts.of(1) is None
     assert len(list(counts.opened(loader))) == 4
     assert counts.of(0) is None
-    counts.go_on()
+    counts.resume()
     assert len(list(counts.opened(loader))) == 4
     assert [counts.of(index) for index in range(5)] == [2, 2, 2, 1, None]
 

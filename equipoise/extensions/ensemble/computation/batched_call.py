@@ -236,18 +236,25 @@ class BatchedCall:
             if not error.draws or randomness == "error":
                 raise
             # A network that draws random numbers has nothing to compare with.
-            outputs = self._guarded(stacked, randomness, is_new=True)
+            outputs = self._checked_outputs(stacked, randomness)
         self._compared.add(kind)
         return outputs
 
-    def _guarded(self, calls: _Stacked, randomness: str, *, is_new: bool = False) -> list[Any]:
-        """Compute a batched call; if that fails, or sets attributes for all members, restore what it has changed."""
+    def _checked_outputs(self, calls: _Stacked, randomness: str) -> list[Any]:
+        """Compute a batched call, and refuse attributes that it has set for all members."""
+        noted = self._note()
+        outputs = self._guarded(calls, randomness)
+        changed = self._changed_attribute(noted)
+        if changed:
+            self._restore(noted)
+            raise NotBatchable(f"its forward sets {changed}")
+        return outputs
+
+    def _guarded(self, calls: _Stacked, randomness: str) -> list[Any]:
+        """Compute a batched call; if that fails, restore what it has changed."""
         noted = self._note()
         try:
             outputs = self._batched(calls, randomness)
-            changed = self._changed_attribute(noted) if is_new else ""
-            if changed:
-                raise NotBatchable(f"its forward sets {changed}")
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
             self._restore(noted)
             raise NotBatchable(_first_line(error)) from None
@@ -297,7 +304,7 @@ class BatchedCall:
         """Compute a call together and member by member, compare, and return the outputs of the former."""
         # 1. Together, and without random numbers, which would come twice.
         noted = self._note()
-        outputs = self._guarded(stacked, "error", is_new=True)
+        outputs = self._checked_outputs(stacked, "error")
         computed = self._note()
 
         # 2. Member by member, without a graph.

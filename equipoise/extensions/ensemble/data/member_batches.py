@@ -194,7 +194,7 @@ class MemberOrder(Sampler[list[Any]]):
                 batches = [self._next(member, iterator) for member, iterator in enumerate(iterators)]
 
     def _begin(self, member: int) -> tuple[Iterator[Any], Any]:
-        """Return a member's batches behind the first, and the first; None if there is none."""
+        """Return a member's batches after the first, and the first; None if there is none."""
         if member:
             # The loader has drawn the seed of its workers before, for the first member alone.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)

@@ -90,7 +90,10 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     if len(boxes) < len(timeline.spans):
         note += f"; the first {len(boxes):,} of {len(timeline.spans):,} boxes"
     head = tag("figcaption", heading("h3", title, note), _legend(step))
-    names = [(_shortened(_named(f"{row_kind} {row}", step, row)), _baseline(row)) for row in rows]
+    names = []
+    for row in rows:
+        name = _named(f"{row_kind} {row}", step, row)
+        names.append((_shortened(name), _baseline(row)))
     body = tag("div", word_column(names, height + _BOTTOM), picture, class_="axes")
     return tag("figure", head, body, class_="chart")
 

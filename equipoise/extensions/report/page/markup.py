@@ -144,4 +144,5 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], numbers: Seque
             cells.append(tag("td", content, class_=style))
         body_rows.append(tag("tr", *cells))
     head = tag("thead", tag("tr", *head_cells))
-    return tag("div", tag("table", head, tag("tbody", *body_rows)), class_="scroll")
+    body = tag("tbody", *body_rows)
+    return tag("div", tag("table", head, body), class_="scroll")

@@ -86,14 +86,14 @@ class RunRecord:
 
     Attributes:
         title: Name of the trained module.
-        started: Time of the begin.
+        started: Time of the start.
         finished: Time of the end, or of writing the report.
         outcome: "running", "finished", "interrupted" or "failed". Default: "finished".
         error: Traceback of a run that failed.
         facts: Names and values for the top of the report.
         curves: Values by step, for each measured quantity and each run stage ("train", "val").
         epoch_ends: The last step of each epoch, by epochs done. Default: none is marked.
-        throughput: Points of throughput over time: seconds since the begin, count per second.
+        throughput: Points of throughput over time: seconds since the start, count per second.
         throughput_unit: Unit of the throughput. Default: "samples per second".
         memory: Readings of memory, in the order of time.
         compositions: Live tensors at the peak of each device.

@@ -1,7 +1,6 @@
 """Axis marks, and thinned time lines."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ class Scale:
     """Scale of one axis.
 
     Attributes:
-        low: Value at its begin.
+        low: Value at its start.
         high: Value at its end.
         ticks: Values to mark.
         unit: Unit of its values.
@@ -192,7 +191,8 @@ def _first_from(span: float, steps: Sequence[int], size: float) -> float:
 def thin(points: Sequence[Point], most: int) -> list[Point]:
     """Take points out of a long line without a visible change.
 
-    Of each stretch across stay the least and the greatest value and the first that is no finite number. Both ends stay.
+    Of each stretch of points the least and the greatest value stay, and the first that is no finite number. So do both
+    ends.
 
     Args:
         points: Points ordered by x.
@@ -206,21 +206,32 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    first = points[0][0]
-    length = points[-1][0] - first
+    inner = len(points) - 2
     # Three points of each stretch stay, and both ends.
     stretches = (most - 2) // 3
-    by_stretch: dict[int, list[int]] = defaultdict(list)
-    for index, (x, _) in enumerate(points):
-        number = 0
-        if length:
-            number = int(stretches * (x - first) / length)
-        by_stretch[min(number, stretches - 1)].append(index)
     indices = {0, len(points) - 1}
-    for members in by_stretch.values():
-        finite = [index for index in members if math.isfinite(points[index][1])]
-        indices.update([index for index in members if not math.isfinite(points[index][1])][:1])
-        if finite:
-            indices.add(min(finite, key=lambda index: points[index][1]))
-            indices.add(max(finite, key=lambda index: points[index][1]))
+    for number in range(stretches):
+        start = 1 + number * inner // stretches
+        end = 1 + (number + 1) * inner // stretches
+        indices |= _landmarks(points, range(start, end))
     return [points[index] for index in sorted(indices)]
+
+
+def _landmarks(points: Sequence[Point], stretch: range) -> set[int]:
+    """Return the indices of the least, the greatest and the first value that is no finite number."""
+
+    def value(index: int) -> float:
+        return points[index][1]
+
+    finite = []
+    not_finite = []
+    for index in stretch:
+        if math.isfinite(value(index)):
+            finite.append(index)
+        else:
+            not_finite.append(index)
+    landmarks = set(not_finite[:1])
+    if finite:
+        landmarks.add(min(finite, key=value))
+        landmarks.add(max(finite, key=value))
+    return landmarks

@@ -181,7 +181,7 @@ def throughput_section(points: Sequence[Point], unit: str, events: Sequence[RunE
     """Draw the throughput over time.
 
     Args:
-        points: Seconds since the begin, and count per second.
+        points: Seconds since the start, and count per second.
         unit: Unit of the throughput.
         events: Events to mark.
         duration: Duration of the run in seconds.

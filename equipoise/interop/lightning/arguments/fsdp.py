@@ -71,7 +71,7 @@ def fsdp_in_our_words(strategy: Any) -> OurWords:
 
 
 def _add_sharding(words: OurWords, sharding: ShardingStrategy, arguments: dict[str, Any]) -> None:
-    """Add the units, what becomes of them behind their forward, and the number of copies."""
+    """Add the units, what becomes of them after their forward, and the number of copies."""
     # 1. The units.
     policy = arguments.get("auto_wrap_policy")
     if policy is not None:

@@ -59,7 +59,7 @@ class BatchWeight:
             return count
 
         # 3. The shared dimension of tensors that may hold whole samples, or equal weights.
-        self.counts.go_on()
+        self.counts.resume()
         if size is None:
             return self._equal_weight()
         return size

@@ -31,6 +31,11 @@ class TestThin:
         assert any(math.isnan(y) for _, y in kept)
         assert kept == sorted(kept, key=lambda point: point[0])
 
+    def test_all_parts_of_a_logarithmic_axis_keep_points(self):
+        points = [(10.0 ** (-8 + 8 * step / 2000), float(step % 7)) for step in range(2000)]
+        kept = thin(points, 200)
+        assert sum(x < 1e-4 for x, _ in kept) >= len(kept) // 3
+
     def test_a_short_line_stays_as_it_is(self):
         points = [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)]
         assert thin(points, 5) == points

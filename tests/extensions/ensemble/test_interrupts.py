@@ -1,0 +1,80 @@
+"""Ctrl-C while a member's step runs in its thread."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from equipoise.extensions.ensemble.computation.member_threads import MemberThread
+from equipoise.parallel.replicas.device_threads import ThreadState
+
+SECONDS = 60
+
+
+@pytest.fixture
+def member() -> Iterator[MemberThread]:
+    thread = MemberThread(1)
+    yield thread
+    thread.close()
+    assert thread.ident not in {other.ident for other in threading.enumerate()}
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("calls_after", [0, 1])
+def test_a_step_that_was_interrupted_ends_at_its_next_call(
+    member: MemberThread, calls_before: int, calls_after: int
+) -> None:
+    interrupted = threading.Event()
+    caller_knows = threading.Event()
+    ends: list[str] = []
+
+    def interrupt_once(*_: Any) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def step() -> None:
+        try:
+            for _ in range(calls_before):
+                member.pause("before")
+            # Python misses a signal that comes right before the caller begins to wait.
+            while not interrupted.wait(0.02):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert caller_knows.wait(SECONDS)
+            for _ in range(calls_after):
+                member.pause("after")
+            ends.append("whole")
+        finally:
+            ends.append("left")
+
+    def run() -> None:
+        member.start(step, state)
+        for _ in range(calls_before):
+            member.resume(None)
+
+    state = ThreadState.capture(("cpu",))
+    handler = signal.signal(signal.SIGINT, interrupt_once)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        caller_knows.set()
+        member.abandon()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ends == (["left"] if calls_after else ["whole", "left"])
+    assert member.call is None
+
+    # The next step is not disturbed.
+    member.start(lambda: member.pause("next"), state)
+    assert member.call == "next"
+    member.resume(3)
+    assert member.take_result() == 3
+
+
+def test_a_thread_ends_with_a_step_that_nobody_abandoned(member: MemberThread) -> None:
+    results: list[Any] = []
+    member.start(lambda: results.append(member.pause("call")), ThreadState.capture(("cpu",)))
+    assert member.call == "call"
+    # The fixture closes it.
