@@ -7,14 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.graph.traced import Condition, copy_call, on_device
+from equipoise.extensions.pipeline.graph.traced import CallInterpreter, Condition
 
-__all__ = ["program_of", "same_answer", "same_attributes", "same_objects", "same_shapes", "same_trainable"]
-
-# Computes the answer to a question from the tensors of a call.
-Program = Callable[[Any], Any]
-# Adds a call to a graph, with positional and keyword arguments, and returns it.
-AddCall = Callable[[fx.Graph, Sequence[Any], dict[str, Any]], fx.Node]
+__all__ = ["same_answer", "same_attributes", "same_objects", "same_shapes", "same_trainable"]
 
 
 def same_shapes(shapes: Mapping[int, Sequence[int]]) -> Condition:
@@ -74,27 +69,43 @@ def same_attributes(module: nn.Module, expected: Mapping[str, Any]) -> Condition
     return holds
 
 
-def same_answer(program_on: Callable[[torch.device], Program], expected: Any, index: int) -> Condition:
+def same_answer(
+    root: nn.Module, question: Callable[..., Any], args: Any, kwargs: Any, expected: Any, index: int
+) -> Condition:
     """Return the condition that a question about values has an answer. The values follow from a call's tensors alone.
 
     Args:
-        program_on: Returns for a device a function that computes the answer there from the tensors of the call.
+        root: Root of the recorded forward.
+        question: The question, a function.
+        args: Its positional arguments, with recorded calls in the place of tensors.
+        kwargs: Its keyword arguments, likewise.
         expected: The answer.
         index: Index of a tensor that the answer depends on.
     """
-    program_of_device = cache(program_on)
+    placeholder, *calls = _calls_before((args, kwargs))
+    interpreter_on = cache(lambda device: CallInterpreter(root, placeholder.graph, device, releases=False))
+
+    def answer(tensors: Sequence[Tensor]) -> Any:
+        # The answer is computed where the tensors are.
+        interpreter = interpreter_on(tensors[index].device)
+        interpreter.env = {placeholder: tuple(tensors)}
+        try:
+            for node in calls:
+                interpreter.env[node] = interpreter.run_node(node)
+            present_args, present_kwargs = interpreter.map_nodes_to_values((args, kwargs), placeholder)
+            return question(*present_args, **present_kwargs)
+        finally:
+            # It keeps no tensor alive.
+            interpreter.env = {}
 
     def holds(tensors: Sequence[Tensor]) -> bool:
-        # 1. The answer is computed where the tensors are.
-        program = program_of_device(tensors[index].device)
         try:
             with torch.no_grad():
-                result = program(tuple(tensors))
+                result = answer(tensors)
         except Exception:
             # Tensors of other shapes may have no answer.
             return False
-
-        # 2. Values of several types are equal, such as 1 and True.
+        # Values of several types are equal, such as 1 and True.
         if type(result) is not type(expected):
             return False
         return bool(result == expected)
@@ -102,43 +113,15 @@ def same_answer(program_on: Callable[[torch.device], Program], expected: Any, in
     return holds
 
 
-def program_of(
-    root: nn.Module,
-    values: Sequence[fx.Node],
-    device: torch.device,
-    arguments: Any,
-    add_question: AddCall,
-) -> Program:
-    """Return a function that computes the answer to a question from the tensors of a call.
-
-    Args:
-        root: Root of the recorded forward.
-        values: The calls whose values the question is about.
-        device: Device of the tensors.
-        arguments: Positional and keyword arguments of the question, with these calls.
-        add_question: Adds the question to a graph.
-    """
-    # 1. Find the calls from which these values follow.
+def _calls_before(arguments: Any) -> list[fx.Node]:
+    """Return the calls from which arguments follow, in their order. The first one is the placeholder."""
     needed: set[fx.Node] = set()
-    waiting = list(values)
+    waiting: list[fx.Node] = []
+    fx.map_arg(arguments, waiting.append)
+    graph = waiting[0].graph
     while waiting:
         node = waiting.pop()
         if node not in needed:
             needed.add(node)
             waiting.extend(node.all_input_nodes)
-
-    # 2. Copy them in their order. The program takes the tensors by the placeholder, also if it needs none of them.
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    recorded_graph = values[0].graph
-    for node in recorded_graph.nodes:
-        is_needed = node.op == "placeholder" or node in needed
-        if is_needed:
-            copies[node] = copy_call(graph, node, copies, device)
-
-    # 3. Return the answer.
-    args, kwargs = fx.map_arg(on_device(device, arguments), copies.__getitem__)
-    graph.output(add_question(graph, args, dict(kwargs)))
-    graph_module = fx.GraphModule(root, graph)
-    program: Program = graph_module.forward
-    return program
+    return [node for node in graph.nodes if node in needed]

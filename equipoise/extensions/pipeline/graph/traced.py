@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from equipoise.extensions.pipeline.forward.layer_lending import lent
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 
 __all__ = [
     "FOLLOWS",
     "STAGE_DEVICE",
     "STAYS",
+    "CallInterpreter",
     "Condition",
     "Traced",
     "copy_call",
@@ -101,6 +103,46 @@ class Traced:
             tensors: Tensors of a call with the same structure.
         """
         return all(condition(tensors) for condition in self.conditions)
+
+
+class CallInterpreter(fx.Interpreter):
+    """Run recorded calls one by one on a device, wherever their layers are. Each layer is lent while it is called.
+
+    Args:
+        root: Module to which the names in the graph refer.
+        graph: The calls.
+        device: The device.
+        releases: Whether values are released after their last use. Default: True.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, device: torch.device, *, releases: bool = True) -> None:
+        super().__init__(root, garbage_collect_values=releases, graph=graph)
+        self.device = device
+        # Errors keep the messages of the calls that raise them.
+        self.extra_traceback = False
+
+    def layer_of(self, node: fx.Node) -> nn.Module | None:
+        """Return the layer that a call runs; None if it runs none."""
+        if node.op != "call_module":
+            return None
+        return self.module.get_submodule(str(node.target))
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Return the value of a call."""
+        with lent(self.layer_of(node), self.device):
+            return super().run_node(node)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a call looks up, on the device."""
+        value = super().get_attr(target, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
+        # A copy, so that the parameter itself does not move.
+        return value.detach().to(self.device).requires_grad_(value.requires_grad)
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """Return arguments with values in the place of calls."""
+        return super().map_nodes_to_values(on_device(self.device, args), n)
 
 
 def on_device(device: torch.device, value: Any) -> Any:

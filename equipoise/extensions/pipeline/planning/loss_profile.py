@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.graph.stages import map_tensors
-from equipoise.extensions.pipeline.planning.activation_memory import addresses_of, peak_bytes, saved_storages
+from equipoise.extensions.pipeline.planning.measuring import addresses_of, now, peak_bytes, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.interop.torch.dispatch import tensors_in
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.preserve_state import preserve_state

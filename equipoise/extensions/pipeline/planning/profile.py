@@ -16,22 +16,14 @@ from torch import Tensor, fx, nn
 from equipoise.extensions.pipeline.forward.layer_lending import is_of_torch, lent
 from equipoise.extensions.pipeline.graph.call_names import names_of
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
-from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
-from equipoise.extensions.pipeline.graph.stages import crossing, map_tensors, may_cut, tensors_of
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device
-from equipoise.extensions.pipeline.planning.activation_memory import SavedTensors, addresses_of, peak_bytes
+from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
+from equipoise.extensions.pipeline.graph.stages import map_tensors, may_cut, tensors_of
+from equipoise.extensions.pipeline.graph.traced import CallInterpreter, Traced, on_device
+from equipoise.extensions.pipeline.planning.measuring import SavedTensors, addresses_of, now, peak_bytes
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.planning.traced_calls import (
-    layer_of,
-    now,
-    output_of,
-    part_of,
-    run_call,
-    used_tensors,
-)
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
-__all__ = ["profile_calls"]
+__all__ = ["profile_calls", "used_tensors"]
 
 # Limits for the number of passes.
 _LEAST_PASSES = 3
@@ -71,105 +63,93 @@ def profile_calls(
         begin = time.perf_counter()
 
         # 1. The first pass also measures memory.
-        first_pass = _Pass(traced, inputs, device, measures_peaks=True, split=split)
-        blocks = first_pass.run()
+        first_pass = _Pass(traced, device, measures_peaks=True, split=split)
+        output = first_pass.run(inputs)
+        blocks = first_pass.blocks
 
         # 2. The others measure time only.
         for count in range(1, _MOST_PASSES):
             elapsed = time.perf_counter() - begin
             if count >= _LEAST_PASSES and elapsed > _SECONDS:
                 break
-            next_blocks = _Pass(traced, inputs, device, measures_peaks=False, split=False).run()
-            blocks = list(map(Block.quicker, blocks, next_blocks))
+            next_pass = _Pass(traced, device, measures_peaks=False, split=False)
+            next_pass.run(inputs)
+            blocks = list(map(Block.quicker, blocks, next_pass.blocks))
 
         if rest is not None:
-            rest(used_tensors(traced), first_pass.output)
+            rest(used_tensors(traced), traced.output.fill(output))
         return blocks
 
 
-class _Pass:
+def used_tensors(traced: Traced) -> set[int]:
+    """Return the parameters and buffers that a forward uses, by their ids."""
+    used: set[int] = set()
+    for node in traced.calls:
+        used.update(map(id, _tensors_of_call(node, traced.root)))
+    return used
+
+
+def _tensors_of_call(node: fx.Node, root: nn.Module) -> Sequence[Tensor]:
+    """Return the parameters and buffers of the layer that a call runs, or the one that it looks up."""
+    if node.op not in ("call_module", "get_attr"):
+        return ()
+    return parameters_and_buffers(find_part(root, str(node.target)))
+
+
+class _Pass(CallInterpreter):
     """Run all calls of a forward once, and measure each of them.
 
     Attributes:
-        output: Output of the forward; None before `run`.
+        blocks: A block for each call so far.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        inputs: tuple[Tensor, ...],
-        device: torch.device,
-        *,
-        measures_peaks: bool,
-        split: bool,
-    ) -> None:
-        self.output: Any = None
+    def __init__(self, traced: Traced, device: torch.device, *, measures_peaks: bool, split: bool) -> None:
+        super().__init__(traced.root, traced.graph, device)
+        self.blocks: list[Block] = []
         self._traced = traced
-        self._device = device
+        self._names = names_of(traced)
+        self._may_end = may_cut(traced)
         self._measures_peaks = measures_peaks
         self._split = split
-        self._values: dict[fx.Node, Any] = {traced.only_node("placeholder"): inputs}
         self._storages = SavedTensors(traced.root)
-        self._storages.keep_only(inputs)
 
-    def run(self) -> list[Block]:
-        """Return a block for each call."""
-        traced = self._traced
-        values = self._values
-        calls = traced.calls
-        ends = range(1, len(calls) + 1)
-        passing = crossing(traced, ends)
-        last_use: dict[fx.Node, int] = {}
-        for index, nodes in enumerate(passing):
-            for node in nodes:
-                last_use[node] = index
-        names = names_of(traced)
+    def run_node(self, node: fx.Node) -> Any:
+        """Measure a call, and return its value as leaves of autograd."""
+        self._end_call()
+        if node.op in ("placeholder", "output"):
+            return super().run_node(node)
+        block, output = self._measure(node)
+        index = len(self.blocks)
+        name, is_named = self._names[index]
+        self.blocks.append(replace(block, name=name, named=is_named, may_end=self._may_end[index]))
+        return map_tensors(_as_leaf, output)
 
-        may_end = may_cut(traced)
-
-        blocks = []
-        for index, node in enumerate(calls):
-            # 1. Measure the call.
-            block, values[node] = self._measure(node)
-
-            # 2. Count what passes to later calls.
-            passing_tensors = tensors_of([values[later] for later in passing[index]])
-            sent = self._storages.passing(passing_tensors)
-            name, is_named = names[index]
-            block = replace(
-                block,
-                name=name,
-                named=is_named,
-                boundary=sum(sent.values()),
-                passing=sent,
-                may_end=may_end[index],
-            )
-            blocks.append(block)
-
-            # 3. Release what no later call uses.
-            unused = [value for value in values if last_use.get(value, -1) < index]
-            for value in unused:
-                del values[value]
-            alive = tensors_of(list(values.values()))
-            self._storages.keep_only(alive)
-        self.output = output_of(traced, values)
-        return blocks
+    def _end_call(self) -> None:
+        """Count what passes from the last call to later ones, and forget the storages of all other values."""
+        # Values without a later use are released by now, but for those that no call uses at all.
+        passing = tensors_of([value for node, value in self.env.items() if node.users])
+        if self.blocks:
+            sent = self._storages.passing(passing)
+            self.blocks[-1] = replace(self.blocks[-1], boundary=sum(sent.values()), passing=sent)
+        self._storages.keep_only(passing)
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
         """Return the costs of a call, without what passes to later ones, and its value."""
-        layer = layer_of(node, self._traced.root)
-        part = part_of(node, self._traced.root)
-        parameters = [tensor for tensor in parameters_and_buffers(part) if isinstance(tensor, nn.Parameter)]
+        tensors = _tensors_of_call(node, self._traced.root)
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        run = _Run(node, self._traced, self._values, trainable, self._device)
+        layer = self.layer_of(node)
+        # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
+        is_of_user = layer is not None and not is_of_torch(layer)
+        run = _Run(self, node, trainable, copies_arguments=is_of_user or node in self._traced.changes)
 
         # 1. Run the call with its layer on the device.
         peak = 0
         left = 0
-        with lent(layer, self._device):
+        with lent(layer, self.device):
             run.measure(self._storages)
             if self._measures_peaks:
-                existing = tensors_of(list(self._values.values()))
+                existing = tensors_of(list(self.env.values()))
                 peak = peak_bytes(run.repeat, [*existing, *parameters])
             if self._split:
                 left = run.left_bytes()
@@ -195,7 +175,7 @@ class _Pass:
             left=left,
             transient=max(0, peak - sum(kept_bytes.values())),
         )
-        return block, map_tensors(_as_leaf, run.output)
+        return block, run.output
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -213,23 +193,18 @@ class _Run:
     """
 
     def __init__(
-        self,
-        node: fx.Node,
-        traced: Traced,
-        values: dict[fx.Node, Any],
-        trainable: Sequence[nn.Parameter],
-        device: torch.device,
+        self, calls: CallInterpreter, node: fx.Node, trainable: Sequence[nn.Parameter], *, copies_arguments: bool
     ) -> None:
         self.forward = 0.0
         self.backward = 0.0
         self.saved: dict[int, int] = {}
         self.argument_addresses: set[int] = set()
         self.output: Any = None
+        self._calls = calls
         self._node = node
-        self._traced = traced
-        self._values = values
         self._trainable = trainable
-        self._device = device
+        self._copies_arguments = copies_arguments
+        self._device = calls.device
 
     def measure(self, storages: SavedTensors) -> None:
         """Measure time and saved storages."""
@@ -263,19 +238,16 @@ class _Run:
         return split.nbytes
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        return run_call(self._node, self._traced.root, args, kwargs, self._device)
+        run: Callable[..., Any] = getattr(self._calls, self._node.op)
+        return run(self._node.target, args, kwargs)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments of the call as leaves of autograd, and the list of these leaves."""
-        node = self._node
         inputs: list[Tensor] = []
-        as_leaves = partial(_leaves, self._values, inputs)
-        arguments = on_device(self._device, (node.args, node.kwargs))
+        as_leaves = partial(_leaves, self._calls.env, inputs)
+        arguments = on_device(self._device, (self._node.args, self._node.kwargs))
         args, kwargs = fx.map_arg(arguments, as_leaves)
-        layer = layer_of(node, self._traced.root)
-        is_of_user = layer is not None and not is_of_torch(layer)
-        # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
-        if is_of_user or node in self._traced.changes:
+        if self._copies_arguments:
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)
             kwargs = map_tensors(torch.clone, kwargs)

@@ -3,7 +3,7 @@
 A forward may decide by what it asks. So a recorded forward serves for other calls only while the answers are the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_padding
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
-from equipoise.extensions.pipeline.graph.conditions import program_of, same_answer, same_shapes, same_trainable
+from equipoise.extensions.pipeline.graph.conditions import same_answer, same_shapes, same_trainable
 from equipoise.extensions.pipeline.graph.output_structure import items_of_output
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition
 from equipoise.extensions.pipeline.recording.arguments import Arguments
-from equipoise.extensions.pipeline.recording.targets import check_size, holds, target_of
+from equipoise.extensions.pipeline.recording.targets import check_size, holds
 from equipoise.extensions.pipeline.recording.tensor_nodes import (
     Facts,
     Obstacle,
@@ -230,22 +230,10 @@ class Questions:
         inputs = inputs_of(facts)
         # Without inputs the answer is always the same.
         if inputs:
-            index = min(inputs)
-            condition = self._value_condition(question, index)
+            # The condition holds calls alone. The question itself would keep its tensors alive.
+            args, kwargs = self._arguments.of_call(question.args, question.kwargs)
+            condition = same_answer(self._root, question.function, args, kwargs, question.result, min(inputs))
             self._noted.append(condition)
-
-    def _value_condition(self, question: Question, index: int) -> Condition:
-        """Return the condition that a question has the same answer, which it computes before the next call."""
-        # The functions below hold calls alone. The question itself would keep its tensors alive.
-        root = self._root
-        graph_arguments = self._arguments.of_call(question.args, question.kwargs)
-        values = [self._tensors.node_of(tensor) for tensor in question.tensors]
-        add_question = target_of(question.function).add_to
-
-        def program_on(device: torch.device) -> Callable[[Any], Any]:
-            return program_of(root, values, device, graph_arguments, add_question)
-
-        return same_answer(program_on, question.result, index)
 
 
 def _is_asserted(frame: FrameType | None) -> bool:

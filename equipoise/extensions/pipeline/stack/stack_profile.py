@@ -19,9 +19,8 @@ from equipoise.extensions.pipeline.forward.layer_lending import computed_on, len
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import tensors_of
-from equipoise.extensions.pipeline.planning.activation_memory import addresses_of, saved_storages
+from equipoise.extensions.pipeline.planning.measuring import addresses_of, now, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.planning.traced_calls import now
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 

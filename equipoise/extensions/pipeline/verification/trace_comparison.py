@@ -13,16 +13,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from equipoise.extensions.pipeline.forward.layer_lending import computed_on, is_of_torch, lent
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on, is_of_torch
 from equipoise.extensions.pipeline.forward.module_hooks import preserved_hooks
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
 from equipoise.extensions.pipeline.forward.user_lines import line_of_user
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.stages import crossing
-from equipoise.extensions.pipeline.graph.traced import Traced, on_device
-from equipoise.extensions.pipeline.planning.traced_calls import layer_of, output_of, run_call
+from equipoise.extensions.pipeline.graph.traced import CallInterpreter, Traced
 from equipoise.extensions.pipeline.verification.output_comparison import Output, fingerprints_of
 from equipoise.interop.call_patches import patched_logging
 from equipoise.interop.lightning.classes import module_classes
@@ -152,7 +150,8 @@ class Comparison:
             return Output(value, with_graph=self._compares_graphs)
 
     def _call_traced(self, traced: Traced, on_value: Callable[[fx.Node, Any], None] | None = None) -> Any:
-        return _compute_traced(traced, self._structure.copies_on(self._device), self._device, on_value)
+        calls = _WatchedCalls(traced, self._device, on_value)
+        return traced.output.fill(calls.run(tuple(self._structure.copies_on(self._device))))
 
     def _call_forward(self, on_operation: OnOperation | None = None) -> Any:
         tensors = self._structure.copies_on(self._device)
@@ -246,28 +245,25 @@ class _Operation:
     owners: list[nn.Module]
 
 
-def _compute_traced(
-    traced: Traced,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    on_value: Callable[[fx.Node, Any], None] | None,
-) -> Any:
-    """Return the output of the calls of a trace; each layer is lent to the device while it is called."""
-    calls = traced.calls
-    values: dict[fx.Node, Any] = {traced.only_node("placeholder"): tuple(tensors)}
-    ends = range(1, len(calls) + 1)
-    for node, needed_later in zip(calls, crossing(traced, ends), strict=True):
-        # 1. Run the call with its layer on the device.
-        arguments = on_device(device, (node.args, node.kwargs))
-        args, kwargs = fx.map_arg(arguments, values.__getitem__)
-        with lent(layer_of(node, traced.root), device):
-            values[node] = run_call(node, traced.root, args, kwargs, device)
-        if on_value is not None:
-            on_value(node, values[node])
+class _WatchedCalls(CallInterpreter):
+    """Run the calls of a trace, and report their values.
 
-        # 2. Release what no later call uses.
-        values = {later: values[later] for later in needed_later}
-    return output_of(traced, values)
+    Args:
+        traced: The trace.
+        device: Device of the computation.
+        on_value: Receives each call and its value. None: nothing is reported.
+    """
+
+    def __init__(self, traced: Traced, device: torch.device, on_value: Callable[[fx.Node, Any], None] | None) -> None:
+        super().__init__(traced.root, traced.graph, device)
+        self._on_value = on_value
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Return the value of a call."""
+        value = super().run_node(node)
+        if self._on_value is not None and node.op not in ("placeholder", "output"):
+            self._on_value(node, value)
+        return value
 
 
 def _index_of(fingerprint: Any, operations: Sequence[_Operation], begin: int) -> int | None:

@@ -17,8 +17,8 @@ from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.planning.cut import CutOptions
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import _on_device_of_calls
+from equipoise.extensions.pipeline.planning.profile import used_tensors
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.planning.traced_calls import used_tensors
 from equipoise.extensions.pipeline.recording.tracing import trace
 from equipoise.parallel.step_protocols import StepResult
 from tests.conftest import ignoring

@@ -1,5 +1,6 @@
-"""Activation memory of each call: storages kept for the backward, and peaks in between."""
+"""Measure what runs on a device: its time, the storages that it keeps for its backward, and its peak of memory."""
 
+import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import count
@@ -11,7 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 
-__all__ = ["SavedTensors", "addresses_of", "peak_bytes", "saved_storages"]
+__all__ = ["SavedTensors", "addresses_of", "now", "peak_bytes", "saved_storages"]
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once a device has finished all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
