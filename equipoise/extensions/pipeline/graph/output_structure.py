@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,36 +42,44 @@ def structure_of(value: Any) -> Any:
 
 
 class OutputStructure:
-    """The structure of an output, and its tensors.
+    """The structure of an output, from which it is made again with other tensors. It keeps no tensor alive.
 
     Beside tuples, lists, mappings and dataclasses, an output may contain objects with tensors in their attributes, such
-    as the caches of transformers' models. These are copied, with other tensors.
+    as the caches of transformers' models. All of these are copied; objects without tensors stay the same.
 
     Args:
-        structure: The output with places where tensors are.
-        tensors: The tensors, in order.
+        template: The output with places where tensors are.
+        places: The places, in the order of the tensors.
+        others: The objects without tensors in the output.
 
     Example:
-        >>> structure = OutputStructure.of({"loss": torch.ones(()), "name": "x"})
+        >>> structure, tensors = OutputStructure.of({"loss": torch.ones(()), "name": "x"})
         >>> structure.fill([3])
         {'loss': 3, 'name': 'x'}
     """
 
-    def __init__(self, structure: Any, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self._structure = structure
+    def __init__(self, template: Any, places: Sequence["_Place"], others: Sequence[Any]) -> None:
+        self._template = template
+        self._places = places
+        self._others = others
 
     @classmethod
-    def of(cls, value: Any) -> "OutputStructure":
-        """Return the structure of an output, and its tensors."""
+    def of(cls, value: Any) -> "tuple[OutputStructure, list[Tensor]]":
+        """Return the structure of an output, and its tensors, each once."""
+        # A deep copy takes what its memo has for the identity of an object.
+        places: dict[int, _Place] = {}
         tensors: list[Tensor] = []
-        extract = partial(_extract, tensors)
-        structure = tree.map_leaves(extract, value, items_of_output)
-        return cls(structure, tensors)
-
-    def without_tensors(self) -> "OutputStructure":
-        """Return the structure alone, which keeps no tensor alive."""
-        return OutputStructure(self._structure, [])
+        others = []
+        for leaf in tree.leaves_of(value, items_of_output):
+            tensors_of_leaf = _tensors_in_attributes(leaf)
+            if not tensors_of_leaf:
+                others.append(leaf)
+            for tensor in tensors_of_leaf:
+                if id(tensor) not in places:
+                    places[id(tensor)] = _Place()
+                    tensors.append(tensor)
+        memo = {**_by_identity(others, others), **places}
+        return cls(copy.deepcopy(value, memo), list(places.values()), others), tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return the output with other tensors.
@@ -80,68 +87,16 @@ class OutputStructure:
         Args:
             tensors: As many tensors as the output has, in its order.
         """
-
-        def insert(leaf: Any) -> Any:
-            if isinstance(leaf, _Place):
-                return tensors[leaf.index]
-            if isinstance(leaf, _Copy):
-                return leaf.filled(tensors)
-            return leaf
-
-        return tree.map_leaves(insert, self._structure, items_of_output)
+        memo = _by_identity(self._places, tensors) | _by_identity(self._others, self._others)
+        return copy.deepcopy(self._template, memo)
 
 
 class _Place:
     """Place of a tensor."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
 
-
-class _Copy:
-    """An object with tensors in its attributes.
-
-    Args:
-        template: The object, with places where tensors were.
-        places: These places.
-    """
-
-    def __init__(self, template: Any, places: list[_Place]) -> None:
-        self._template = template
-        self._places = places
-
-    def filled(self, tensors: Sequence[Any]) -> Any:
-        """Return a copy of the object with other tensors."""
-        # A deep copy has the tensor of the memo in place of each place.
-        memo = {id(place): tensors[place.index] for place in self._places}
-        return copy.deepcopy(self._template, memo)
-
-
-def _extract(tensors: list[Tensor], leaf: Any) -> Any:
-    """Return what stands for a leaf of an output in its structure, and add its tensors to a list."""
-    # 1. Tensors, and objects without tensors.
-    if isinstance(leaf, Tensor):
-        return _place_of(leaf, tensors)
-    tensors_of_leaf = _tensors_in_attributes(leaf)
-    if not tensors_of_leaf:
-        return leaf
-
-    # 2. Objects with tensors. A deep copy takes what its memo has for an object.
-    memo: dict[int, Any] = {}
-    places = []
-    for tensor in tensors_of_leaf:
-        place = _place_of(tensor, tensors)
-        memo[id(tensor)] = place
-        places.append(place)
-    template = copy.deepcopy(leaf, memo)
-    return _Copy(template, places)
-
-
-def _place_of(tensor: Tensor, tensors: list[Tensor]) -> _Place:
-    """Add a tensor to a list, and return its place there."""
-    tensors.append(tensor)
-    index = len(tensors) - 1
-    return _Place(index)
+def _by_identity(objects: Iterable[Any], values: Iterable[Any]) -> dict[int, Any]:
+    return dict(zip(map(id, objects), values, strict=True))
 
 
 def _tensors_in_attributes(value: Any) -> list[Tensor]:

@@ -96,8 +96,8 @@ class Arguments:
             raise Obstacle("draws from a generator of its own")
         if isinstance(value, nn.Module | enum.Enum | type):
             return self._tensors.constant(value)
-        structure = OutputStructure.of(value)
-        if not structure.tensors:
+        structure, tensors = OutputStructure.of(value)
+        if not tensors:
             return self._tensors.constant(value)
 
         # 2. Containers are built again from their tensors.
@@ -105,8 +105,8 @@ class Arguments:
         if not is_container and not is_dataclass(value):
             class_name = type(value).__name__
             raise Obstacle(f"hands on a {class_name}, whose tensors cannot be followed")
-        nodes = [self.of(tensor) for tensor in structure.tensors]
-        target = rebuilt(structure.without_tensors())
+        nodes = [self.of(tensor) for tensor in tensors]
+        target = rebuilt(structure)
         return self._add_call(target.target, nodes)
 
     def _add_call(self, function: Any, arguments: list[Any]) -> fx.Node:

@@ -155,9 +155,9 @@ class ForwardRecording:
             raise NotTraceable(obstacle)
 
         # 2. Return the output.
-        output_structure = OutputStructure.of(output)
+        output_structure, output_tensors = OutputStructure.of(output)
         try:
-            values = [recorder.arguments.of(tensor) for tensor in output_structure.tensors]
+            values = [recorder.arguments.of(tensor) for tensor in output_tensors]
         except Obstacle as error:
             raise NotTraceable(f"{kind}.forward {error}") from error
         graph.output(tuple(values))
@@ -169,7 +169,7 @@ class ForwardRecording:
             root,
             graph,
             recorder.opaque,
-            output_structure.without_tensors(),
+            output_structure,
             conditions,
         )
         traced.changes.update(recorder.calls.changes)

@@ -22,8 +22,8 @@ def test_containers_of_all_kinds():
     tensors = [torch.rand(2) for _ in range(5)]
     one, two, three, four, five = tensors
     output = (one, [two, 3], OrderedDict(x=three, size=torch.Size([2])), Pair(four, None), Data(five, "x"))
-    structure = OutputStructure.of(output)
-    assert [id(tensor) for tensor in structure.tensors] == [id(tensor) for tensor in tensors]
+    structure, found = OutputStructure.of(output)
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in tensors]
     filled = structure.fill("abcde")
     assert filled == ("a", ["b", 3], OrderedDict(x="c", size=torch.Size([2])), Pair("d", None), Data("e", "x"))
     assert [type(item) for item in filled[1:]] == [type(item) for item in output[1:]]
@@ -34,13 +34,15 @@ def test_objects_with_tensors_are_copied():
     one, other = torch.rand(2), torch.rand(3)
     shared = SimpleNamespace(key=one)
     cache = SimpleNamespace(layers=[shared, {"key": other}], length=2)
-    structure = OutputStructure.of({"cache": cache, "logits": one})
-    assert len(structure.tensors) == 3
-    new = [torch.full((1,), float(index)) for index in range(3)]
-    first, second = structure.without_tensors().fill(new), structure.fill(new)
+    config = SimpleNamespace(name="x")
+    structure, tensors = OutputStructure.of({"cache": cache, "logits": one, "config": config})
+    assert len(tensors) == 2
+    new = [torch.full((1,), float(tensor is other)) for tensor in tensors]
+    first, second = structure.fill(new), structure.fill(new)
     for filled in (first, second):
-        values = {float(tensor) for tensor in (filled["cache"].layers[0].key, filled["cache"].layers[1]["key"])}
-        assert values | {float(filled["logits"])} == {0.0, 1.0, 2.0}
+        assert (filled["cache"].layers[0].key, filled["cache"].layers[1]["key"]) == (0.0, 1.0)
+        assert filled["logits"] is filled["cache"].layers[0].key
+        assert filled["config"] is config
         assert filled["cache"].length == 2
     assert first["cache"] is not second["cache"]
     assert cache.layers[0].key is one
@@ -49,13 +51,15 @@ def test_objects_with_tensors_are_copied():
 def test_an_object_that_refers_to_itself():
     node = SimpleNamespace(value=torch.rand(2))
     node.itself = node
-    filled = OutputStructure.of(node).fill([5])
+    structure, _ = OutputStructure.of(node)
+    filled = structure.fill([5])
     assert filled.value == 5
     assert filled.itself is filled
 
 
 def test_a_tensor_alone_and_no_tensor():
-    assert OutputStructure.of(torch.rand(2)).fill([1]) == 1
-    structure = OutputStructure.of(("x", None))
-    assert structure.tensors == []
+    structure, _ = OutputStructure.of(torch.rand(2))
+    assert structure.fill([1]) == 1
+    structure, tensors = OutputStructure.of(("x", None))
+    assert tensors == []
     assert structure.fill([]) == ("x", None)

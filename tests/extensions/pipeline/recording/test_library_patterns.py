@@ -39,7 +39,7 @@ def in_stages(made: Traced, ends: list[int], tensors: list[Tensor]) -> Any:
 def gradients(network: nn.Module, output: Any) -> list[Tensor | None]:
     """Gradients of the sum of squares of all floating tensors in an output."""
     network.zero_grad()
-    tensors = OutputStructure.of(output).tensors
+    _, tensors = OutputStructure.of(output)
     sum(tensor.square().sum() for tensor in tensors if tensor.is_floating_point()).backward()  # type: ignore[union-attr]
     return [parameter.grad for parameter in network.parameters()]
 
@@ -61,7 +61,7 @@ def assert_computes(made: Traced, network: nn.Module, *args: Any, **kwargs: Any)
     for place in places:
         output = in_stages(made, [place, count], structure.tensors)
         assert type(output) is type(expected)
-        pairs = zip(OutputStructure.of(output).tensors, OutputStructure.of(expected).tensors, strict=True)
+        pairs = zip(OutputStructure.of(output)[1], OutputStructure.of(expected)[1], strict=True)
         assert all(torch.equal(tensor, same) for tensor, same in pairs)
         for gradient, same_gradient in zip(gradients(network, output), expected_gradients, strict=True):
             assert (gradient is None) == (same_gradient is None)
