@@ -344,7 +344,7 @@ class StagedNetwork:
             )
         # Layers are sent to the processes with their original forwards.
         with self._patch.removed():
-            number = self.processes.stages.send(traced.root, stages)
+            number = self.processes.send_stages(traced.root, stages)
         count = len(self.processes.commands.devices)
         own_stages = stages[count - 1 :: count]
         return ProcessPipeline(self.processes, number, own_stages, options.schedule)

@@ -124,7 +124,7 @@ class PipelinedBatch:
             self.timeline = network.run_steps(steps, calls, backward, begins_window=begins_window)
         elif begins_window and processes is not None:
             # Other processes take no part in this step, but hold gradients of an earlier window.
-            processes.commands.send_to_all("zero")
+            processes.commands.send_to_all("begin_window")
         # Hooks of the backward run for skipped micro-batches, too.
         for number in range(len(self._steps)):
             if number not in self._calls:

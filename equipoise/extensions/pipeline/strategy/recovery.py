@@ -47,7 +47,7 @@ class PipelineRecovery(RecoverySupport):
     def enable(self) -> None:
         """Let other processes note what a window changes, too; see `RecoverySupport.enable`."""
         if self._backend is not None:
-            self._backend.processes.commands.send_to_all("arm")
+            self._backend.processes.commands.send_to_all("enable_recovery")
 
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Return the batch with more micro-batches in training, or split it in an evaluation; see the interface."""

@@ -120,6 +120,6 @@ class PipelineRun:
         """
         assert self.client is not None
         if step.begins_window:
-            self.client.commands.send_to_all("zero")
+            self.client.commands.send_to_all("begin_window")
         step.backward(_NO_RESULT)
         return _NO_RESULT

@@ -83,7 +83,7 @@ class TensorTransfer:
             trainable[key] = tensor.requires_grad
         if trainable != self._trainable:
             self._trainable = trainable
-            self._commands.send_to_all("learn", trainable)
+            self._commands.send_to_all("tensors.set_trainable", trainable)
 
     # Values of single tensors.
 
@@ -97,7 +97,7 @@ class TensorTransfer:
             keys_of_stage.append(key)
         commands = {}
         for stage, keys_of_stage in keys_of_stages.items():
-            commands[stage] = ("give", keys_of_stage)
+            commands[stage] = ("tensors.values_of", keys_of_stage)
 
         # 2. Receive them.
         values: dict[int, Tensor] = {}
@@ -113,7 +113,7 @@ class TensorTransfer:
             tensor = self._placement.tensors[key]
             values[key] = tensor
             trainable[key] = tensor.requires_grad
-        self._commands.send_command(stage, "take", values, trainable)
+        self._commands.send_command(stage, "tensors.load", values, trainable)
 
     # Moves.
 
@@ -171,7 +171,7 @@ class TensorTransfer:
             if gradient is not None and self._placement.is_elsewhere(key):
                 # The gradients of tied parameters are summed over the workers, so one of them takes it.
                 stage = self._placement.owner_of(key)
-                self._commands.send_command(stage, "set_gradients", {key: gradient})
+                self._commands.send_command(stage, "tensors.set_gradients", {key: gradient})
                 tensor.grad = None
 
     def _missing_keys(self, stage: int, keys: set[int]) -> set[int]:

@@ -15,6 +15,7 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
     sum_tied_gradients,
     summed_gradients,
 )
+from equipoise.extensions.pipeline.processes.workers.worker_optimizers import scale_gradients, unscale_gradients
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps
@@ -103,7 +104,7 @@ class ProcessBackend(PortableState):
                     states_of_stage[parameter] = _on_cpu(state)
             description = (type(optimizer), states_of_stage, groups, optimizer.defaults)
             content = dumps(description, self._placement.tensors)
-            self._commands.send_command(stage, "optimizer", index, content)
+            self._commands.send_command(stage, "optimizers.load", index, content)
         self._commands.messenger.flush()
 
         # 3. Keep only those of this process.
@@ -130,7 +131,7 @@ class ProcessBackend(PortableState):
         """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
         for index in self._sent:
             optimizer = self._optimizers[index]
-            states_of_stages = self._commands.request_all("optimizer_state", index)
+            states_of_stages = self._commands.request_all("optimizers.state_of", index)
             for stage, states in enumerate(states_of_stages):
                 self._take_states(optimizer, stage, states)
         self._sent.clear()
@@ -236,7 +237,7 @@ class ProcessBackend(PortableState):
         # 2. Sum and scale.
         sum_tied_gradients(self.processes, parameters)
         if factor is not None:
-            self._commands.send_to_all("scale", index, factor)
+            self._commands.send_to_all("optimizers.apply", index, scale_gradients, factor)
             self._commands.messenger.flush()
 
     def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
@@ -270,11 +271,11 @@ class ProcessBackend(PortableState):
         index = self.number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         if algorithm == "value":
-            self._commands.send_to_all("clip", index, value, None)
+            self._commands.send_to_all("optimizers.apply", index, clip_by_value, value)
             clip_by_value(parameters, value)
         elif algorithm == "norm":
             norm = gradient_norm(self.processes, index, parameters)
-            self._commands.send_to_all("clip", index, value, norm)
+            self._commands.send_to_all("optimizers.apply", index, nn.utils.clip_grads_with_norm_, value, norm)
             nn.utils.clip_grads_with_norm_(parameters, value, norm)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
@@ -283,7 +284,7 @@ class ProcessBackend(PortableState):
     def unscale_workers(self, optimizer: Optimizer, scale: float) -> bool:
         """Divide the gradients of the workers by a loss scale, and return True if all of them are finite."""
         index = self.number_of(optimizer)
-        are_finite = self._commands.request_all("unscale", index, scale)
+        are_finite = self._commands.request_all("optimizers.apply", index, unscale_gradients, scale)
         return all(are_finite)
 
     # State.

@@ -35,7 +35,7 @@ def sum_tied_gradients(
     for stage in range(commands.last):
         sums_of_stage = {key: sums[key] for key, stages in tied.items() if stage in stages}
         if sums_of_stage:
-            commands.send_command(stage, "set_gradients", sums_of_stage)
+            commands.send_command(stage, "tensors.set_gradients", sums_of_stage)
 
     # 3. Set the gradients of this process. The sums are about to be sent, so they must not change.
     for key, total in sums.items():
@@ -59,7 +59,7 @@ def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> li
     for stage in range(commands.last):
         keys = [key for key in placement.keys_of_worker(stage) if key in needed]
         if keys:
-            requests[stage] = ("gradients", keys)
+            requests[stage] = ("tensors.gradients_of", keys)
     gradients_of_stages = commands.request(requests)
 
     # 2. Add those of this process, which has the last stage.
@@ -88,7 +88,7 @@ def gradient_norm(
     # 1. Fetch the norms of the workers' gradients.
     commands = processes.commands
     norms_of_workers: dict[int | None, Tensor] = {}
-    for norms_of_worker in commands.request_all("norms", index):
+    for norms_of_worker in commands.request_all("optimizers.norms", index):
         norms_of_workers |= norms_of_worker
 
     # 2. Put them in the order of the parameters, with those of this process.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
-from equipoise.interop.torch import foreach
+from equipoise.extensions.pipeline.processes.workers.worker_optimizers import scale_gradients
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import host_group
@@ -65,9 +65,7 @@ class ReplicaExchange:
         factor = window.correction(total)
         self._backend.gather(optimizer, factor)
         if factor is not None:
-            parameters = self._those_here(optimizer_parameters(optimizer))
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            foreach.multiply_(gradients, factor)
+            scale_gradients(self._those_here(optimizer_parameters(optimizer)), factor)
         return False
 
     def _total_weight(self, weight: Weight) -> float:
@@ -102,7 +100,7 @@ class ReplicaExchange:
         self._processes.transfer.send_trainable()
         index = self._backend.number_of(optimizer)
         commands = self._processes.commands
-        commands.send_to_all("sum", index)
+        commands.send_to_all("optimizers.sum_gradients", index)
         commands.messenger.flush()
         self._sums.sum(self._those_here(optimizer_parameters(optimizer)))
 
@@ -117,7 +115,7 @@ class ReplicaExchange:
         return here
 
     def _clear_gradients(self, optimizer: Optimizer) -> None:
-        self._processes.commands.send_to_all("clear")
+        self._processes.commands.send_to_all("tensors.clear_gradients")
         for parameter in optimizer_parameters(optimizer):
             parameter.grad = None
 

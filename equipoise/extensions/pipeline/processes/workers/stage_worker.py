@@ -17,8 +17,8 @@ With several stages in each of p processes, the process of stage s also has the 
 pass round the processes several times. `process_step` says how errors pass.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class _BufferSlot(NamedTuple):
 
 
 class StageWorker:
-    """Computes one or several stages.
+    """Computes one or several stages. Commands of the main process name its methods, and those of its two attributes.
 
     Args:
         messenger: Connection to the other processes.
@@ -74,6 +74,10 @@ class StageWorker:
         count: Number of processes.
         device: Its device.
         before: Device of the stages before; for the first stage that of the main process, which sends the inputs.
+
+    Attributes:
+        tensors: Parameters and buffers.
+        optimizers: Optimisers of these parameters.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class StageWorker:
         self._device_before = before
         self._failure: StageError | None = None
         self._spans: list[Span] = []
-        self._begin([])
+        self.begin([])
 
     def serve(self) -> Any:
         """Run commands until the end, and return the argument of the last one."""
@@ -101,7 +105,7 @@ class StageWorker:
                 return arguments[0]
             result = None
             try:
-                result = self._commands[name](*arguments)
+                result = attrgetter(name)(self)(*arguments)
             except BaseException as error:
                 # Without a connection nothing can be reported.
                 if self._messenger.broken:
@@ -110,34 +114,6 @@ class StageWorker:
                 self._note_failure(StageError.of(raised, self._stage, self._device))
             if has_reply:
                 self._reply(result)
-
-    def _all_commands(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "begin": self._begin,
-            "take": self._tensors.load,
-            "learn": self._tensors.set_trainable,
-            "give": self._tensors.values_of,
-            "program": self._load_stages,
-            "step": self._step,
-            "spans": self._spans_of_step,
-            "zero": self._begin_window,
-            "gradients": self._tensors.gradients_of,
-            "set_gradients": self._tensors.set_gradients,
-            "clear": self._tensors.clear_gradients,
-            "copy_buffers": self._copy_buffers,
-            "sum": self._optimizers.sum_gradients,
-            "scale": self._optimizers.scale_gradients,
-            "unscale": self._optimizers.unscale_gradients,
-            "norms": self._optimizers.norms,
-            "clip": self._optimizers.clip_gradients,
-            "optimizer": self._optimizers.load,
-            "optimizer_state": self._optimizers.state_of,
-            "optimize": self._optimize,
-            "time_link": partial(time_link, self._messenger, device=self._device),
-            "answer_link": partial(answer_link, self._messenger, device=self._device),
-            "arm": self._enable_recovery,
-            "discard": self._discard,
-        }
 
     def _reply(self, result: Any) -> None:
         """Send a result, or the failure of this command or an earlier one."""
@@ -155,24 +131,22 @@ class StageWorker:
 
     # Module and stages.
 
-    def _begin(self, specs: Sequence[TensorSpec]) -> None:
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
         """Drop everything, and begin with a module.
 
         Args:
             specs: Properties of its parameters and buffers, whose indices are their keys.
         """
-        self._tensors = TensorStore(specs, self._device)
-        self._optimizers = WorkerOptimizers(self._tensors, self._device)
+        self.tensors = TensorStore(specs, self._device)
+        self.optimizers = WorkerOptimizers(self.tensors)
         self._layers: dict[str, Any] = {}
         self._buffer_slots: list[_BufferSlot] = []
         self._programs: dict[int, _Programs] = {}
         # Whether a window may be computed again, and the buffers from before it.
         self._may_recover = False
         self._earlier_buffers: dict[int, Tensor] = {}
-        # The commands act on these objects.
-        self._commands = self._all_commands()
 
-    def _load_stages(
+    def load_stages(
         self,
         number: int,
         specs: Sequence[StageSpec],
@@ -190,7 +164,7 @@ class StageWorker:
             modes: For each layer the training mode of each of its submodules.
         """
         # 1. Load the layers. The store stands for a list of tensors, of which only items are read.
-        new_layers = loads(layers, self._tensors)  # type: ignore[arg-type]
+        new_layers = loads(layers, self.tensors)  # type: ignore[arg-type]
         self._layers.update(new_layers)
         self._buffer_slots += self._buffer_slots_of(new_layers.values())
 
@@ -200,7 +174,7 @@ class StageWorker:
         self._programs[number] = _Programs(stages, modes)
 
     def _buffer_slots_of(self, layers: Iterable[Any]) -> Iterator[_BufferSlot]:
-        keys = self._tensors.keys_by_identity()
+        keys = self.tensors.keys_by_identity()
         for layer in layers:
             if not isinstance(layer, nn.Module):
                 continue
@@ -212,10 +186,11 @@ class StageWorker:
 
     # Steps.
 
-    def _spans_of_step(self) -> list[Span]:
+    def spans(self) -> list[Span]:
+        """Return the actions of the last step as they ran."""
         return self._spans
 
-    def _step(self, *fields: Any) -> None:
+    def step(self, *fields: Any) -> None:
         """Compute the stages of this process for all micro-batches of a step, given the fields of a `StepOrder`."""
         order = StepOrder(*fields)
 
@@ -243,7 +218,7 @@ class StageWorker:
             for name, modes in self._programs[number].modes.items():
                 set_modes(self._layers[name], modes)
         if order.fresh:
-            self._begin_window()
+            self.begin_window()
         torch.manual_seed(order.seed)
 
     def _new_step(self, order: StepOrder) -> ProcessStep:
@@ -283,37 +258,46 @@ class StageWorker:
         """Put buffers back that a forward has replaced by other tensors, with the values of those."""
         # Commands know a buffer by the tensor that the store has.
         for buffers, name, key in self._buffer_slots:
-            tensor = self._tensors[key]
+            tensor = self.tensors[key]
             current = buffers[name]
             if current is not tensor and current is not None:
-                self._tensors.set_values(key, current)
+                self.tensors.set_values(key, current)
                 buffers[name] = tensor
 
-    def _copy_buffers(self) -> None:
+    def copy_buffers(self) -> None:
         """Take the buffers of the first replica."""
         # The default group has the workers with the same stages.
-        buffers = self._tensors.buffers()
+        buffers = self.tensors.buffers()
         copy_from_first(buffers.values())
 
-    def _optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+    def optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step an optimiser; see `WorkerOptimizers.step`."""
         if self._failure is not None:
             raise WorkerError("An earlier command failed.")
-        self._optimizers.step(index, options, kwargs)
+        self.optimizers.step(index, options, kwargs)
+
+    def time_link(self, other: int) -> float:
+        """Return the seconds in which a byte passes to another process; see `link_times`."""
+        return time_link(self._messenger, other, self._device)
+
+    def answer_link(self, other: int) -> None:
+        """Return what another process sends while it times the way; see `link_times`."""
+        answer_link(self._messenger, other, self._device)
 
     # Accumulation windows.
 
-    def _begin_window(self) -> None:
-        self._tensors.clear_gradients()
+    def begin_window(self) -> None:
+        """Begin without gradients, and note the buffers if the window may be computed again."""
+        self.tensors.clear_gradients()
         if self._may_recover:
-            self._earlier_buffers = self._tensors.copy_buffers()
+            self._earlier_buffers = self.tensors.copy_buffers()
 
-    def _enable_recovery(self) -> None:
+    def enable_recovery(self) -> None:
         """Copy buffers before each window from now on, so that it may be computed again."""
         self._may_recover = True
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """Drop gradients, and restore buffers to their values before the window."""
-        self._tensors.clear_gradients()
+        self.tensors.clear_gradients()
         for key, value in self._earlier_buffers.items():
-            self._tensors[key].data.copy_(value)
+            self.tensors[key].data.copy_(value)

@@ -1,6 +1,6 @@
 """Optimisers of a worker, each for the worker's parameters of one optimiser of the main process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
-from equipoise.parallel.clipping import clip_by_value
+from equipoise.interop.torch import foreach
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
 
-__all__ = ["WorkerOptimizers", "unscale"]
+__all__ = ["WorkerOptimizers", "scale_gradients", "unscale_gradients"]
 
 
 class WorkerOptimizers:
@@ -22,12 +22,10 @@ class WorkerOptimizers:
 
     Args:
         tensors: The worker's tensors.
-        device: Their device.
     """
 
-    def __init__(self, tensors: TensorStore, device: torch.device) -> None:
+    def __init__(self, tensors: TensorStore) -> None:
         self._tensors = tensors
-        self._device = device
         self._optimizers: dict[int, Optimizer] = {}
         self._replica_sums = ReplicaSums()
 
@@ -119,20 +117,9 @@ class WorkerOptimizers:
         parameters = self._parameters_here(index)
         self._replica_sums.sum(list(parameters.values()))
 
-    def scale_gradients(self, index: int, factor: float | Tensor) -> None:
-        """Multiply gradients by a factor."""
-        if isinstance(factor, Tensor):
-            factor = factor.to(self._device)
-        parameters = self._parameters_of(index)
-        for parameter in parameters.values():
-            gradient = parameter.grad
-            assert gradient is not None
-            gradient.mul_(factor)
-
-    def unscale_gradients(self, index: int, scale: float) -> bool:
-        """Divide gradients by the loss scale, and return True if they are finite."""
-        parameters = self._parameters_of(index)
-        return unscale(list(parameters.values()), scale, self._device)
+    def apply(self, index: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a function for those parameters of an optimiser here that have a gradient."""
+        return function(list(self._parameters_of(index).values()), *arguments)
 
     def norms(self, index: int) -> dict[int, Tensor]:
         """Return the norm of each gradient by the key of its parameter."""
@@ -144,49 +131,29 @@ class WorkerOptimizers:
             norms[key] = torch.linalg.vector_norm(gradient)
         return norms
 
-    def clip_gradients(
-        self,
-        index: int,
-        value: float,
-        norm: Tensor | None,
-    ) -> None:
-        """Clip gradients.
 
-        Args:
-            index: Number of the optimiser.
-            value: Largest norm, or largest absolute value.
-            norm: Norm of the gradients of all processes; None: clip by value.
-        """
-        parameters_by_key = self._parameters_of(index)
-        parameters = list(parameters_by_key.values())
-        if norm is None:
-            clip_by_value(parameters, value)
-        else:
-            norm_here = norm.to(self._device)
-            nn.utils.clip_grads_with_norm_(parameters, value, norm_here)
+def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of parameters by a factor."""
+    foreach.multiply_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
 
 
-def unscale(
-    parameters: Sequence[Tensor],
-    scale: float,
-    device: torch.device,
-) -> bool:
+def unscale_gradients(parameters: Sequence[Tensor], scale: float) -> bool:
     """Divide gradients by a loss scale as torch's scaler does, and return True if all of them were finite.
 
     Args:
-        parameters: Parameters, each of which has a gradient.
+        parameters: Parameters of one device, each of which has a gradient.
         scale: The loss scale.
-        device: Device of the gradients.
 
     Example:
         >>> weight = torch.zeros(2)
         >>> weight.grad = torch.tensor([4.0, 2.0])
-        >>> unscale([weight], 2.0, weight.device), weight.grad
+        >>> unscale_gradients([weight], 2.0), weight.grad
         (True, tensor([2., 1.]))
     """
     # A scaler raises an error if there are none.
     if not parameters:
         return True
+    device = parameters[0].device
     scaler = GradScaler(device.type, init_scale=scale)
     # The first use creates the scale.
     loss = torch.zeros((), device=device)
