@@ -119,7 +119,7 @@ class CutChoice:
 
     def narrowed(self, traced: Traced, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors of a full batch as those of a micro-batch, if the forward can be measured with them."""
-        micro_batch = narrow_to_micro_batch(tensors, self._options)
+        micro_batch = narrow_to_micro_batch(tensors, self._options.micro_batches)
         if traced.fits(micro_batch):
             return micro_batch
         return tensors

@@ -32,7 +32,6 @@ class CutOptions:
         micro_batches: Number of micro-batches.
         stages_per_device: Number of stages on each device. Default: 1.
         speeds: For each device its speed relative to the others; None: all are equally fast.
-        dim: The dimension of a batch's tensors that holds its samples.
         measured_on: Device on which calls are measured. Default: the first device.
         links: Seconds for each byte that passes from a device to the next, and from the last one to the first. Default:
             values take no time.
@@ -43,7 +42,6 @@ class CutOptions:
     micro_batches: int
     stages_per_device: int = 1
     speeds: Sequence[float] | None = None
-    dim: int = 0
     measured_on: torch.device | None = None
     links: Sequence[float] = ()
 

@@ -1,7 +1,7 @@
 """Measure the calls of a network, and choose the cut into stages."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,36 +19,11 @@ from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.simulation import simulate
 from equipoise.formats import format_bytes
 
-__all__ = [
-    "CutPrediction",
-    "TooFewBlocks",
-    "cut_automatically",
-    "largest_opaque",
-    "narrow_to_micro_batch",
-    "predict_cut",
-    "samples_of",
-]
+__all__ = ["TooFewBlocks", "best_cut", "cut_automatically", "largest_opaque", "narrow_to_micro_batch"]
 
 
 class TooFewBlocks(ConfigurationError):
     """Raised if a network has fewer blocks than stages."""
-
-
-@dataclass(frozen=True)
-class CutPrediction:
-    """A cut between blocks.
-
-    Attributes:
-        ends: For each stage the index of the block after its last.
-        stages: Predicted costs of each stage.
-        peaks: For each device the predicted bytes at the peak.
-        idle: Predicted share of time in which stages wait.
-    """
-
-    ends: list[int]
-    stages: list[Stage]
-    peaks: list[int]
-    idle: float
 
 
 def cut_automatically(
@@ -73,42 +48,49 @@ def cut_automatically(
         ConfigurationError: If there are more stages than places for a cut, or nothing fits into memory.
     """
     # 1. Measure the calls, and merge them into blocks.
-    blocks, ends_of_blocks, loss_block = _measured_blocks(traced, module, tensors, options, rest)
+    device = options.measured_on or options.devices[0]
+    measure_rest = None if rest is None else rest.measure
+    calls = profile_calls(traced, module, tensors, device, split=splits(options.schedule), rest=measure_rest)
+    blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
 
     # 2. Choose the last block of each stage.
+    def cut_at(ends: Sequence[int]) -> Cut:
+        return build_cut(traced, [ends_of_blocks[end - 1] for end in ends], prefix)
+
     try:
-        prediction = predict_cut(blocks, options)
+        return best_cut(blocks, options, rest, tensors, cut_at)
     except NoCut:
         message = _too_few_blocks(len(blocks), options, traced, prefix)
         raise TooFewBlocks(message) from None
 
-    # 3. Describe the cut.
-    ends = [ends_of_blocks[end - 1] for end in prediction.ends]
-    cut = build_cut(traced, ends, prefix)
-    loss_seconds = None
-    if loss_block is not None:
-        loss_seconds = loss_block.seconds
-    return replace(
-        cut,
-        stages=prediction.stages,
-        idle=prediction.idle,
-        samples=samples_of(tensors, options.dim),
-        peaks=prediction.peaks,
-        beside=loss_seconds,
-    )
 
-
-def predict_cut(blocks: Sequence[Block], options: CutOptions) -> CutPrediction:
+def best_cut(
+    blocks: Sequence[Block],
+    options: CutOptions,
+    rest: LossProfile | None,
+    tensors: Sequence[Tensor],
+    cut_at: Callable[[Sequence[int]], Cut],
+) -> Cut:
     """Return the best cut between measured blocks, with what it costs.
 
     Args:
         blocks: The blocks.
         options: The user's options.
+        rest: The measurement of what a step computes after the network's call; None: that does not count.
+        tensors: Tensors of the call that was measured.
+        cut_at: Returns a cut without predictions, from the index of the block after the last of each stage.
 
     Raises:
         NoCut: If there are more stages than places for a cut.
         ConfigurationError: If nothing fits into memory.
     """
+    # 1. The last stage also computes the loss.
+    loss_seconds = None
+    if rest is not None and rest.block is not None:
+        blocks = add_rest(blocks, _on_device_of_calls(rest.block, options))
+        loss_seconds = rest.block.seconds
+
+    # 2. Choose the last block of each stage.
     devices = options.stage_devices()
     plan: dict[str, Any] = {
         "schedule": options.schedule,
@@ -121,36 +103,17 @@ def predict_cut(blocks: Sequence[Block], options: CutOptions) -> CutPrediction:
         _, peaks = describe_stages(blocks, devices, error.best, **plan)
         message = _does_not_fit(options, devices, peaks)
         raise ConfigurationError(message) from None
+
+    # 3. Describe the cut.
     stages, peaks = describe_stages(blocks, devices, ends, **plan)
-    return CutPrediction(ends, stages, peaks, _idle(stages, options))
-
-
-def _measured_blocks(
-    traced: Traced,
-    module: nn.Module,
-    tensors: Sequence[Tensor],
-    options: CutOptions,
-    rest: LossProfile | None,
-) -> tuple[list[Block], list[int], Block | None]:
-    """Return the blocks of a network, for each the index of the call after its last, and the block of the loss."""
-    device = options.measured_on or options.devices[0]
-    measure_rest = None
-    if rest is not None:
-        measure_rest = rest.measure
-    calls = profile_calls(
-        traced,
-        module,
-        tensors,
-        device,
-        split=splits(options.schedule),
-        rest=measure_rest,
+    return replace(
+        cut_at(ends),
+        stages=stages,
+        idle=_idle(stages, options),
+        samples=_samples_of(tensors),
+        peaks=peaks,
+        beside=loss_seconds,
     )
-    blocks, ends = merge_blocks(calls, len(options.devices))
-    if rest is None or rest.block is None:
-        return blocks, ends, None
-    loss_block = _on_device_of_calls(rest.block, options)
-    blocks = add_rest(blocks, loss_block)
-    return blocks, ends, rest.block
 
 
 def _on_device_of_calls(rest: Block, options: CutOptions) -> Block:
@@ -166,9 +129,9 @@ def _on_device_of_calls(rest: Block, options: CutOptions) -> Block:
     )
 
 
-def samples_of(tensors: Sequence[Tensor], dim: int) -> int | None:
+def _samples_of(tensors: Sequence[Tensor]) -> int | None:
     """Return the number of samples of a micro-batch; None if its tensors differ in it."""
-    sizes = {tensor.size(dim) for tensor in tensors if tensor.ndim > dim}
+    sizes = {len(tensor) for tensor in tensors if tensor.ndim}
     if len(sizes) == 1:
         return sizes.pop()
     return None
@@ -267,24 +230,16 @@ def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Se
     )
 
 
-def narrow_to_micro_batch(tensors: list[Tensor], options: CutOptions) -> list[Tensor]:
+def narrow_to_micro_batch(tensors: list[Tensor], micro_batches: int) -> list[Tensor]:
     """Return the tensors of a call with one micro-batch.
 
     Args:
         tensors: The tensors of a call with a full batch. They stay as they are if their numbers of samples differ.
-        options: The number of micro-batches, and the dimension of the samples.
+        micro_batches: The number of micro-batches.
     """
-    dim = options.dim
-    samples = samples_of(tensors, dim)
+    samples = _samples_of(tensors)
     if samples is None:
         return tensors
-
     # Round up, as the split of a batch does.
-    size = -(-samples // options.micro_batches)
-    micro_batch = []
-    for tensor in tensors:
-        if tensor.ndim > dim:
-            micro_batch.append(tensor.narrow(dim, 0, size))
-        else:
-            micro_batch.append(tensor)
-    return micro_batch
+    size = -(-samples // micro_batches)
+    return [tensor[:size] if tensor.ndim else tensor for tensor in tensors]

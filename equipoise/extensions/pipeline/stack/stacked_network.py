@@ -9,11 +9,10 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut
+from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, public_name
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
-from equipoise.extensions.pipeline.planning.measured_cut import samples_of
+from equipoise.extensions.pipeline.planning.measured_cut import best_cut
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack, largest_stack
-from equipoise.extensions.pipeline.stack.stack_cut import cut_stack, cut_stack_by_names, stages_of_layers
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
 from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
 
@@ -35,11 +34,13 @@ class StackedNetwork:
         self, network: nn.Module, name: str, module: nn.Module, options: CutOptions, stack: LayerStack
     ) -> None:
         self._network = network
-        self._name = name
         self._module = module
         self._options = options
         self._stack = stack
+        # Names of the layers in the user's module.
+        self._layer_names = [public_name(layer_name, True, name) for layer_name in stack.names]
         self._profile: StackProfile | None = None
+        # The stage of each layer, once the network is placed.
         self._stages: list[int] = []
 
     @classmethod
@@ -93,19 +94,33 @@ class StackedNetwork:
             )
         # 2. A cut that is given needs no more.
         if names is not None:
-            return cut_stack_by_names(self._stack, names, self._name)
+            return self._cut_by_names(names)
         if pinned is not None:
-            earlier_cut = cut_stack_by_names(self._stack, pinned.names, self._name)
+            earlier_cut = self._cut_by_names(pinned.names)
             if earlier_cut is not None and len(earlier_cut.ends) == len(self._options.devices):
                 return earlier_cut
         # 3. Choose the best one.
-        block = None
         if rest is not None:
             used = {id(tensor) for tensor in (*self._network.parameters(), *self._network.buffers())}
             rest.measure(used, profile.output)
-            block = rest.block
-        samples = samples_of(structure.tensors, self._options.dim)
-        return cut_stack(self._stack, profile, self._options, self._name, samples, block)
+        return best_cut(profile.blocks, self._options, rest, structure.tensors, self._cut_at)
+
+    def _cut_by_names(self, names: Sequence[str]) -> Cut | None:
+        """Return the cut before layers; None if these are no layers of the stack, in their order."""
+        # The first stage begins with the input, so no name may be that of the first layer.
+        ends = []
+        for name in names:
+            if name not in self._layer_names:
+                return None
+            ends.append(self._layer_names.index(name))
+        if ends != sorted(set(ends)) or 0 in ends:
+            return None
+        return self._cut_at([*ends, len(self._layer_names)])
+
+    def _cut_at(self, ends: Sequence[int]) -> Cut:
+        """Return a cut without predictions, from the index of the layer after the last of each stage."""
+        first_layers = ["", *(self._layer_names[end] for end in ends[:-1])]
+        return Cut(ends=list(ends), first_blocks=first_layers, first_calls=first_layers, stages=[], idle=None)
 
     def place(self, cut: Cut, placement: Placement) -> list[int]:
         """Place the layers and what lies around them, and return the bytes of each stage.
@@ -115,11 +130,13 @@ class StackedNetwork:
             placement: Moves tensors to their devices.
         """
         assert self._profile is not None
-        self._stages = stages_of_layers(cut)
-        parts: list[list[Any]] = [[] for _ in cut.ends]
+        parts: list[list[Any]] = []
+        begin = 0
+        for stage, end in enumerate(cut.ends):
+            parts.append(list(self._stack.layers[begin:end]))
+            self._stages += [stage] * (end - begin)
+            begin = end
         parts[0] += self._profile.before
-        for layer, stage in zip(self._stack.layers, self._stages, strict=True):
-            parts[stage].append(layer)
         # The profile has an output on the device of the measurement.
         self._profile = replace(self._profile, output=None)
         return placement.place_parts(parts)
