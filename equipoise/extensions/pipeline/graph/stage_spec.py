@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram
 
 __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
@@ -21,16 +21,15 @@ class _Reference:
 
 
 class StageSpec(NamedTuple):
-    """A stage without its layers.
+    """A stage without its layers, which does not build the network's output.
 
     Attributes:
         calls: For each node of its graph the operation, the node's name, the target and the arguments.
-        outputs, output: See `StageProgram`.
+        outputs: See `StageProgram`.
     """
 
     calls: tuple[tuple[str, str, Any, Any, Any], ...]
     outputs: tuple[str, ...]
-    output: OutputStructure | None
 
 
 def describe(program: StageProgram) -> StageSpec:
@@ -42,21 +41,9 @@ def describe(program: StageProgram) -> StageSpec:
     calls = []
     for node in program.graph.nodes:
         # Nodes belong to a graph, which stays in this process.
-        args = _with_references(node.args)
-        kwargs = _with_references(dict(node.kwargs))
-        call = (
-            node.op,
-            node.name,
-            node.target,
-            args,
-            kwargs,
-        )
-        calls.append(call)
-    return StageSpec(
-        calls=tuple(calls),
-        outputs=program.outputs,
-        output=program.output,
-    )
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda used: _Reference(used.name))
+        calls.append((node.op, node.name, node.target, args, kwargs))
+    return StageSpec(tuple(calls), program.outputs)
 
 
 def rebuild(
@@ -72,20 +59,19 @@ def rebuild(
     # 1. Create the nodes. A call refers to earlier ones only.
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for call in spec.calls:
-        operation, name, target, args, kwargs = call
-        node = graph.create_node(
-            operation,
-            target,
-            args=_with_nodes(args, nodes),
-            kwargs=_with_nodes(kwargs, nodes),
-            name=name,
-        )
-        nodes[name] = node
+
+    def referred(leaf: Any) -> Any:
+        if isinstance(leaf, _Reference):
+            return nodes[leaf.name]
+        return leaf
+
+    for operation, name, target, args, kwargs in spec.calls:
+        args, kwargs = map_aggregate((args, kwargs), referred)
+        nodes[name] = graph.create_node(operation, target, args, kwargs, name)
 
     # 2. Compile them with the layers.
     program = fx.GraphModule(dict(parts), graph)
-    return StageProgram(program.forward, spec.outputs, graph, spec.output)
+    return StageProgram(program.forward, spec.outputs, graph)
 
 
 def used_parts(
@@ -114,13 +100,9 @@ def find_part(root: nn.Module, name: str) -> Any:
         root: Module to which the name refers.
         name: Names of attributes, joined by dots; "" for the module itself.
     """
-    part: Any = root
     if name == "":
-        return part
-    attributes = name.split(".")
-    for attribute in attributes:
-        part = getattr(part, attribute)
-    return part
+        return root
+    return attrgetter(name)(root)
 
 
 def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
@@ -132,25 +114,3 @@ def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
     if isinstance(part, Tensor):
         return [part]
     return []
-
-
-def _with_references(value: Any) -> Any:
-    """Return arguments with references in the place of nodes."""
-
-    def reference(leaf: Any) -> Any:
-        if isinstance(leaf, fx.Node):
-            return _Reference(leaf.name)
-        return leaf
-
-    return map_aggregate(value, reference)
-
-
-def _with_nodes(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
-    """Return arguments with nodes in the place of references."""
-
-    def referred(leaf: Any) -> Any:
-        if isinstance(leaf, _Reference):
-            return nodes[leaf.name]
-        return leaf
-
-    return map_aggregate(value, referred)

@@ -52,24 +52,12 @@ class StageProgram:
         run: Takes the stage's inputs and returns its outputs.
         outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
-        output: Builds the network's output from the tensors that the last stage computes. Default: `run` returns it.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        outputs: Sequence[str],
-        graph: fx.Graph | None = None,
-        output: OutputStructure | None = None,
-    ) -> None:
+    def __init__(self, run: Callable[..., Any], outputs: Sequence[str], graph: fx.Graph | None = None) -> None:
         self.run = run
-        if output is not None:
-            self.run = partial(_run_last, run, output)
-        self.output = output
         self.outputs = tuple(outputs)
-        if graph is None:
-            graph = fx.Graph()
-        self.graph = graph
+        self.graph = graph or fx.Graph()
 
 
 # Places for a cut.
@@ -235,9 +223,7 @@ def _make_stage(
             replacements[copy] = replacement
 
     # 2. Return the values that pass on, or the network's output.
-    is_last = outputs is None
     if outputs is None:
-        outputs = []
         tensors = traced.only_node("output").args[0]
         graph.output(fx.map_arg(tensors, copies.__getitem__))
     else:
@@ -248,9 +234,9 @@ def _make_stage(
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
     _replace_targets(program, replacements)
-    output_names = [node.name for node in outputs]
-    output = traced.output if is_last else None
-    return StageProgram(program.forward, output_names, graph, output)
+    if outputs is None:
+        return StageProgram(partial(_run_last, program.forward, traced.output), (), graph)
+    return StageProgram(program.forward, [node.name for node in outputs], graph)
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:

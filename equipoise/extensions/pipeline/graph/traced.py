@@ -84,8 +84,8 @@ class Traced:
 
     def only_node(self, op: str) -> fx.Node:
         """Return the node of this kind, of which the graph has one: "placeholder" or "output"."""
-        nodes: list[fx.Node] = [node for node in self.graph.nodes if node.op == op]
-        (node,) = nodes
+        node: fx.Node
+        (node,) = self.graph.find_nodes(op=op)
         return node
 
     @property
