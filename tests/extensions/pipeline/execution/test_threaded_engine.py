@@ -116,28 +116,6 @@ def test_the_same_tensor_twice_gets_both_gradients():
     torch.testing.assert_close(x.grad, 2 * made.detach() * 14 * weight.detach() * x.detach())
 
 
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 2)]
-)
-def test_errors_end_all(schedule, each, at, threads):
-    def fail(*_: Any) -> Any:
-        raise ValueError("mine")
-
-    programs = [StageProgram(lambda given: [given[0] * 1], ["y"])]
-    programs += [StageProgram(lambda y: [y * 1], ["y"]) for _ in range(2)]
-    programs += [StageProgram(lambda z: z * 1, [])]
-    programs[at].run = fail
-    pipeline = Pipeline(programs, [CPU] * 4, schedule, stages_per_device=each, threads=threads)
-    steps = Steps(torch.rand(5, 2, requires_grad=True).unbind())
-    with pytest.raises(ValueError, match="mine") as raised:
-        pipeline.run(steps.steps, steps.inputs, steps.backward, [pipeline] * len(steps.steps))
-    assert raised.value.__notes__ == [f"This was stage {at} of the pipeline, on cpu."]
-    assert pipeline.failed == CPU
-    assert all(step.ended for step in steps.steps)
-
-
 def test_threads_by_default_only_where_all_devices_differ():
     programs = [StageProgram(lambda given: given, [])] * 2
     assert not Pipeline(programs, [CPU, CPU], "1f1b").threads

@@ -167,21 +167,6 @@ def test_layers_with_hooks_stay_whole():
     assert seen == [1]  # the forward runs once to be recorded
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_transformer_encoders(masked, training):
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    network = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(6), enable_nested_tensor=False)
-    network.train(training)
-    x, mask = torch.rand(2, 4, 6), torch.tensor([[False, False, True, True], [False] * 4])
-    made = traced(network, x, src_key_padding_mask=mask) if masked else traced(network, x)
-    parts = ["self_attn", "dropout1", "norm1", "linear1", "dropout", "linear2", "dropout2", "norm2"]
-    of_a_layer = [f".{part}" for part in parts] if training else [""]
-    assert names(made) == [f"layers.{index}{part}" for index in range(3) for part in of_a_layer] + ["norm"]
-    expected = network(x, src_key_padding_mask=mask) if masked else network(x)
-    torch.testing.assert_close(run(made, x, mask) if masked else run(made, x), expected)
-
-
 # The structure of a call
 
 

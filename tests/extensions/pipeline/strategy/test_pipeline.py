@@ -464,6 +464,20 @@ def test_evaluated_first_and_trained_then():
     assert "forward" not in vars(module.net)
 
 
+def test_a_forward_on_the_instance_returns():
+    module = Mlp().double()
+    layers = list(module.net)
+
+    def forward(features: Any) -> Any:
+        for layer in layers:
+            features = layer(features)
+        return features
+
+    module.net.forward = forward
+    quiet(**pipelined(2, micro_batches=2)).fit(module, DataLoader(Batches([5]), batch_size=None))
+    assert module.net.forward is forward
+
+
 class Training(Tokens):
     """A forward outside of the step, with gradients."""
 

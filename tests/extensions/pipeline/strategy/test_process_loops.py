@@ -9,20 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from equipoise import OOMRecovery, PipelineStrategy
+from equipoise import PipelineStrategy
 from equipoise.extensions.pipeline.schedule.schedule import actions_of
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import (
-    OPTIONS,
-    Hungry,
-    Itself,
     Model,
     Normalised,
-    Skips,
     checkpoints,
     data,
     fit,
-    fit_features,
     make_trainer,
     on_one_device,
     processes,
@@ -64,14 +59,6 @@ def test_weights_are_those_of_one_device(devices: int, each: int, micro_batches:
     same(on_one_device(), fit(Model, strategy, devices, callbacks=[looks], enable_checkpointing=False))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_with_options(options: str) -> None:
-    def make() -> Model:
-        return Model("sgd")
-
-    same(fit(make, "single_device", **OPTIONS[options]), fit(make, looped(micro_batches=3), 2, **OPTIONS[options]))
-
-
 def test_both_engines_are_one() -> None:
     """To the bit, though norms and shared gradients are put together from several processes."""
     cut = ["net.blocks.0", "net.blocks.1", "net.blocks.3"]
@@ -81,16 +68,6 @@ def test_both_engines_are_one() -> None:
         for engine in ("threads", "processes")
     ]
     same(*runs, tolerance=1e-15)
-
-
-@pytest.mark.filterwarnings("ignore:.*returned None")
-def test_batches_that_are_left_out() -> None:
-    one = fit(Skips, "single_device", accumulate_grad_batches=2, max_epochs=3)
-    same(one, fit(Skips, looped(schedule="looped_bfs"), 2, accumulate_grad_batches=2, max_epochs=3))
-
-
-def test_a_module_that_calls_itself_and_computes_before() -> None:
-    same(fit(Itself, "single_device", gradient_clip_val=0.1), fit(Itself, looped(), 2, gradient_clip_val=0.1))
 
 
 def test_evaluations() -> None:
@@ -109,28 +86,6 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Any) -> None:
     again = {"callbacks": [checkpoints(tmp_path)], "ckpt_path": tmp_path / "step=3.ckpt"}
     for strategy, devices in ((looped(schedule="looped_bfs"), 2), (processes(), 2), (looped(3), 2)):
         same(whole, fit(Model, strategy, devices, accumulate_grad_batches=2, **again))
-
-
-@pytest.mark.slow
-def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Any) -> None:
-    def make() -> Normalised:
-        torch.manual_seed(8)
-        return Normalised(dropout=0.5)
-
-    cut = ["net.1", "net.2", "net.3"]
-    whole = fit_features(make, looped(cut_before=cut))
-    same(whole, fit_features(make, looped(cut_before=cut)), tolerance=0)
-    fit_features(make, looped(cut_before=cut), callbacks=[checkpoints(tmp_path)], max_steps=2)
-    again = {"callbacks": [checkpoints(tmp_path)], "ckpt_path": tmp_path / "step=2.ckpt"}
-    same(whole, fit_features(make, looped(cut_before=cut), **again), tolerance=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*memory")
-def test_a_step_that_does_not_fit_is_done_again() -> None:
-    cut = ["net.1", "net.2", "net.3"]
-    direct = fit_features(Hungry, looped(micro_batches=4, cut_before=cut), num_sanity_val_steps=0)
-    split = looped(micro_batches=1, cut_before=cut)
-    same(direct, fit_features(Hungry, split, callbacks=[OOMRecovery()], num_sanity_val_steps=0))
 
 
 class Fails(nn.Module):

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, PipelineStrategy
 from tests.conftest import ignoring
-from tests.extensions.pipeline.strategy.test_pipeline import OPTIONS, SIZES, Dropping, assert_same_logs, reference
-from tests.support.pipelines import Copying, Tokens, fit, pipelined, stay_whole
+from tests.extensions.pipeline.strategy.test_pipeline import SIZES, Dropping, assert_same_logs, reference
+from tests.support.pipelines import Tokens, fit, pipelined, stay_whole
 from tests.test_transparency import CLASSES, FEATURES, Base, Mlp, assert_same
 
 pytestmark = ignoring("\\w+ has a `validation_step`, but")
@@ -158,12 +158,6 @@ def test_one_stage_on_each_device(devices):
     run = fit(Tokens, SIZES, val=[4, 3], **zero(devices, 1, threads=True))
     assert_same(expected, run)
     assert_same_logs(expected[2], run[2])
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options):
-    run = fit(Tokens, SIZES, **options, **zero(2, 2, Copying))
-    assert_same(reference(Tokens, **options), run)
 
 
 def test_the_same_as_with_whole_backwards_to_the_bit():

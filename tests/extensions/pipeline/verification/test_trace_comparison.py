@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,51 +37,22 @@ class Asking(nn.Module):
         return self.last(torch.relu(self.second(hidden)))
 
 
-class IsInstance(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return isinstance(x, Tensor)
+class Asks(Asking):
+    """Asks what its input is, as symbols would answer wrongly."""
 
-
-class IsTensor(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return torch.is_tensor(x)
-
-
-class IsOfType(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return type(x) is Tensor
-
-
-class HasAttribute(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return not hasattr(x, "logits")
-
-
-class HasDtype(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return x.dtype is torch.float64
-
-
-class RequiresGradient(Asking):
-    def answer(self, x: Tensor) -> bool:
-        return x.requires_grad is True
-
-
-class Tries(Asking):
     def answer(self, x: Tensor) -> bool:
         try:
-            return int(x.shape[0]) > 0
+            has_samples = int(x.shape[0]) > 0
         except TypeError:
-            return False
-
-
-QUESTIONS = [IsInstance, IsTensor, IsOfType, HasAttribute, HasDtype, RequiresGradient, Tries]
+            has_samples = False
+        is_tensor = isinstance(x, Tensor) and torch.is_tensor(x) and type(x) is Tensor and not hasattr(x, "logits")
+        return has_samples and is_tensor and x.dtype is torch.float64 and x.requires_grad is self.training
 
 
 class Asked(Base):
     """Its network is a child, called by the step."""
 
-    def __init__(self, network: type[nn.Module]) -> None:
+    def __init__(self, network: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.net = network()
 
@@ -94,34 +66,29 @@ class Asked(Base):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_questions_are_answered_truly(question):
-    """In the network's own forward, and in a submodule."""
+class Around(nn.Module):
+    """Has a network as a submodule."""
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.asking, self.after = nn.Linear(30, 30), question(), nn.Linear(CLASSES, CLASSES)
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.asking, self.after = nn.Linear(30, 30), inner, nn.Linear(CLASSES, CLASSES)
 
-        def forward(self, features: Tensor) -> Tensor:
-            return self.after(self.asking(self.before(features.flatten(1))))
-
-    for network in (question, Network):
-        cut = fit(lambda network=network: Asked(network), SIZES, **pipelined(2, micro_batches=2))
-        assert_same(fit(lambda network=network: Asked(network), SIZES), cut)
+    def forward(self, features: Tensor) -> Tensor:
+        return self.after(self.asking(self.before(features.flatten(1))))
 
 
 @pytest.mark.parametrize("options", [{}, {"engine": "processes"}])
-def test_questions_are_answered_truly_where_the_cut_is_given(options):
-    cut, _, _ = fit(lambda: Asked(IsTensor), SIZES, **pipelined(2, cut_before=["net.last"], **options))
-    expected, _, _ = fit(lambda: Asked(IsTensor), SIZES)
+@pytest.mark.parametrize("network", [Asks, lambda: Around(Asks())])
+def test_questions_are_answered_truly(network, options):
+    """In the network's own forward, and in a submodule."""
+    cut, _, _ = fit(lambda: Asked(network), SIZES, **pipelined(2, micro_batches=2, **options))
+    expected, _, _ = fit(lambda: Asked(network), SIZES)
     torch.testing.assert_close(dict(cut.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
 
 
-class OnlyInEvaluation(IsInstance):
+class OnlyInEvaluation(Asking):
     def answer(self, x: Tensor) -> bool:
-        return not self.training and super().answer(x)
+        return not self.training and isinstance(x, Tensor)
 
 
 class Detached(Asking):
@@ -203,15 +170,10 @@ def test_a_wrong_trace_of_the_network_is_refused(monkeypatch, options):
 def test_a_submodule_whose_trace_is_wrong_stays_whole(monkeypatch):
     question = wrong_where_recorded(monkeypatch)
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.asking, self.after = nn.Linear(30, 30), question(), nn.Linear(CLASSES, CLASSES)
+    def make() -> Asked:
+        return Asked(lambda: Around(question()))
 
-        def forward(self, features: Tensor) -> Tensor:
-            return self.after(self.asking(self.before(features.flatten(1))))
-
-    assert_same(fit(lambda: Asked(Network), SIZES), fit(lambda: Asked(Network), SIZES, **pipelined(2, micro_batches=2)))
+    assert_same(fit(make, SIZES), fit(make, SIZES, **pipelined(2, micro_batches=2)))
 
 
 def test_a_forward_that_is_another_one_at_each_call_is_not_compared():
