@@ -70,7 +70,12 @@ def same_attributes(module: nn.Module, expected: Mapping[str, Any]) -> Condition
 
 
 def same_answer(
-    root: nn.Module, question: Callable[..., Any], args: Any, kwargs: Any, expected: Any, index: int
+    root: nn.Module,
+    question: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    expected: Any,
+    index: int,
 ) -> Condition:
     """Return the condition that a question about values has an answer. The values follow from a call's tensors alone.
 
@@ -82,21 +87,20 @@ def same_answer(
         expected: The answer.
         index: Index of a tensor that the answer depends on.
     """
-    placeholder, *calls = _calls_before((args, kwargs))
-    interpreter_on = cache(lambda device: CallInterpreter(root, placeholder.graph, device, releases=False))
+    arguments = (args, kwargs)
+    placeholder, *calls = _calls_before(arguments)
+    graph = placeholder.graph
+
+    @cache
+    def interpreter_on(device: torch.device) -> CallInterpreter:
+        return CallInterpreter(root, graph, device, releases=False)
 
     def answer(tensors: Sequence[Tensor]) -> Any:
         # The answer is computed where the tensors are.
-        interpreter = interpreter_on(tensors[index].device)
-        interpreter.env = {placeholder: tuple(tensors)}
-        try:
-            for node in calls:
-                interpreter.env[node] = interpreter.run_node(node)
-            present_args, present_kwargs = interpreter.map_nodes_to_values((args, kwargs), placeholder)
-            return question(*present_args, **present_kwargs)
-        finally:
-            # It keeps no tensor alive.
-            interpreter.env = {}
+        device = tensors[index].device
+        values = {placeholder: tuple(tensors)}
+        present_args, present_kwargs = interpreter_on(device).arguments_after(calls, arguments, values)
+        return question(*present_args, **present_kwargs)
 
     def holds(tensors: Sequence[Tensor]) -> bool:
         try:

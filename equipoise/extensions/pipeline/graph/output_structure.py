@@ -78,8 +78,9 @@ class OutputStructure:
                 if id(tensor) not in places:
                     places[id(tensor)] = _Place()
                     tensors.append(tensor)
-        memo = {**_by_identity(others, others), **places}
-        return cls(copy.deepcopy(value, memo), list(places.values()), others), tensors
+        memo = _by_identity(others, others) | places
+        template = copy.deepcopy(value, memo)
+        return cls(template, list(places.values()), others), tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return the output with other tensors.
@@ -87,7 +88,8 @@ class OutputStructure:
         Args:
             tensors: As many tensors as the output has, in its order.
         """
-        memo = _by_identity(self._places, tensors) | _by_identity(self._others, self._others)
+        memo = _by_identity(self._places, tensors)
+        memo |= _by_identity(self._others, self._others)
         return copy.deepcopy(self._template, memo)
 
 

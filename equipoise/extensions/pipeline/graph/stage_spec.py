@@ -41,8 +41,10 @@ def describe(program: StageProgram) -> StageSpec:
     calls = []
     for node in program.graph.nodes:
         # Nodes belong to a graph, which stays in this process.
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda used: _Reference(used.name))
-        calls.append((node.op, node.name, node.target, args, kwargs))
+        arguments = (node.args, dict(node.kwargs))
+        args, kwargs = fx.map_arg(arguments, lambda used: _Reference(used.name))
+        call = (node.op, node.name, node.target, args, kwargs)
+        calls.append(call)
     return StageSpec(tuple(calls), program.outputs)
 
 
@@ -66,8 +68,9 @@ def rebuild(
         return leaf
 
     for operation, name, target, args, kwargs in spec.calls:
-        args, kwargs = map_aggregate((args, kwargs), referred)
-        nodes[name] = graph.create_node(operation, target, args, kwargs, name)
+        arguments = (args, kwargs)
+        args_here, kwargs_here = map_aggregate(arguments, referred)
+        nodes[name] = graph.create_node(operation, target, args_here, kwargs_here, name)
 
     # 2. Compile them with the layers.
     program = fx.GraphModule(dict(parts), graph)

@@ -54,7 +54,12 @@ class StageProgram:
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
     """
 
-    def __init__(self, run: Callable[..., Any], outputs: Sequence[str], graph: fx.Graph | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        outputs: Sequence[str],
+        graph: fx.Graph | None = None,
+    ) -> None:
         self.run = run
         self.outputs = tuple(outputs)
         self.graph = graph or fx.Graph()
@@ -235,8 +240,10 @@ def _make_stage(
     program.training = traced.root.training
     _replace_targets(program, replacements)
     if outputs is None:
-        return StageProgram(partial(_run_last, program.forward, traced.output), (), graph)
-    return StageProgram(program.forward, [node.name for node in outputs], graph)
+        run_last = partial(_run_last, program.forward, traced.output)
+        return StageProgram(run_last, (), graph)
+    output_names = [node.name for node in outputs]
+    return StageProgram(program.forward, output_names, graph)
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:

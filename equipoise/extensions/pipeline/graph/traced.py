@@ -142,7 +142,25 @@ class CallInterpreter(fx.Interpreter):
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """Return arguments with values in the place of calls."""
-        return super().map_nodes_to_values(on_device(self.device, args), n)
+        args_on_device = on_device(self.device, args)
+        return super().map_nodes_to_values(args_on_device, n)
+
+    def arguments_after(self, calls: Sequence[fx.Node], arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
+        """Run some calls, and return arguments with values in the place of calls.
+
+        Args:
+            calls: Some calls, in their order.
+            arguments: The arguments.
+            values: Values from which these calls follow.
+        """
+        self.env = dict(values)
+        try:
+            for node in calls:
+                self.env[node] = self.run_node(node)
+            return self.map_nodes_to_values(arguments, calls[-1])
+        finally:
+            # Nothing keeps tensors alive.
+            self.env = {}
 
 
 def on_device(device: torch.device, value: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.messaging.commands import placeholder
 from equipoise.extensions.pipeline.messaging.remote_parameters import bring_back, send_elsewhere
 from equipoise.extensions.pipeline.processes.main_process.tensor_placement import TensorPlacement
@@ -158,8 +159,7 @@ class TensorTransfer:
 
         # 4. Move what this process needs to its device, and drop the rest. What was fetched may lie on another one.
         for key in self._placement.needed_here:
-            tensor = self._placement.tensors[key]
-            tensor.data = tensor.data.to(self._commands.devices[-1])
+            move(self._placement.tensors[key], self._commands.devices[-1])
         if moving:
             self.release_parameters()
 

@@ -10,12 +10,12 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import scale_gradients, unscale_gradients
 from equipoise.extensions.pipeline.processes.optimizers.process_gradients import (
     gradient_norm,
     sum_tied_gradients,
     summed_gradients,
 )
-from equipoise.extensions.pipeline.processes.workers.worker_optimizers import scale_gradients, unscale_gradients
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import dumps

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
-from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
-from equipoise.extensions.pipeline.processes.workers.worker_optimizers import scale_gradients
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import ReplicaSums, scale_gradients
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import host_group

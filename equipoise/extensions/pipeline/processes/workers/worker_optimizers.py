@@ -5,16 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from equipoise.extensions.pipeline.processes.optimizers.replica_sums import ReplicaSums
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import ReplicaSums
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
-from equipoise.interop.torch import foreach
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.payload.shared_payload import loads
 
-__all__ = ["WorkerOptimizers", "scale_gradients", "unscale_gradients"]
+__all__ = ["WorkerOptimizers"]
 
 
 class WorkerOptimizers:
@@ -130,51 +128,6 @@ class WorkerOptimizers:
             assert gradient is not None
             norms[key] = torch.linalg.vector_norm(gradient)
         return norms
-
-
-def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply the gradients of parameters by a factor."""
-    foreach.multiply_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
-
-
-def unscale_gradients(parameters: Sequence[Tensor], scale: float) -> bool:
-    """Divide gradients by a loss scale as torch's scaler does, and return True if all of them were finite.
-
-    Args:
-        parameters: Parameters of one device, each of which has a gradient.
-        scale: The loss scale.
-
-    Example:
-        >>> weight = torch.zeros(2)
-        >>> weight.grad = torch.tensor([4.0, 2.0])
-        >>> unscale_gradients([weight], 2.0), weight.grad
-        (True, tensor([2., 1.]))
-    """
-    # A scaler raises an error if there are none.
-    if not parameters:
-        return True
-    device = parameters[0].device
-    scaler = GradScaler(device.type, init_scale=scale)
-    # The first use creates the scale.
-    loss = torch.zeros((), device=device)
-    scaler.scale(loss)
-    # The scaler steps an optimiser only if all gradients are finite.
-    recorder: Any = _StepRecorder(parameters)
-    scaler.unscale_(recorder)
-    scaler.step(recorder)
-    return bool(recorder.was_stepped)
-
-
-class _StepRecorder:
-    """The part of an optimiser that a scaler needs. It records whether the scaler steps it."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
-        self.was_stepped = False
-
-    def step(self) -> None:
-        """Record a step."""
-        self.was_stepped = True
 
 
 def _state_dict_of(optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[str, Any]:
