@@ -27,10 +27,10 @@ from equipoise.extensions.ensemble.computation.batched_call import (
     taken_apart,
 )
 from equipoise.extensions.ensemble.computation.early_call import EarlyCall, parts_of_batches
-from equipoise.extensions.ensemble.computation.member_threads import MemberThread
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.interop.torch.modules import children_of
 from equipoise.parallel.replicas.device_threads import ThreadState
+from equipoise.parallel.replicas.step_thread import StepThread
 
 __all__ = ["SideBySide"]
 
@@ -61,9 +61,9 @@ class SideBySide:
         self._members = members
         self._module = members.modules[0]
         self._randomness = "different" if allows_randomness else "error"
-        # 1. The threads, and the steps that they run.
-        self._threads: list[MemberThread] = []
-        self._by_ident: dict[int, MemberThread] = {}
+        # 1. The threads of all members but the first, and the steps that they run.
+        self._threads: list[StepThread] = []
+        self._member_of_thread: dict[int, int] = {}
         self._steps: Sequence[Callable[[], Any]] = ()
         self._batches: Sequence[Any] = ()
         self._has_begun = False
@@ -149,10 +149,10 @@ class SideBySide:
         self._has_begun = True
         if not self._threads:
             others = range(1, len(self._steps))
-            self._threads = [MemberThread(member) for member in others]
-            self._by_ident = {thread.ident: thread for thread in self._threads}
-        for thread in self._threads:
-            thread.start(self._steps[thread.member], self._state)
+            self._threads = [StepThread(f"equipoise-member-{member}") for member in others]
+            self._member_of_thread = {thread.ident: member for member, thread in enumerate(self._threads, start=1)}
+        for thread, step in zip(self._threads, self._steps[1:], strict=True):
+            thread.start(step, self._state)
 
     def _finish(self) -> None:
         """Run all other steps to their ends."""
@@ -189,8 +189,8 @@ class SideBySide:
         network = self._calls[name]
         if self._computing.member is not None:
             return network.alone(self._computing.member, call)
-        thread = self._by_ident.get(get_ident())
-        member = self._member if thread is None else thread.member
+        member_of_thread = self._member_of_thread.get(get_ident())
+        member = self._member if member_of_thread is None else member_of_thread
         if name in self.reasons:
             # Its parts may meet.
             return network.forward_of(member, call)
@@ -200,8 +200,8 @@ class SideBySide:
             is_known, output = self._take(member, name, call)
         if is_known:
             return output
-        if thread is not None:
-            output = thread.pause((name, call))
+        if member_of_thread is not None:
+            output = self._threads[member - 1].pause((name, call))
         elif member == 0:
             output = self._meet(name, call)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 from equipoise.errors import StepError
 from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
+from equipoise.parallel.replicas.step_thread import StepThread
 
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
@@ -36,10 +37,8 @@ class _LocalState(threading.local):
 
 
 _local = _LocalState()
-
-
-class _Abandoned(BaseException):
-    """Ends the thread of a step that will not continue. No `except Exception` of the user's catches it."""
+# What a thread waits with; the step itself has the call.
+_PAUSED = object()
 
 
 def current_step() -> "SuspendedStep | None":
@@ -73,13 +72,7 @@ class SuspendedStep:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        # Released to let the step run, and to let its caller continue.
-        self._step_turn = threading.Semaphore(0)
-        self._caller_turn = threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._output: Any = None
-        self._is_abandoned = False
+        self._thread: StepThread | None = None
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.state: ThreadState | None = None
         self.inside: str | None = None
@@ -94,14 +87,9 @@ class SuspendedStep:
         """
         # The new thread begins with torch's defaults.
         state = ThreadState.capture(("cpu", "cuda"))
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(state,),
-            name="equipoise-micro-batch",
-            daemon=True,
-        )
-        self._thread.start()
-        self._wait()
+        self._thread = StepThread("equipoise-micro-batch")
+        with self._ended_thread(self._thread):
+            self._thread.start(self._run, state)
 
     def resume(self, output: Any) -> None:
         """Continue to the next pause, or to the end.
@@ -112,11 +100,9 @@ class SuspendedStep:
         Raises:
             BaseException: Error of the function.
         """
-        self._output = output
-        self._step_turn.release()
-        # The step alone refers to the output from here on.
-        del output
-        self._wait()
+        assert self._thread is not None
+        with self._ended_thread(self._thread):
+            self._thread.resume(output)
 
     def take_result(self) -> Any:
         """Return what the function returned, and refer to it no more."""
@@ -126,10 +112,9 @@ class SuspendedStep:
 
     def abandon(self) -> None:
         """End the thread without continuing the step. May be called at any time."""
-        if self._thread is not None and self._thread.is_alive():
-            self._is_abandoned = True
-            self._step_turn.release()
-            self._thread.join()
+        if self._thread is not None and not self.ended:
+            self.ended = True
+            self._thread.close()
 
     def suspend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stop until `resume`, and return the network's output. The step's thread calls this in place of the network.
@@ -154,39 +139,20 @@ class SuspendedStep:
 
     def pause(self) -> Any:
         """Stop until `resume`, and return its argument. Called in the step's thread."""
-        self._caller_turn.release()
-        self._step_turn.acquire()
-        if self._is_abandoned:
-            raise _Abandoned
-        output = self._output
-        self._output = None
-        return output
+        assert self._thread is not None
+        return self._thread.pause(_PAUSED)
 
-    def _run(self, state: ThreadState) -> None:
+    def _run(self) -> Any:
         _local.set_step(self)
-        try:
-            with state.entered(), in_helper_thread():
-                self.result = self._function()
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            # `_wait` raises it in the caller's thread.
-            self._error = error
-        finally:
-            _local.set_step(None)
-            self.ended = True
-            self._caller_turn.release()
+        with in_helper_thread():
+            return self._function()
 
-    def _wait(self) -> None:
-        """Wait until the step stops or ends, and raise its error."""
-        self._caller_turn.acquire()
-        if self.ended and self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            try:
-                raise error
-            finally:
-                # Its traceback refers to this frame.
-                del error
+    @contextmanager
+    def _ended_thread(self, thread: StepThread) -> Iterator[None]:
+        """End the thread after the block, if the step has ended."""
+        try:
+            yield
+        finally:
+            if thread.call is None:
+                self.result = thread.take_result()
+                self.abandon()

@@ -1,6 +1,6 @@
-"""Threads in which the members' steps run until they call a network, and continue with its output.
+"""Threads in which steps run until they call a network, and continue with its output.
 
-Only one of them runs at a time: the caller waits until a step pauses or ends. A thread lasts as long as a run.
+A thread runs only while the caller waits: until its step pauses or ends.
 """
 
 import threading
@@ -10,31 +10,28 @@ from typing import Any
 
 from equipoise.parallel.replicas.device_threads import ThreadState
 
-__all__ = ["MemberThread"]
+__all__ = ["StepThread"]
 
-# The reply to a call of a step that will not continue.
+# The reply to a call of a step that will not continue, and the message that ends a thread.
 _ABANDON: Any = object()
-# Ends the thread.
-_CLOSE: Any = object()
+_END: Any = object()
 
 
 class _Abandoned(BaseException):
     """Ends a step that will not continue. No `except Exception` of the user's catches it."""
 
 
-class MemberThread:
-    """A thread that runs the steps of one member.
+class StepThread:
+    """A thread that runs steps, one after the other.
 
     Args:
-        member: The index of the member.
+        name: Its name.
 
     Attributes:
-        member: The index.
-        call: The name of the network that the step calls, with its arguments; None while it does not wait.
+        call: The call of a network with which the step waits; None while it does not wait.
     """
 
-    def __init__(self, member: int) -> None:
-        self.member = member
+    def __init__(self, name: str) -> None:
         self.call: Any = None
         self._result: Any = None
         # True while no step runs in the thread; an interrupt of the caller does not change that.
@@ -43,7 +40,7 @@ class MemberThread:
         # The thread receives a step, or the reply to its call. It sends a call, or the result or error of the step.
         self._received: SimpleQueue[Any] = SimpleQueue()
         self._sent: SimpleQueue[tuple[Any, Any, BaseException | None]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"equipoise-member-{member}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -95,9 +92,9 @@ class MemberThread:
         self.call = None
 
     def close(self) -> None:
-        """End the thread, after its step if that still runs."""
-        self.abandon()
-        self._received.put(_CLOSE)
+        """End the thread, and a step that waits. A step that runs, after an interrupt of the caller, ends first."""
+        self._received.put(_ABANDON)
+        self._received.put(_END)
         self._thread.join()
 
     def _switch(self, message: Any) -> None:
@@ -117,20 +114,17 @@ class MemberThread:
         """Wait with a call of a network, and return the reply of `resume`.
 
         Args:
-            call: The name of the network and the arguments.
+            call: What the caller needs to know of it, such as its arguments; not None.
         """
         self._sent.put((call, None, None))
         reply = self._received.get()
-        if reply is _CLOSE:
-            # `_run` ends the thread after this step.
-            self._received.put(_CLOSE)
-        if reply is _CLOSE or reply is _ABANDON:
+        if reply is _ABANDON:
             raise _Abandoned
         return reply
 
     def _run(self) -> None:
         """Run one step after the other."""
-        while (message := self._received.get()) is not _CLOSE:
+        while (message := self._received.get()) is not _END:
             if message is _ABANDON:
                 # The step has ended without another call.
                 continue

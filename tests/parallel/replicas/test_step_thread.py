@@ -1,4 +1,4 @@
-"""Ctrl-C while a member's step runs in its thread."""
+"""Ctrl-C while a step runs in its thread."""
 
 import signal
 import threading
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.ensemble.computation.member_threads import MemberThread
+from equipoise.parallel.replicas.step_thread import StepThread
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 SECONDS = 60
 
 
 @pytest.fixture
-def member() -> Iterator[MemberThread]:
-    thread = MemberThread(1)
+def thread_of_steps() -> Iterator[StepThread]:
+    thread = StepThread("steps")
     yield thread
     thread.close()
     assert thread.ident not in {other.ident for other in threading.enumerate()}
@@ -24,7 +24,7 @@ def member() -> Iterator[MemberThread]:
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.parametrize("calls_after", [0, 1])
 def test_a_step_that_was_interrupted_ends_at_its_next_call(
-    member: MemberThread, calls_before: int, calls_after: int
+    thread_of_steps: StepThread, calls_before: int, calls_after: int
 ) -> None:
     interrupted = threading.Event()
     caller_knows = threading.Event()
@@ -38,21 +38,21 @@ def test_a_step_that_was_interrupted_ends_at_its_next_call(
     def step() -> None:
         try:
             for _ in range(calls_before):
-                member.pause("before")
+                thread_of_steps.pause("before")
             # Python misses a signal that comes right before the caller begins to wait.
             while not interrupted.wait(0.02):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert caller_knows.wait(SECONDS)
             for _ in range(calls_after):
-                member.pause("after")
+                thread_of_steps.pause("after")
             ends.append("whole")
         finally:
             ends.append("left")
 
     def run() -> None:
-        member.start(step, state)
+        thread_of_steps.start(step, state)
         for _ in range(calls_before):
-            member.resume(None)
+            thread_of_steps.resume(None)
 
     state = ThreadState.capture(("cpu",))
     handler = signal.signal(signal.SIGINT, interrupt_once)
@@ -60,21 +60,21 @@ def test_a_step_that_was_interrupted_ends_at_its_next_call(
         with pytest.raises(KeyboardInterrupt):
             run()
         caller_knows.set()
-        member.abandon()
+        thread_of_steps.abandon()
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ends == (["left"] if calls_after else ["whole", "left"])
-    assert member.call is None
+    assert thread_of_steps.call is None
 
     # The next step is not disturbed.
-    member.start(lambda: member.pause("next"), state)
-    assert member.call == "next"
-    member.resume(3)
-    assert member.take_result() == 3
+    thread_of_steps.start(lambda: thread_of_steps.pause("next"), state)
+    assert thread_of_steps.call == "next"
+    thread_of_steps.resume(3)
+    assert thread_of_steps.take_result() == 3
 
 
-def test_a_thread_ends_with_a_step_that_nobody_abandoned(member: MemberThread) -> None:
+def test_a_thread_ends_with_a_step_that_nobody_abandoned(thread_of_steps: StepThread) -> None:
     results: list[Any] = []
-    member.start(lambda: results.append(member.pause("call")), ThreadState.capture(("cpu",)))
-    assert member.call == "call"
+    thread_of_steps.start(lambda: results.append(thread_of_steps.pause("call")), ThreadState.capture(("cpu",)))
+    assert thread_of_steps.call == "call"
     # The fixture closes it.
