@@ -20,6 +20,10 @@ class _Reference:
     name: str
 
 
+def _reference_to(node: fx.Node) -> Any:
+    return _Reference(node.name)
+
+
 class StageSpec(NamedTuple):
     """A stage without its layers, which does not build the network's output.
 
@@ -42,7 +46,7 @@ def describe(program: StageProgram) -> StageSpec:
     for node in program.graph.nodes:
         # Nodes belong to a graph, which stays in this process.
         arguments = (node.args, dict(node.kwargs))
-        args, kwargs = fx.map_arg(arguments, lambda used: _Reference(used.name))
+        args, kwargs = fx.map_arg(arguments, _reference_to)
         call = (node.op, node.name, node.target, args, kwargs)
         calls.append(call)
     return StageSpec(tuple(calls), program.outputs)
