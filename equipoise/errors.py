@@ -18,6 +18,7 @@ __all__ = [
     "StepError",
     "SweepError",
     "WorkerError",
+    "in_one_line",
 ]
 
 # Modules that define `MisconfigurationException`.
@@ -103,3 +104,16 @@ class SweepError(RuntimeError):
 
 class WorkerError(RuntimeError):
     """A process of the run was killed, has ended early, or hangs; an error that it raises keeps its own class."""
+
+
+def in_one_line(error: BaseException) -> str:
+    r"""Return the type of an error and the first line of its message; of a `ConfigurationError` the latter alone.
+
+    Example:
+        >>> in_one_line(ValueError("no [steps] today\nbut tomorrow"))
+        'ValueError: no [steps] today'
+    """
+    first_line, _, _ = str(error).strip().partition("\n")
+    if isinstance(error, ConfigurationError):
+        return first_line
+    return f"{type(error).__name__}: {first_line}"

@@ -124,7 +124,7 @@ def cases_of(name: str, generator: random.Random, *, quick: bool) -> Iterator[Ca
             # Statistics of a batch need two samples.
             batch_size = max(2, batch_size) if has_statistics(build()) else batch_size
             actual = really(name, optimizer, settings, batch_size)
-            yield Case(name, variant, batch_size, actual, found.curve.peak(batch_size).nbytes)
+            yield Case(name, variant, batch_size, actual, found.peak(batch_size).nbytes)
 
 
 def has_statistics(net: nn.Module) -> bool:
@@ -183,7 +183,7 @@ def library_case(model: Model, variant: str, optimizer: str, options: dict[str, 
     if found.method != "traced":
         print(f"{model.name}, {variant}: {found.method}", file=sys.stderr)
     actual = peak_of(LibraryTask(model.make(), model, optimizer), example, settings, batch_size)
-    return Case(model.name, variant, batch_size, actual, found.curve.peak(batch_size).nbytes)
+    return Case(model.name, variant, batch_size, actual, found.peak(batch_size).nbytes)
 
 
 def largest_batches(only: list[str] | None, seed: int, console: Console) -> None:
@@ -195,8 +195,8 @@ def largest_batches(only: list[str] | None, seed: int, console: Console) -> None
             continue
         build, example = NETWORKS[name]
         found = trace_step(lambda build=build: Trained(build(), "adamw"), example(), StepSettings())
-        limit = found.curve.peak(generator.randint(3, LARGEST_BATCH)).nbytes + generator.randint(0, 50_000)
-        largest = found.curve.largest_batch(limit)
+        limit = found.peak(generator.randint(3, LARGEST_BATCH)).nbytes + generator.randint(0, 50_000)
+        largest = found.largest_batch(limit)
         peaks = [really(name, "adamw", StepSettings(), size) for size in range(largest - 1, largest + 3)]
         # One sample fewer fits, and two more do not.
         is_right = peaks[0] <= limit < peaks[3]

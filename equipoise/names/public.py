@@ -24,7 +24,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.parallel.strategy_optimizer": ("StrategyOptimizer",),
         "equipoise.strategies.distributed.process_strategy": ("ProcessStrategy",),
         "equipoise.strategies.portable_state": ("PortableState",),
-        "equipoise.extensions.planning.prediction": ("MemoryPrediction", "predict_memory"),
+        "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
+        "equipoise.extensions.planning.prediction": ("predict_memory",),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
     "equipoise.callbacks": {
@@ -42,9 +43,10 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.extensions.planning": {
         "equipoise.extensions.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
         "equipoise.extensions.planning.curve.parts": ("PredictedPeak",),
+        "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
         "equipoise.extensions.planning.description.devices": ("PlannedDevice", "describe_devices"),
         "equipoise.extensions.planning.description.loads": ("Addition", "DeviceLoad", "PlannedLoads", "StepFacts"),
-        "equipoise.extensions.planning.prediction": ("MemoryPrediction", "predict_memory"),
+        "equipoise.extensions.planning.prediction": ("predict_memory",),
     },
     "equipoise.extensions.report": {
         "equipoise.extensions.report.page.page": ("render_report", "write_report"),

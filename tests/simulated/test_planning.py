@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.description.devices import PlannedDevice, describe_devices
+from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
-from equipoise.extensions.planning.prediction import predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.extensions.tuning import strategy_choice
 from equipoise.extensions.tuning.trials import step_prediction
@@ -22,6 +21,7 @@ from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
 from tests.extensions.planning.steps import Step
+from tests.support.bounded_calls import call_here
 from tests.support.pipelines import quiet
 
 pytestmark = ignoring()
@@ -90,11 +90,10 @@ def test_each_device(name: str, optimizer: str) -> None:
 
     # 2. The prediction, as for GPUs.
     settings = StepSettings(device="cuda")
-    found = trace_step(lambda: module_of(optimizer), data[:4], settings)
+    prediction = trace_step(lambda: module_of(optimizer), data[:4], settings)
     devices = [PlannedDevice(name="gpu", kind="cuda", memory=2**40)] * count
     module = module_of(optimizer)
-    prediction = predicted(found, BATCH_SIZE, settings)
-    (plan,) = plan_strategies(prediction, module, [kind(**options)], devices)
+    (plan,) = plan_strategies(prediction, module, [kind(**options)], devices, BATCH_SIZE)
     expected = [device.peak.nbytes for device in plan.devices]
     print(name, optimizer, actual, expected)
     assert expected == pytest.approx(actual, rel=TOLERANCE)
@@ -104,7 +103,7 @@ def test_auto_reads_the_memory_of_the_devices(monkeypatch: pytest.MonkeyPatch) -
     told: list[str] = []
     monkeypatch.setattr(strategy_choice, "rank_zero_info", told.append)
     # Another process has no simulated devices.
-    monkeypatch.setattr(step_prediction, "describe_devices_elsewhere", describe_devices)
+    monkeypatch.setattr(step_prediction, "call_bounded", call_here)
     data = torch.randint(0, 100, (BATCH_SIZE, 3))
     request = Request(TrainerFn.FITTING, module_of("adam"), loaders={"train": DataLoader(data, BATCH_SIZE)})
     trainer = quiet(devices=["cpu", "cpu"], precision="32-true")

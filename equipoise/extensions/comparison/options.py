@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from equipoise.app.command import list_of_names, present, read_flags, seconds, whole_number
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bounded.flags import list_of_names, present, read_flags, seconds, whole_number
 
 __all__ = ["Options"]
 

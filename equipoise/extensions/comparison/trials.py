@@ -1,15 +1,16 @@
 """The trials of `equipoise compare`, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.comparison.bench.process import run_trial
 from equipoise.extensions.comparison.candidates.candidate import Attempt, Candidate, batch_size_of
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
-from equipoise.extensions.comparison.measuring.trial import request_of, run_attempt
+from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.recommendation import notes_on
@@ -95,7 +96,7 @@ class Trials:
         attempts = [attempt for attempt, _ in self._attempts if attempt.reason is None]
         if not attempts:
             return {}
-        result = predict_peaks(self._values, attempts, self._paths, self._folder / "prediction", self._options.timeout)
+        result = self._run(predict_peaks, self._values, attempts, folder="prediction")
         if "reason" in result:
             note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
             self.comparison.notes = [*self.comparison.notes, note]
@@ -121,8 +122,11 @@ class Trials:
 
     def _measure(self, attempt: Attempt, steps: int, weights: Path | None) -> dict[str, Any]:
         self._count += 1
-        request = request_of(attempt, self._paths, steps=steps, weights=weights)
-        return run_attempt(request, self._folder / f"trial-{self._count}", self._options.timeout)
+        return self._run(measure, attempt, steps, weights, folder=f"trial-{self._count}")
+
+    def _run(self, function: Callable[..., dict[str, Any]], *arguments: Any, folder: str) -> dict[str, Any]:
+        folder_of_trial = self._folder / folder
+        return run_trial(function, *arguments, folder=folder_of_trial, paths=self._paths, timeout=self._options.timeout)
 
     def _search_largest(self, candidate: Candidate, row: Row, *, has_run: bool) -> None:
         """Search the largest batch of a strategy."""

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from equipoise.extensions.planning.comparison import plan_strategies as plan_strategies
     from equipoise.extensions.planning.comparison import recommend as recommend
     from equipoise.extensions.planning.curve.parts import PredictedPeak as PredictedPeak
+    from equipoise.extensions.planning.curve.prediction import MemoryPrediction as MemoryPrediction
     from equipoise.extensions.planning.description.devices import PlannedDevice as PlannedDevice
     from equipoise.extensions.planning.description.devices import describe_devices as describe_devices
     from equipoise.extensions.planning.description.loads import Addition as Addition
     from equipoise.extensions.planning.description.loads import DeviceLoad as DeviceLoad
     from equipoise.extensions.planning.description.loads import PlannedLoads as PlannedLoads
     from equipoise.extensions.planning.description.loads import StepFacts as StepFacts
-    from equipoise.extensions.planning.prediction import MemoryPrediction as MemoryPrediction
     from equipoise.extensions.planning.prediction import predict_memory as predict_memory
 else:
     __getattr__ = lazy_getattr(__name__)

@@ -1,11 +1,7 @@
 """`predict_memory`: the peak of a step as a function of its batch size, before the first step."""
 
-import json
-import pickle
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import psutil
@@ -13,79 +9,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.curve.curve import MemoryCurve
-from equipoise.extensions.planning.curve.parts import PredictedPeak
-from equipoise.extensions.planning.curve.sampled import SampledCurve
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StepFacts
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings
-from equipoise.extensions.planning.process.empty_pickling import packed
-from equipoise.extensions.planning.process.results import curve_of_plain
-from equipoise.extensions.planning.process.worker import predict
 from equipoise.extensions.planning.tracing.batches import size_of_batch
-from equipoise.extensions.planning.tracing.tracer import Method, StepCurve
+from equipoise.extensions.planning.tracing.obstacles import reason_of
+from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.workers.availability import require_workers
-from equipoise.parallel.workers.bounded_call import call_bounded
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 from equipoise.tree import items_of
 
-__all__ = ["MemoryPrediction", "check_real_steps", "predict_memory", "predicted"]
+__all__ = ["check_real_steps", "predict_memory"]
 
 # Real steps run only where the module takes a small part of the host's memory: weights, gradients, state, activations.
 _LARGEST_PART = 1 / 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPrediction:
-    """Predicted memory of a training step.
-
-    Attributes:
-        batch_size: Samples of the batch that was given.
-        curve: The memory of one device as a function of the batch size.
-        method: "traced" (two traces without memory), "traced at several sizes" (the step differs from size to size, so
-            values between them are estimates) or "measured" (real steps with parts of the batch).
-        notes: What was guessed, with the lines of the user's code.
-        accumulate_grad_batches: Batches of an accumulation window. Default: 1.
-    """
-
-    batch_size: int
-    curve: MemoryCurve | SampledCurve
-    method: Method
-    notes: Sequence[str] = ()
-    accumulate_grad_batches: int = 1
-
-    def peak(self, batch_size: int | None = None, load: DeviceLoad = WHOLE_STEP, rounding: int = 1) -> PredictedPeak:
-        """Return the peak of a device at a batch size.
-
-        Args:
-            batch_size: Samples of a batch. Default: those of the given one.
-            load: The part of the step that the device has; see `device_loads`. Default: all of it.
-            rounding: Bytes to which an allocator rounds each storage up, 512 on CUDA. Default: 1.
-        """
-        if batch_size is None:
-            batch_size = self.batch_size
-        return self.curve.peak(batch_size, load, rounding)
-
-    def largest_batch(self, limit: int, load: DeviceLoad = WHOLE_STEP, rounding: int = 1) -> int:
-        """Return the largest batch size that fits; 0 if none does.
-
-        Args:
-            limit: Memory of the device in bytes.
-            load: The part of the step that the device has. Default: all of it.
-            rounding: Bytes to which an allocator rounds each storage up. Default: 1.
-        """
-        return self.curve.largest_batch(limit, load, rounding)
-
-    @property
-    def facts(self) -> StepFacts:
-        """Facts of the step that hold for every batch size."""
-        totals = self.curve.totals
-        return StepFacts(
-            parameters=totals.get("parameter", 0),
-            gradients=totals.get("gradient", 0),
-            optimizer_state=totals.get("optimizer state", 0),
-            buffers=totals.get("buffer", 0),
-            accumulates=self.accumulate_grad_batches > 1,
-        )
 
 
 def predict_memory(
@@ -145,40 +82,28 @@ def predict_memory(
     if not timeout > 0:
         raise ConfigurationError(f"timeout must be a number of seconds above 0, not {timeout!r}.")
     example = _first_batch(data)
-    batch_size = size_of_batch(example)
+    # A batch of unknown size is refused here.
+    size_of_batch(example)
     request = (module, example, settings, optimizer)
 
     # 2. The trace, or else real steps.
-    result = _run(True, packed(request, with_contents=False), timeout)
-    if "reason" in result:
-        reason = str(result["reason"])
-        if result.get("is_wrong_input") or not measure:
-            raise ConfigurationError(_untraceable(reason, result))
-        check_real_steps(module, reason)
-        result = _run(False, packed(request, with_contents=True), timeout)
-        if "reason" in result:
-            raise ConfigurationError(
-                f"The training step can be neither traced ({reason}) nor run ({result['reason']})."
-            )
-        result["notes"] = [f"{reason}, so real steps were run."]
-    return predicted(curve_of_plain(result), batch_size, settings)
-
-
-def predicted(found: StepCurve, batch_size: int, settings: StepSettings) -> MemoryPrediction:
-    """Return the prediction of a curve.
-
-    Args:
-        found: The curve of the step.
-        batch_size: Samples of the batch of which it was made.
-        settings: The settings of the step.
-    """
-    return MemoryPrediction(
-        batch_size=batch_size,
-        curve=found.curve,
-        method=found.method,
-        notes=found.notes,
-        accumulate_grad_batches=settings.accumulate_grad_batches,
-    )
+    prediction: MemoryPrediction
+    try:
+        content = packed(request, with_contents=False)
+        prediction = call_bounded(trace_packed, content, timeout=timeout, explain=reason_of)
+    except CallError as error:
+        reason = str(error)
+        if error.is_wrong_input or not measure:
+            raise ConfigurationError(_untraceable(reason, error)) from error
+    else:
+        return prediction
+    check_real_steps(module, reason)
+    try:
+        content = packed(request, with_contents=True)
+        prediction = call_bounded(measure_packed, content, timeout=timeout, explain=reason_of)
+    except CallError as error:
+        raise ConfigurationError(f"The training step can be neither traced ({reason}) nor run ({error}).") from error
+    return replace(prediction, notes=[f"{reason}, so real steps were run."])
 
 
 def check_real_steps(module: nn.Module, reason: str) -> None:
@@ -201,26 +126,8 @@ def check_real_steps(module: nn.Module, reason: str) -> None:
         )
 
 
-def _run(is_traced: bool, content: bytes, timeout: float) -> dict[str, Any]:
-    """Return the answer of a process: a curve, or the reason why there is none."""
-    # The folder belongs to this user alone, and disappears with what is in it.
-    with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as folder:
-        result_file = Path(folder, "result.json")
-        reason = call_bounded(
-            predict,
-            result_file,
-            pickle.dumps((is_traced, content)),
-            timeout=timeout,
-            output=Path(folder, "output.txt"),
-        )
-        if result_file.is_file():
-            result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-            return result
-    return {"reason": reason or "its process left no result"}
-
-
-def _untraceable(reason: str, result: dict[str, Any]) -> str:
-    if result.get("is_wrong_input"):
+def _untraceable(reason: str, error: CallError) -> str:
+    if error.is_wrong_input:
         return reason
     return f"The training step cannot be traced: {reason}."
 

@@ -13,8 +13,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.strategy import FSDPStrategy
 from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
 from equipoise.extensions.planning.comparison import StrategyPlan, from_simplest, plan_strategies
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED
-from equipoise.extensions.planning.prediction import MemoryPrediction
 from equipoise.extensions.tuning.first_batch import read_first_batch
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.formats import format_bytes

@@ -8,8 +8,10 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,14 +19,53 @@ from multiprocessing import connection, current_process, get_context, get_start_
 from pathlib import Path
 from typing import Any
 
+from equipoise.errors import ConfigurationError, in_one_line
 from equipoise.formats import format_span
 from equipoise.parallel.workers.main_script import hidden
 from equipoise.parallel.workers.preloading import preload, preloading
 
-__all__ = ["call_bounded"]
+__all__ = ["CallError", "call_bounded"]
 
 # Exit code of a process whose server cannot tell how it ended.
 _SERVER_HAS_ENDED = 255
+
+
+# Files of a call in its folder: function and arguments, the result, and what the process prints.
+_CALL = "call"
+_RESULT = "result"
+_OUTPUT = "output.txt"
+
+
+class CallError(Exception):
+    """A call that has no result, with the reason in one line.
+
+    Args:
+        reason: The reason.
+        is_raised: Whether the function has raised an error; otherwise its process did not get as far. Default: False.
+        is_wrong_input: Whether that error is a `ConfigurationError`. Default: False.
+        output: What the process has printed. Default: nothing.
+    """
+
+    def __init__(self, reason: str, *, is_raised: bool = False, is_wrong_input: bool = False, output: str = "") -> None:
+        super().__init__(reason)
+        self.is_raised = is_raised
+        self.is_wrong_input = is_wrong_input
+        self.output = output
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What the process says in the end.
+
+    Attributes:
+        value: What the function has returned.
+        reason: The error that it has raised instead, in one line; None if it has returned.
+        is_wrong_input: Whether that is a `ConfigurationError`.
+    """
+
+    value: Any = None
+    reason: str | None = None
+    is_wrong_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,13 +73,13 @@ class _Settings:
     """Settings of the process.
 
     Attributes:
-        output: File that receives what it prints.
+        folder: Folder of the files of the call.
         path: Folders from which it imports.
         start_method: How multiprocessing starts processes in the parent; None if the program has not chosen yet.
         environment: The parent's environment variables. Those of the server are as old as the server.
     """
 
-    output: Path
+    folder: Path
     path: list[str]
     start_method: str | None
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -48,42 +89,64 @@ def call_bounded(
     function: Callable[..., Any],
     *arguments: Any,
     timeout: float,
-    output: Path,
     paths: Sequence[str] = (),
     option: str = "",
-) -> str | None:
-    """Call a function in a new process and return the reason why it failed; None if the function has returned.
+    explain: Callable[[Exception], str] = in_one_line,
+) -> Any:
+    """Call a function in a new process and return what it returns.
 
     The process imports what this one can import. Nothing that it has started outlives it, and it does not outlive this
-    process. What the function returns is dropped: it writes its results to a file.
+    process.
 
     Args:
         function: A function of a module. The server imports its module in advance.
-        arguments: Arguments of the function, which are pickled.
+        arguments: Arguments of the function, which are pickled, as its result is.
         timeout: Seconds after which the process is ended, from the call on.
-        output: File that receives what it prints. Its folder exists.
         paths: Folders from which it imports before all others. Default: none.
         option: The option by which the user sets the bound, for the message. Default: none.
+        explain: Function of a module that returns the reason for an error of the function. Default: its type and the
+            first line of its message.
+
+    Raises:
+        CallError: If the function raises an error, or its process does not get as far.
 
     Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     call_bounded(sys.exit, 3, timeout=60, output=Path(folder, "output.txt"))
-        'its process ended with exit code 3'
+        >>> call_bounded(len, "abc", timeout=60)
+        3
     """
     if current_process().daemon:
-        return "this process is a daemon of multiprocessing, which may not start another"
+        raise CallError("this process is a daemon of multiprocessing, which may not start another")
     deadline = time.monotonic() + timeout
+    # The folder belongs to this user alone, and disappears with what is in it.
+    with tempfile.TemporaryDirectory(prefix="equipoise-call-") as name:
+        folder = Path(name)
+        # 1. The call goes through a file: a pipe would block this process until the other one has read it.
+        (folder / _CALL).write_bytes(pickle.dumps((function, arguments, explain)))
 
-    # 1. The call goes through a file: a pipe would block this process until the other one has read it.
-    call = output.with_name(f"{output.name}.call")
-    call.write_bytes(pickle.dumps((function, arguments)))
+        # 2. The process. An empty entry of the path is the present folder.
+        path = [entry or os.getcwd() for entry in (*paths, *sys.path)]
+        settings = _Settings(folder, path, get_start_method(allow_none=True))
+        preload(function.__module__)
+        reason = _run_until(deadline, settings) or f"it took longer than {format_span(timeout)}{option}"
 
-    # 2. The process. An empty entry of the path is the present folder.
-    path = [entry or os.getcwd() for entry in (*paths, *sys.path)]
-    settings = _Settings(output, path, get_start_method(allow_none=True))
-    preload(function.__module__)
-    process = get_context("forkserver").Process(target=_run, args=(settings, call))
+        # 3. The result. A process that hangs at its very end has left it before.
+        if (folder / _RESULT).is_file():
+            result = pickle.loads((folder / _RESULT).read_bytes())  # noqa: S301 - from the process of the call
+        else:
+            result = None
+        output = ""
+        if (folder / _OUTPUT).is_file():
+            output = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace")
+    if result is None:
+        raise CallError(reason, output=output)
+    if result.reason is not None:
+        raise CallError(result.reason, is_raised=True, is_wrong_input=result.is_wrong_input, output=output)
+    return result.value
+
+
+def _run_until(deadline: float, settings: _Settings) -> str | None:
+    """Run the process and return how it ended; None if it had to be ended."""
+    process = get_context("forkserver").Process(target=_run, args=(settings,))
     try:
         _start(process)
         process.join(max(0.0, deadline - time.monotonic()))
@@ -92,9 +155,8 @@ def call_bounded(
         return f"its process could not be started: {type(error).__name__}: {error}"
     finally:
         _end(process)
-        call.unlink(missing_ok=True)
     if code is None:
-        return f"it took longer than {format_span(timeout)}{option}"
+        return None
     return _why_ended(code)
 
 
@@ -109,13 +171,13 @@ def _start(process: Any) -> None:
             set_start_method(None, force=True)
 
 
-def _run(settings: _Settings, call: Path) -> None:
+def _run(settings: _Settings) -> None:
     """Call the function in the process."""
     # 1. A session of its own: Ctrl-C reaches the process through its parent alone.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # 2. The process reads nothing, and what it and its processes print belongs to the file.
-    with settings.output.open("wb") as file, open(os.devnull, "rb") as nothing:
+    with (settings.folder / _OUTPUT).open("wb") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -126,8 +188,17 @@ def _run(settings: _Settings, call: Path) -> None:
     sys.dont_write_bytecode = True
     set_start_method(settings.start_method, force=True)
     # 4. The call, which may import the user's modules.
-    function, arguments = pickle.loads(call.read_bytes())  # noqa: S301 - from the process that started this one
-    function(*arguments)
+    content = (settings.folder / _CALL).read_bytes()
+    function, arguments, explain = pickle.loads(content)  # noqa: S301 - from the process that started this one
+    try:
+        result = _Result(function(*arguments))
+    except Exception as error:
+        traceback.print_exc()
+        result = _Result(reason=explain(error), is_wrong_input=isinstance(error, ConfigurationError))
+    # 5. The result. A file that is there is complete.
+    unfinished = settings.folder / f"{_RESULT}.part"
+    unfinished.write_bytes(pickle.dumps(result))
+    unfinished.rename(settings.folder / _RESULT)
 
 
 def _end_with_parent() -> None:
@@ -152,10 +223,10 @@ def _end(process: Any) -> None:
     process.close()
 
 
-def _why_ended(code: int) -> str | None:
-    """Return the reason why a process failed, from its exit code; None for 0."""
+def _why_ended(code: int) -> str:
+    """Return in words how a process ended, from its exit code."""
     if code == 0:
-        return None
+        return "its process left no result"
     if code == _SERVER_HAS_ENDED:
         return "its process ended, or the server that starts processes was ended"
     if code > 0:

@@ -15,17 +15,18 @@ from torch.utils.data import DataLoader
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison import command as command_module
 from equipoise.extensions.comparison import trials as trials_module
-from equipoise.extensions.comparison.bounded.worker import REQUEST, RESULT, Trial, answer
+from equipoise.extensions.comparison.bench import process
 from equipoise.extensions.comparison.candidates.candidates import CANDIDATES, chosen_candidates
-from equipoise.extensions.comparison.measuring import predicted_peaks as predicted_peaks_module
-from equipoise.extensions.comparison.measuring import trial as trial_module
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.order import read_as_processes
+from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
+from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.strategies.distributed.loaders import share_loader
 from equipoise.trainer.data.loaders import set_epoch
 from tests.app.conftest import write
 from tests.extensions.report.page.parsing import parse
+from tests.support.bounded_calls import call_here
 from tests.support.programs import EQUIPOISE, Program
 
 pytestmark = [
@@ -115,28 +116,9 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-def in_this_process(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """Run a trial as its process would."""
-    folder.mkdir()
-    (folder / REQUEST).write_text(json.dumps(request, default=str))
-    answer(folder, trial_module.measure)
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text())
-    return result
-
-
-def predict_in_this_process(run: Trial, request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """Predict peaks as the process for it would."""
-    folder.mkdir()
-    (folder / REQUEST).write_text(json.dumps(request, default=str))
-    answer(folder, run)
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text())
-    return result
-
-
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials_module, "run_attempt", in_this_process)
-    monkeypatch.setattr(predicted_peaks_module, "run_in_process", predict_in_this_process)
+    monkeypatch.setattr(process, "call_bounded", call_here)
 
 
 # What is measured.
@@ -391,12 +373,14 @@ def test_one_device_is_told_what_is_missing(little: Path, equipoise: Any) -> Non
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-        if request["is_reference"]:
+    def interrupted(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if function is predict_peaks:
+            return {"peaks": {}}
+        if arguments[0].candidate.name == "single_device":
             return {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials_module, "run_attempt", interrupted)
+    monkeypatch.setattr(trials_module, "run_trial", interrupted)
     code, out, _ = equipoise("compare", "--json", "--output=here", DEVICES)
     assert code == 130
     rows = json.loads(out)["rows"]
@@ -409,12 +393,12 @@ def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: py
 def test_an_interrupted_search_keeps_what_is_measured(
     little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-        if request["values"]["data"]["batch_size"] > 8:
+    def interrupted(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if function is measure and arguments[0].values["data"]["batch_size"] > 8:
             raise KeyboardInterrupt
-        return in_this_process(request, folder, timeout)
+        return process.run_trial(function, *arguments, **options)
 
-    monkeypatch.setattr(trials_module, "run_attempt", interrupted)
+    monkeypatch.setattr(trials_module, "run_trial", interrupted)
     arguments = ("--strategies=single_device,dp step", "--steps=1", "--largest=64", "--json", DEVICES)
     code, out, _ = equipoise("compare", *arguments)
     assert code == 130
@@ -436,7 +420,7 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(28, "No space left on device")
 
     measured = {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
-    monkeypatch.setattr(trials_module, "run_attempt", lambda *_: dict(measured))
+    monkeypatch.setattr(trials_module, "run_trial", lambda *_, **options: dict(measured))
     monkeypatch.setattr(command_module, "write_page", full)
     code, out, err = equipoise("compare", "--strategies=single_device", "--json", DEVICES)
     assert code == 2

@@ -48,7 +48,7 @@ def test_peaks_of_real_steps_are_predicted(name: str, optimizer: str, settings: 
             # Statistics over one sample of one pixel would be refused.
             batch_size = 2
         recorded = recorded_really(module_of(name, optimizer), example_of(name), batch_size, settings)
-        predicted = found.curve.peak(batch_size)
+        predicted = found.peak(batch_size)
         assert predicted.nbytes == pytest.approx(peak_of(recorded), rel=TOLERANCE), batch_size
         assert sum(predicted.parts.values()) == pytest.approx(predicted.nbytes, abs=10)
 
@@ -57,21 +57,21 @@ def test_the_largest_batch_is_right_to_the_sample() -> None:
     settings = StepSettings()
     found = trace_step(lambda: module_of("transformer"), example_of("transformer"), settings)
     limit = 5_000_000
-    largest = found.curve.largest_batch(limit)
+    largest = found.largest_batch(limit)
     sizes = {largest: True, largest + 1: False}
     for batch_size, fits in sizes.items():
         recorded = recorded_really(module_of("transformer"), example_of("transformer"), batch_size, settings)
         assert (peak_of(recorded) <= limit) is fits
-    assert found.curve.largest_batch(1000) == 0
+    assert found.largest_batch(1000) == 0
 
 
 def test_parts_are_what_they_are() -> None:
     found = trace_step(lambda: module_of("perceptron"), example_of("perceptron"), StepSettings())
     module = module_of("perceptron")
     nbytes = sum(parameter.nbytes for parameter in module.parameters())
-    parts = found.curve.peak(4).parts
+    parts = found.peak(4).parts
     assert parts["parameter"] == nbytes
     assert 2 * nbytes <= parts["optimizer state"] <= 2 * nbytes + 100
     assert parts["batch"] == 4 * 30 * 4
-    assert found.curve.totals["gradient"] == nbytes
+    assert found.facts.gradients == nbytes
     assert isinstance(module, nn.Module)

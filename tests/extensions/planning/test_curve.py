@@ -1,10 +1,7 @@
 """Sizes as functions of the batch size, and the arithmetic of curves."""
 
-import json
-
 import pytest
 
-from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.curve.fitting import (
     IrregularStepError,
     RecordedStep,
@@ -13,7 +10,7 @@ from equipoise.extensions.planning.curve.fitting import (
     reproduces,
 )
 from equipoise.extensions.planning.curve.parts import PhaseStart
-from equipoise.extensions.planning.curve.sampled import SampledCurve, sample_of
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.curve.search import largest_size
 from equipoise.extensions.planning.description.loads import Addition, DeviceLoad
 from equipoise.memory.profile.ledger import LedgerEvent
@@ -99,21 +96,14 @@ def test_what_exists_for_a_moment() -> None:
     assert peak.parts == {"activation": 240, "parameter": 100}
 
 
-def test_curves_survive_json() -> None:
-    curve = fit_curve(step(8, "samples", "square"), step(16, "samples", "square"))
-    again = MemoryCurve.from_plain(json.loads(json.dumps(curve.to_plain())))
-    assert again.peak(33) == curve.peak(33)
-    sampled = SampledCurve(points=[sample_of(step(size, "pairs")) for size in (2, 4, 8)])
-    again_sampled = SampledCurve.from_plain(json.loads(json.dumps(sampled.to_plain())))
-    assert again_sampled.peak(5) == sampled.peak(5)
-
-
-def test_lines_between_points() -> None:
-    sampled = SampledCurve(points=[sample_of(step(size, "samples")) for size in (2, 4, 8)])
+def test_lines_between_sizes() -> None:
+    steps = [step(size, "samples") for size in (2, 4, 8)]
+    curves = [fit_curve(recorded, recorded) for recorded in steps]
+    sampled = MemoryPrediction(batch_size=4, curves=curves, method="measured")
     for size in (1, 2, 3, 8, 50):
         assert sampled.peak(size).nbytes == 100 + 12 * size
     assert sampled.largest_batch(100 + 12 * 50) == 50
-    assert sampled.totals == {"parameter": 100}
+    assert sampled.facts.parameters == 100
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 31, 32, 33, 1000])

@@ -11,7 +11,6 @@ from equipoise.extensions.planning import StepFacts, describe_devices
 from equipoise.extensions.planning.comparison import StrategyPlan, recommend
 from equipoise.extensions.planning.description.devices import GPU_MEMORY, PlannedDevice
 from equipoise.extensions.planning.description.strategies import device_loads
-from equipoise.extensions.planning.process.devices import describe_devices_elsewhere
 from equipoise.strategies import (
     BalancedDataParallelStrategy,
     DataParallelStrategy,
@@ -130,10 +129,3 @@ def test_nothing_fits_without_a_prediction() -> None:
     advice = recommend(plans, devices(24), 8)
     assert advice.strategy is None
     assert device_loads(SingleDeviceStrategy(), devices(24), nn.Linear(2, 2), FACTS).batches == 1
-
-
-@pytest.mark.slow
-def test_devices_read_by_another_process() -> None:
-    assert [device.name for device in describe_devices_elsewhere(["cpu"])] == ["cpu"]
-    with pytest.raises(ConfigurationError, match=r"the memory of cuda:7 cannot be read: its process ended"):
-        describe_devices_elsewhere(["cuda:7"])

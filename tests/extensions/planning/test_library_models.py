@@ -73,7 +73,7 @@ def test_the_peak_of_a_real_step(build: Callable[[], nn.Module]) -> None:
     found = trace_step(lambda: Step(build()), example, settings)
     for batch_size in (2, 7):
         actual = peak_of(recorded_really(Step(build()), example, batch_size, settings))
-        assert found.curve.peak(batch_size).nbytes == pytest.approx(actual, rel=0.01)
+        assert found.peak(batch_size).nbytes == pytest.approx(actual, rel=0.01)
 
 
 def test_seven_billion_parameters_need_no_memory() -> None:

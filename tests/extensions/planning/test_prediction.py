@@ -15,7 +15,6 @@ from equipoise import ConfigurationError, predict_memory
 from equipoise.extensions.planning.comparison import plan_strategies, recommend
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
-from equipoise.extensions.planning.prediction import predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 from tests.extensions.planning.steps import Step, Transformer, example_of, module_of, peak_of, recorded_really
@@ -100,8 +99,7 @@ def test_strategies_are_compared() -> None:
     module = module_of("transformer")
     example = example_of("transformer")
     settings = StepSettings()
-    found = trace_step(lambda: module_of("transformer"), example, settings)
-    prediction = predicted(found, 4, settings)
+    prediction = trace_step(lambda: module_of("transformer"), example, settings)
     strategies = [SingleDeviceStrategy(), DataParallelStrategy(), DDPStrategy()]
 
     # 1. All have room.
@@ -123,7 +121,7 @@ def test_strategies_are_compared() -> None:
     # 3. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
     accumulated = replace(settings, accumulate_grad_batches=2)
     found = trace_step(lambda: module_of("transformer"), example, accumulated)
-    longer = plan_strategies(predicted(found, 4, accumulated), module, strategies, devices, 80)
+    longer = plan_strategies(found, module, strategies, devices, 80)
     plans = plan_strategies(prediction, module, strategies, devices, 80)
     assert not any(plan.fits for plan in plans)
     advice = recommend(plans, devices, 80, longer)

@@ -9,12 +9,11 @@ from torch import nn
 
 from equipoise import ConfigurationError, EnsembleStrategy, PipelineStrategy
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.curve.curve import MemoryCurve
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import Part
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.description.strategies import device_loads
-from equipoise.extensions.planning.prediction import MemoryPrediction, predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import Step
 
@@ -31,8 +30,8 @@ def layers(count: int = 4) -> Step:
 
 def prediction(count: int = 4) -> MemoryPrediction:
     found = trace_step(lambda: layers(count), torch.rand(8, WIDTH), StepSettings())
-    assert isinstance(found.curve, MemoryCurve)
-    return predicted(found, 8, StepSettings())
+    assert found.method == "traced"
+    return found
 
 
 def peaks(strategy: PipelineStrategy, devices: int, batch_size: int, count: int = 4) -> list[Mapping[Part, int]]:

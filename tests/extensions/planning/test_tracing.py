@@ -10,10 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from equipoise import ConfigurationError
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.batches import batch_of_size, size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
-from equipoise.extensions.planning.tracing.tracer import StepCurve, measure_step, trace_step
+from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 
 HERE = Path(__file__).name
 
@@ -33,7 +34,7 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def traced(step: Callable[[Any, Any], Any], example: Any = None, **settings: Any) -> StepCurve:
+def traced(step: Callable[[Any, Any], Any], example: Any = None, **settings: Any) -> MemoryPrediction:
     if example is None:
         example = torch.rand(4, 6)
     return trace_step(lambda: Plain(step), example, StepSettings(**settings))
@@ -62,7 +63,7 @@ def test_a_mask_counts_with_all_of_its_entries() -> None:
 
     found = traced(masked)
     assert "as large as it can be" in found.notes[0]
-    assert found.curve.peak(1000).nbytes >= traced(unmasked).curve.peak(1000).nbytes
+    assert found.peak(1000).nbytes >= traced(unmasked).peak(1000).nbytes
 
 
 def test_a_file_that_the_step_writes_is_refused(tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ def test_a_step_that_differs_from_size_to_size_is_sampled() -> None:
     found = traced(step)
     assert found.method == "traced at several sizes"
     assert "estimates" in found.notes[0]
-    sizes = [found.curve.peak(size).nbytes for size in (2, 4, 12, 100)]
+    sizes = [found.peak(size).nbytes for size in (2, 4, 12, 100)]
     assert sizes == sorted(sizes)
-    assert found.curve.largest_batch(sizes[-1]) == pytest.approx(100, abs=1)
+    assert found.largest_batch(sizes[-1]) == pytest.approx(100, abs=1)
 
 
 def test_optimisation_by_hand() -> None:
@@ -112,7 +113,7 @@ def test_optimisation_by_hand() -> None:
         optimizer.step()
 
     found = trace_step(lambda: Manual(step), torch.rand(4, 6), StepSettings())
-    peak = found.curve.peak(4)
+    peak = found.peak(4)
     assert set(peak.phases) == {"forward", "backward", "optimizer step"}
     assert peak.parts["parameter"] == 42 * 4
 
@@ -130,7 +131,7 @@ def test_optimisers_of_gpus_step_all_parameters_together(chosen: bool | None) ->
     def temporaries(device: Any) -> int:
         settings = StepSettings(device=device)
         found = trace_step(lambda: Deep(lambda module, batch: module.layer(batch).mean()), torch.rand(4, 6), settings)
-        return found.curve.peak(1).phases["optimizer step"]
+        return found.peak(1).phases["optimizer step"]
 
     more = temporaries("cuda") - temporaries("cpu")
     if chosen is False:
@@ -152,7 +153,7 @@ def test_real_steps_run_with_parts_of_the_batch() -> None:
     assert sorted(set(sizes)) == [2, 4, 8]
     exact = traced(lambda module, batch: module.layer(batch).square().mean(), torch.rand(8, 6))
     for size in (2, 8, 50):
-        assert found.curve.peak(size).nbytes == pytest.approx(exact.curve.peak(size).nbytes, rel=1e-6)
+        assert found.peak(size).nbytes == pytest.approx(exact.peak(size).nbytes, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from equipoise import DDPStrategy, MemoryLogger, SingleDeviceStrategy, Trainer
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
-from equipoise.extensions.planning.prediction import predicted
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import example_of, module_of
 
@@ -42,10 +41,9 @@ def recorded_by_trainer(name: str, folder: Path, **options: Any) -> int:
 
 def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
     settings = StepSettings(**options)
-    found = trace_step(lambda: module_of(name), example_of(name), settings)
-    prediction = predicted(found, BATCH_SIZE, settings)
+    prediction = trace_step(lambda: module_of(name), example_of(name), settings)
     places = [PlannedDevice(name="cpu", kind="cpu", memory=2**40)] * devices
-    (plan,) = plan_strategies(prediction, module_of(name), [strategy], places)
+    (plan,) = plan_strategies(prediction, module_of(name), [strategy], places, BATCH_SIZE)
     assert plan.reason is None
     return plan.devices[0].peak.nbytes
 

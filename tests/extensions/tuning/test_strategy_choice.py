@@ -19,6 +19,7 @@ from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predi
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
 from equipoise.extensions.tuning import first_batch, strategy_choice
 from equipoise.extensions.tuning.first_batch import read_first_batch
+from equipoise.extensions.tuning.trials.step_prediction import describe_elsewhere
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
 from equipoise.trainer import auto_strategy_and_finders
 from equipoise.trainer import trainer as trainer_module
@@ -352,3 +353,10 @@ def test_it_is_chosen_by_the_next_fit_after_an_interrupt(
             trainer.fit(Wide(), loader())
     trainer.fit(Wide(), loader())
     assert trainer.strategy.name == "dp"
+
+
+@pytest.mark.slow
+def test_devices_are_read_by_another_process() -> None:
+    assert [device.name for device in describe_elsewhere(["cpu"])] == ["cpu"]
+    with pytest.raises(ConfigurationError, match=r"the memory of cuda:7 cannot be read: There is no device 'cuda:7'"):
+        describe_elsewhere(["cuda:7"])

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
+from equipoise.errors import ConfigurationError
 from equipoise.parallel.workers import bounded_call
-from equipoise.parallel.workers.bounded_call import call_bounded
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 from tests.support.programs import Program
-
-ABORTED = "its process was ended by SIGABRT"
-LEFT = "its process ended with exit code 3"
-KILLED = "its process was ended by SIGKILL, as when the memory of the host is exhausted"
 
 
 def kill_itself() -> None:
@@ -27,30 +24,46 @@ def kill_itself() -> None:
 
 @pytest.mark.parametrize(
     ("function", "arguments", "reason"),
-    [(os.abort, (), ABORTED), (sys.exit, (3,), LEFT), (kill_itself, (), KILLED), (len, ("abc",), None)],
-    ids=["aborts", "leaves", "is killed", "returns"],
+    [
+        (os.abort, (), "its process was ended by SIGABRT"),
+        (sys.exit, (3,), "its process ended with exit code 3"),
+        (sys.exit, (0,), "its process left no result"),
+        (kill_itself, (), "its process was ended by SIGKILL, as when the memory of the host is exhausted"),
+    ],
+    ids=["aborts", "leaves", "leaves in silence", "is killed"],
 )
-def test_the_end_of_a_process(function: Any, arguments: tuple[Any, ...], reason: str | None, tmp_path: Path) -> None:
-    assert call_bounded(function, *arguments, timeout=60, output=tmp_path / "output.txt") == reason
+def test_the_end_of_a_process(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(CallError) as caught:
+        call_bounded(function, *arguments, timeout=60)
+    assert str(caught.value) == reason
+    assert not caught.value.is_raised
 
 
-def raise_an_error() -> None:
+def raise_an_error(kind: type[Exception]) -> None:
     print("before")
-    raise ValueError("the reason")
+    raise kind("the reason\nand more")
 
 
-def test_an_error_is_in_the_output(tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    assert call_bounded(raise_an_error, timeout=60, output=output) == "its process ended with exit code 1"
-    lines = output.read_text().splitlines()
-    assert lines[0] == "before"
-    assert lines[-1] == "ValueError: the reason"
+def shout(error: Exception) -> str:
+    return str(error).upper()
 
 
-def print_surroundings() -> None:
+def test_an_error_is_the_reason() -> None:
+    with pytest.raises(CallError) as caught:
+        call_bounded(raise_an_error, ValueError, timeout=60)
+    assert str(caught.value) == "ValueError: the reason"
+    assert (caught.value.is_raised, caught.value.is_wrong_input) == (True, False)
+    lines = caught.value.output.splitlines()
+    assert (lines[0], lines[-2], lines[-1]) == ("before", "ValueError: the reason", "and more")
+    with pytest.raises(CallError, match="THE REASON") as caught:
+        call_bounded(raise_an_error, ConfigurationError, timeout=60, explain=shout)
+    assert caught.value.is_wrong_input
+
+
+def read_surroundings() -> tuple[Any, ...]:
     import module_of_a_user
 
-    print(module_of_a_user.VALUE, os.environ["CHOSEN"], Path.cwd(), os.getsid(0) == os.getpid())
+    return module_of_a_user.VALUE, os.environ["CHOSEN"], Path.cwd(), os.getsid(0) == os.getpid()
 
 
 def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +73,7 @@ def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pyte
     (folder / "module_of_a_user.py").write_text("VALUE = 7\n")
     monkeypatch.setenv("CHOSEN", "now")
     monkeypatch.chdir(tmp_path)
-    output = tmp_path / "output.txt"
-    assert call_bounded(print_surroundings, timeout=60, output=output, paths=[str(folder)]) is None
-    assert output.read_text() == f"7 now {tmp_path} True\n"
+    assert call_bounded(read_surroundings, timeout=60, paths=[str(folder)]) == (7, "now", tmp_path, True)
     assert os.listdir(folder) == ["module_of_a_user.py"]
 
 
@@ -73,11 +84,10 @@ class Unreadable:
         return int, ("no number",)
 
 
-def test_arguments_that_cannot_be_read(tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    assert call_bounded(print, Unreadable(), timeout=60, output=output) == "its process ended with exit code 1"
-    assert "ValueError" in output.read_text()
-    assert os.listdir(tmp_path) == ["output.txt"]
+def test_arguments_that_cannot_be_read() -> None:
+    with pytest.raises(CallError, match="its process ended with exit code 1") as caught:
+        call_bounded(print, Unreadable(), timeout=60)
+    assert "ValueError" in caught.value.output
 
 
 def choose_a_start_method() -> None:
@@ -87,39 +97,38 @@ def choose_a_start_method() -> None:
     multiprocessing.set_start_method("spawn")
 
 
-def test_both_processes_may_choose_how_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_processes_may_choose_how_others_start() -> None:
     chosen = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(None, force=True)
-    output = tmp_path / "output.txt"
     try:
-        assert call_bounded(choose_a_start_method, timeout=60, output=output) is None, output.read_text()
+        call_bounded(choose_a_start_method, timeout=60)
         assert multiprocessing.get_start_method(allow_none=True) is None
     finally:
         multiprocessing.set_start_method(chosen, force=True)
 
 
-def import_a_module_of_the_folder() -> None:
+def import_a_module_of_the_folder() -> str | None:
     import module_of_the_folder
 
-    print(module_of_the_folder.__file__)
+    return module_of_the_folder.__file__
 
 
 def test_modules_of_the_present_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook imports from the folder in which it stands, also if it has changed it."""
-    (tmp_path / "module_of_the_folder.py").write_text("")
+    file = tmp_path / "module_of_the_folder.py"
+    file.write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    output = tmp_path / "output.txt"
-    assert call_bounded(import_a_module_of_the_folder, timeout=60, output=output) is None, output.read_text()
+    assert call_bounded(import_a_module_of_the_folder, timeout=60) == str(file)
 
 
-def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: Any) -> None:
         raise BrokenPipeError("the server has ended")
 
     monkeypatch.setattr(bounded_call, "_start", refuse)
-    reason = call_bounded(len, "abc", timeout=60, output=tmp_path / "output.txt")
-    assert reason == "its process could not be started: BrokenPipeError: the server has ended"
+    with pytest.raises(CallError, match="its process could not be started: BrokenPipeError: the server has ended"):
+        call_bounded(len, "abc", timeout=60)
 
 
 def start_a_child_and_wait(pipe: str) -> None:
@@ -139,12 +148,11 @@ def test_a_bound_ends_the_process_and_its_children(tmp_path: Path) -> None:
     reader.start()
     # A pipe that nothing else opens for writing would be waited for without end.
     kept = os.open(pipe, os.O_WRONLY)
-    reason = call_bounded(
-        start_a_child_and_wait, str(pipe), timeout=0.5, output=tmp_path / "output.txt", option=" (--bound)"
-    )
+    with pytest.raises(CallError) as caught:
+        call_bounded(start_a_child_and_wait, str(pipe), timeout=0.5, option=" (--bound)")
     os.close(kept)
     reader.join(60)
-    assert reason == "it took longer than 0.5 s (--bound)"
+    assert str(caught.value) == "it took longer than 0.5 s (--bound)"
     assert not reader.is_alive()
 
 
@@ -158,11 +166,10 @@ def wait_and_say_so(pipe: str) -> None:
 
 CALLS = """
 import sys
-from pathlib import Path
 from equipoise.parallel.workers.bounded_call import call_bounded
 from tests.parallel.workers.test_bounded_call import wait_and_say_so
 
-call_bounded(wait_and_say_so, sys.argv[1], timeout=600, output=Path(sys.argv[2]))
+call_bounded(wait_and_say_so, sys.argv[1], timeout=600)
 """
 
 
@@ -171,21 +178,24 @@ call_bounded(wait_and_say_so, sys.argv[1], timeout=600, output=Path(sys.argv[2])
 def test_a_process_ends_with_its_parent(number: int, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with Program(CALLS, str(pipe), str(tmp_path / "output.txt"), starts_workers=True) as program, pipe.open() as file:
+    with Program(CALLS, str(pipe), starts_workers=True) as program, pipe.open() as file:
         assert int(file.readline()) != program.pid
         program.send_signal(number)
         # The end of the pipe is that of the process.
         assert file.read() == ""
 
 
-def call_from_a_daemon(output: str, reason: Any) -> None:
-    reason.put(call_bounded(len, "abc", timeout=60, output=Path(output)))
+def call_from_a_daemon(reason: Any) -> None:
+    try:
+        call_bounded(len, "abc", timeout=60)
+    except CallError as error:
+        reason.put(str(error))
 
 
-def test_a_daemon_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_daemon_says_that_it_cannot() -> None:
     context = get_context("fork")
     reasons = context.SimpleQueue()
-    daemon = context.Process(target=call_from_a_daemon, args=(str(tmp_path / "output.txt"), reasons), daemon=True)
+    daemon = context.Process(target=call_from_a_daemon, args=(reasons,), daemon=True)
     daemon.start()
     assert "daemon of multiprocessing" in reasons.get()
     daemon.join()

@@ -1,19 +1,16 @@
 """Devices, read in a process that ends: no context stays on a GPU, and a driver that hangs delays nobody for long."""
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from equipoise.app.machine.facts.privacy import without_paths
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.parallel.workers.availability import can_start_workers
-from equipoise.parallel.workers.bounded_call import call_bounded
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
-__all__ = ["Devices", "read_devices", "write_devices"]
+__all__ = ["Devices", "read_devices"]
 
 # Seconds for the process, which imports torch.
 _TIMEOUT = 60.0
@@ -42,23 +39,13 @@ def read_devices() -> Devices:
     if (torch.version.cuda is None and torch.version.hip is None) or not can_start_workers():
         return Devices(devices=_anonymous(list_devices()), driver=_driver())
 
-    # 2. The process. What it prints may tell why it failed.
-    with TemporaryDirectory(prefix="equipoise-doctor-") as folder:
-        result = Path(folder, "devices.json")
-        output = Path(folder, "output.txt")
-        failure = call_bounded(write_devices, result, timeout=_TIMEOUT, output=output)
-        if failure is None:
-            text = result.read_text(encoding="utf-8")
-            devices = [_device(values) for values in json.loads(text)]
-            return Devices(devices=devices, driver=_driver())
-        failure = _with_last_line(failure, output)
-    return Devices(devices=_anonymous(list_devices(only=["cpu"])), driver=_driver(), failure=failure)
-
-
-def write_devices(file: Path) -> None:
-    """Write the devices that this process can use to a file, as JSON; called in a process of its own."""
-    devices = [asdict(info) for info in _anonymous(list_devices())]
-    file.write_text(json.dumps(devices), encoding="utf-8")
+    # 2. The process.
+    try:
+        devices = call_bounded(list_devices, timeout=_TIMEOUT)
+    except CallError as error:
+        devices = list_devices(only=["cpu"])
+        return Devices(devices=_anonymous(devices), driver=_driver(), failure=_with_last_line(error))
+    return Devices(devices=_anonymous(devices), driver=_driver())
 
 
 def _anonymous(devices: list[DeviceInfo]) -> list[DeviceInfo]:
@@ -66,22 +53,13 @@ def _anonymous(devices: list[DeviceInfo]) -> list[DeviceInfo]:
     return [replace(info, uuid=None) for info in devices]
 
 
-def _device(values: dict[str, Any]) -> DeviceInfo:
-    """Return a device from JSON, which has lists in place of tuples."""
-    capability = values["compute_capability"]
-    if capability is not None:
-        values["compute_capability"] = tuple(capability)
-    return DeviceInfo(**values)
-
-
-def _with_last_line(failure: str, output: Path) -> str:
-    """Return a reason with the last line that the process printed, which is that of an error."""
-    if not output.exists():
-        return failure
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    if not lines:
-        return failure
-    return f"{failure}: {without_paths(lines[-1])}"
+def _with_last_line(error: CallError) -> str:
+    """Return why the process failed, with the last line that it printed where it was ended."""
+    reason = without_paths(str(error))
+    lines = error.output.splitlines()
+    if error.is_raised or not lines:
+        return reason
+    return f"{reason}: {without_paths(lines[-1])}"
 
 
 def _driver() -> str | None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -12,69 +11,33 @@ from torch import Tensor
 
 from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bounded.process import run_in_process
-from equipoise.extensions.comparison.bounded.worker import build_data_and_module, limit_to_steps
+from equipoise.extensions.comparison.bench.probe import DeviceProbe, parameters_of
+from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.candidates.candidate import MOST_SETTLING_STEPS, Attempt
 from equipoise.extensions.comparison.measuring.order import read_as_processes
-from equipoise.extensions.comparison.measuring.probe import DeviceProbe, parameters_of
 from equipoise.memory.out_of_memory import is_out_of_memory
 
-__all__ = ["measure", "request_of", "run_attempt"]
+__all__ = ["measure"]
 
 # A step may count several times, once for each of its optimisers.
 _FAR_MORE = 100
 
 
-def run_attempt(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """Run a trial in a process of its own and return its result.
-
-    Args:
-        request: The trial, as `request_of` returns it.
-        folder: A new folder for its files.
-        timeout: Seconds after which the process is ended.
-
-    Returns:
-        The measurements, or under "reason" why there are none.
-    """
-    return run_in_process(measure, request, folder, timeout)
-
-
-def request_of(attempt: Attempt, paths: Sequence[str], *, steps: int, weights: Path | None) -> dict[str, Any]:
-    """Return what the process needs to know.
-
-    Args:
-        attempt: The configuration with a strategy.
-        paths: Folders from which the process imports the user's modules.
-        steps: Number of steps whose time is measured.
-        weights: File with the weights of one device, which the trial on one device writes; None if weights are not
-            compared.
-    """
-    candidate = attempt.candidate
-    return {
-        "values": attempt.values,
-        "paths": list(paths),
-        "devices": attempt.devices,
-        "root": attempt.root,
-        "home": attempt.home,
-        "settling_steps": attempt.settling_steps,
-        "steps": steps,
-        "weights": None if weights is None else str(weights),
-        "is_reference": candidate.name == "single_device",
-    }
-
-
-def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measure(attempt: Attempt, steps: int, weights: Path | None, folder: Path) -> dict[str, Any]:
     """Build the objects, train, and return the measurements.
 
     Args:
-        request: The trial, as `request_of` returns it.
+        attempt: The configuration with a strategy.
+        steps: Number of steps whose time is measured.
+        weights: File with the weights of one device, which the trial on one device writes; None if weights are not
+            compared.
         folder: Folder for files of the trial.
     """
     # 1. The objects.
-    values = request["values"]
+    values = attempt.values
     data, module = build_data_and_module(values)
     # The memory of one step is measured, the time of some, and of another the time in which devices wait.
-    measured_steps = 2 + request["steps"]
+    measured_steps = 2 + steps
     compared_step = 1 + measured_steps
     # The probe ends the training. The bound, on which learning rates may depend, is the same under each strategy.
     limit_to_steps(values, _FAR_MORE * (MOST_SETTLING_STEPS + measured_steps), folder)
@@ -83,11 +46,11 @@ def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         read_as_processes(data or module)
     probe = DeviceProbe(
         folder,
-        request["devices"],
-        root=request["root"],
-        home=request["home"],
-        settling_steps=request["settling_steps"],
-        timed_steps=request["steps"],
+        attempt.devices,
+        root=attempt.root,
+        home=attempt.home,
+        settling_steps=attempt.settling_steps,
+        timed_steps=steps,
         compared_step=compared_step,
     )
     trainer.callbacks.append(probe)
@@ -102,14 +65,13 @@ def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     result = _merged(folder, trainer.world_size)
 
     # 3. The weights. Those of several processes are whole after the run.
-    if request["weights"] is None:
+    if weights is None:
         return result
-    weights = probe.weights or parameters_of(module)
-    path = Path(request["weights"])
-    if request["is_reference"]:
-        torch.save(weights, path)
-    elif path.is_file():
-        result["distance"] = _distance(weights, torch.load(path, weights_only=True))
+    own_weights = probe.weights or parameters_of(module)
+    if attempt.candidate.name == "single_device":
+        torch.save(own_weights, weights)
+    elif weights.is_file():
+        result["distance"] = _distance(own_weights, torch.load(weights, weights_only=True))
     return result
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from equipoise.app.command import present, read_flags, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bounded.flags import present, read_flags, seconds
+from equipoise.extensions.comparison.bench.process import run_trial
 from equipoise.extensions.comparison.savings.results import Result, compare, print_results, to_json
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver, combined
-from equipoise.extensions.comparison.savings.trial import run_trial
+from equipoise.extensions.comparison.savings.trial import measure
 from equipoise.parallel.workers.availability import require_workers
 
 __all__ = ["show_savings"]
@@ -101,7 +102,7 @@ class _Trials:
             return result
         print(f"equipoise: measuring {saver.name} ...", file=sys.stderr, flush=True)
         folder = self._folder / f"trial-{len(self.results)}"
-        measured = run_trial(trial, folder, self._paths, self._timeout)
+        measured = run_trial(measure, trial, folder=folder, paths=self._paths, timeout=self._timeout)
 
         # 2. Its result.
         reason = measured.get("reason")

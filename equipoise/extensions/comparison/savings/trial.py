@@ -1,67 +1,35 @@
 """One trial: a few steps with a saver, in the process of the trial."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bounded.process import run_in_process
-from equipoise.extensions.comparison.bounded.worker import build_data_and_module, limit_to_steps
+from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.savings.probe import TIMED_STEPS, WARM_STEPS, Probe, digest_of
 from equipoise.extensions.comparison.savings.savers import Trial
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 
-__all__ = ["measure", "request_of", "run_trial"]
+__all__ = ["measure"]
 
 
-def run_trial(trial: Trial, folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
-    """Run a trial in a process of its own and return its result.
-
-    Args:
-        trial: The trial.
-        folder: A new folder for its files.
-        paths: Folders from which the process imports the user's modules.
-        timeout: Seconds after which the process is ended.
-
-    Returns:
-        The measurements, or under "reason" why there are none.
-    """
-    return run_in_process(measure, request_of(trial, paths), folder, timeout)
-
-
-def request_of(trial: Trial, paths: Sequence[str]) -> dict[str, Any]:
-    """Return what the process needs to know.
-
-    Args:
-        trial: The trial.
-        paths: Folders from which the process imports the user's modules.
-    """
-    return {
-        "values": trial.values,
-        "paths": list(paths),
-        "chooses_blocks": trial.chooses_blocks,
-        "needs_device": trial.needs_device,
-    }
-
-
-def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measure(trial: Trial, folder: Path) -> dict[str, Any]:
     """Build the objects, train, and return the measurements.
 
     Args:
-        request: The trial, as `request_of` returns it.
+        trial: The trial.
         folder: Folder for files of the trial.
     """
     # 1. Data and module, the same in all trials.
-    values = request["values"]
+    values = trial.values
     data, module = build_data_and_module(values)
 
     # 2. The trainer, without loggers and callbacks of the user.
     overrides = []
     limit_to_steps(values, WARM_STEPS + 1 + TIMED_STEPS, folder)
     # The blocks are known once the module is built.
-    if request["chooses_blocks"]:
+    if trial.chooses_blocks:
         patterns = repeated_blocks(module)
         if not patterns:
             raise ConfigurationError(
@@ -70,7 +38,7 @@ def measure(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         values["trainer"]["activation_checkpointing"] = patterns
         overrides.append(f"trainer.activation_checkpointing=[{','.join(patterns)}]")
     trainer = build_trainer(values)
-    _check_device(trainer, needs_device=request["needs_device"])
+    _check_device(trainer, needs_device=trial.needs_device)
 
     # 3. The steps.
     probe = Probe()

@@ -5,39 +5,26 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from equipoise.app.batch_size import check_has_number
+from equipoise.app.command import present, read_flags, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.command.page import plan_page
 from equipoise.extensions.planning.command.table import print_plan
-from equipoise.extensions.planning.command.trial import write_plan
+from equipoise.extensions.planning.command.trial import make_plan
 from equipoise.extensions.planning.description.devices import describe_devices
+from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.report.page.page import write_page
 from equipoise.parallel.workers.availability import require_workers
-from equipoise.parallel.workers.bounded_call import call_bounded
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
 __all__ = ["show_plan"]
 
 _TIMEOUT = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Flags:
-    """Flags of the command.
-
-    Attributes:
-        as_json: True to print JSON. Default: False.
-        page: File for the page; None: no page. Default: None.
-        timeout: Seconds for the process. Default: 600.
-    """
-
-    as_json: bool = False
-    page: Path | None = None
-    timeout: float = _TIMEOUT
+_TAKES = "equipoise plan takes overrides, --config-dir FOLDER, --json, --html=FILE and --timeout=SECONDS"
 
 
 def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
@@ -54,69 +41,47 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     require_workers("equipoise plan")
 
     # 1. The arguments, the configuration and the devices.
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    flags = _flags_of([argument for argument in arguments if argument.startswith("-")])
+    readers = {"--json": present, "--html": _file, "--timeout": seconds}
+    overrides, flags = read_flags(arguments, readers, _TAKES)
+    page = flags.get("--html")
     with tempfile.TemporaryDirectory(prefix="equipoise-plan-") as temporary:
         values = compose_values(overrides, folders, Path(temporary, "run"))
         check_has_number(values, "equipoise plan")
         devices = describe_devices(_devices_of(values["trainer"]))
 
         # 2. The plan, in a process of its own.
-        request = {
-            "values": values,
-            "devices": [asdict(device) for device in devices],
-            "with_curves": flags.page is not None,
-        }
-        paths = [str(folder.parent) for folder in folders]
-        with _progress("tracing a step without memory ..."):
-            result = _run(request, Path(temporary), paths, flags.timeout)
+        try:
+            with _progress("tracing a step without memory ..."):
+                result = call_bounded(
+                    make_plan,
+                    values,
+                    devices,
+                    page is not None,
+                    timeout=flags.get("--timeout", _TIMEOUT),
+                    paths=[str(folder.parent) for folder in folders],
+                    option=" (--timeout=SECONDS)",
+                    explain=reason_of,
+                )
+        except CallError as error:
+            reason = str(error).rstrip(".")
+            if not error.is_raised:
+                reason = f"The plan was not made: {reason}"
+            raise ConfigurationError(f"{reason}.") from error
 
     # 3. What the user sees.
-    if result.get("reason"):
-        raise ConfigurationError(f"{str(result['reason']).rstrip('.')}.")
-    if flags.page is not None:
-        _write(plan_page(result), flags.page)
-    if flags.as_json:
+    if page is not None:
+        _write(plan_page(result), page)
+    if "--json" in flags:
         print(json.dumps(result, indent=2))
     else:
         print_plan(result)
 
 
-def _flags_of(texts: Sequence[str]) -> _Flags:
-    """Return the flags of the command line.
-
-    Raises:
-        ConfigurationError: If there is another flag, or a wrong value.
-    """
-    flags = _Flags()
-    for text in texts:
-        name, _, value = text.partition("=")
-        if text == "--json":
-            flags = replace(flags, as_json=True)
-        elif name == "--timeout":
-            flags = replace(flags, timeout=_seconds(value))
-        elif name == "--html":
-            if not value or Path(value).is_dir():
-                raise ConfigurationError(f"--html takes the name of a file, such as --html=plan.html, not {value!r}.")
-            flags = replace(flags, page=Path(value))
-        else:
-            raise ConfigurationError(
-                "equipoise plan takes overrides, --config-dir FOLDER, --json, --html=FILE and --timeout=SECONDS, not"
-                f" {text}."
-            )
-    return flags
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of `--timeout`."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        # A text is as wrong as zero seconds.
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise ConfigurationError(f"--timeout takes seconds above 0, such as --timeout=300, not {text!r}.")
-    return seconds
+def _file(name: str, text: str | None) -> Path:
+    """Read the name of a file."""
+    if not text or Path(text).is_dir():
+        raise ConfigurationError(f"{name} takes the name of a file, such as {name}=plan.html, not {text or ''!r}.")
+    return Path(text)
 
 
 @contextmanager
@@ -151,21 +116,3 @@ def _devices_of(trainer: dict[str, Any]) -> Any:
     if is_cpu and isinstance(devices, int):
         return [f"{devices}xcpu"]
     return devices
-
-
-def _run(request: dict[str, Any], folder: Path, paths: Sequence[str], timeout: float) -> dict[str, Any]:
-    """Return the answer of the process: a plan, or the reason why there is none."""
-    result_file = folder / "plan.json"
-    reason = call_bounded(
-        write_plan,
-        result_file,
-        json.dumps(request, default=str),
-        timeout=timeout,
-        output=folder / "output.txt",
-        option=" (--timeout=SECONDS)",
-        paths=paths,
-    )
-    if result_file.is_file():
-        result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-        return result
-    return {"reason": f"The plan was not made: {reason or 'its process left no result'}."}

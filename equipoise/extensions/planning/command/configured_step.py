@@ -8,10 +8,10 @@ from torch import nn
 
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
-from equipoise.extensions.planning.prediction import MemoryPrediction, check_real_steps, predicted
-from equipoise.extensions.planning.tracing.batches import size_of_batch
+from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 
@@ -82,7 +82,7 @@ def predict_configured(
         return module
 
     try:
-        found = trace_step(build_module, example, settings)
+        prediction = trace_step(build_module, example, settings)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -93,5 +93,5 @@ def predict_configured(
         check_real_steps(modules[0], reason)
         modules.clear()
         measured = measure_step(build_module, example, settings)
-        found = replace(measured, notes=[f"{reason}, so real steps were run."])
-    return predicted(found, size_of_batch(example), settings), modules[0]
+        prediction = replace(measured, notes=[f"{reason}, so real steps were run."])
+    return prediction, modules[0]

@@ -3,10 +3,8 @@
 The data are real, and the first batch is read. The module is built and traced without memory.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +14,15 @@ from torch import nn
 from equipoise.app.build import build
 from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
-from equipoise.extensions.planning.prediction import MemoryPrediction
-from equipoise.extensions.planning.process.worker import write_result
 from equipoise.extensions.planning.tracing.batches import size_of_batch
-from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.strategies import Strategy
 from equipoise.strategies.by_name import make_strategy, strategy_names
 
-__all__ = ["write_plan"]
+__all__ = ["make_plan"]
 
 # Strategies whose devices hold something else than a step of the module.
 _OTHER_STRATEGIES = ("ensemble", "hogwild")
@@ -35,25 +31,15 @@ _STRETCHES = 16
 _FARTHEST = 8
 
 
-def write_plan(result_file: Path, request: str) -> None:
-    """Make the plan, and write it as JSON; an error becomes its reason.
+def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_curves: bool) -> dict[str, Any]:
+    """Return the plan in values that JSON can hold.
 
     Args:
-        result_file: The file for the result.
-        request: As JSON, the values of the configuration, the devices, and `with_curves`: True to add the peaks of each
-            strategy over the batch size.
+        values: The values of the configuration.
+        devices: The devices.
+        with_curves: Whether to add the peaks of each strategy over the batch size.
     """
     torch.set_num_threads(1)
-    try:
-        options = json.loads(request)
-        devices = [PlannedDevice(**device) for device in options["devices"]]
-        result = _plan(options["values"], devices, with_curves=options["with_curves"])
-    except Exception as error:
-        result = {"reason": reason_of(error)}
-    write_result(result_file, result)
-
-
-def _plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], *, with_curves: bool) -> dict[str, Any]:
     # 1. A batch, and the settings.
     seed_everything(values["seed"] or 0, workers=True, verbose=False)
     example = first_batch(values)

@@ -8,8 +8,7 @@ from typing import Any
 
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
 from equipoise.extensions.planning.curve.replay import EventArrays, Replay, event_arrays
-from equipoise.extensions.planning.curve.search import largest_within
-from equipoise.extensions.planning.curve.sizes import Growth, Size, Span
+from equipoise.extensions.planning.curve.sizes import Size, Span
 from equipoise.extensions.planning.curve.stages import StagesOfStep, StepTrace
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.memory.records import Category
@@ -22,7 +21,7 @@ class MemoryCurve:
     """Memory of a step as a function of its batch size.
 
     Attributes:
-        span: The batch sizes at which the step was traced.
+        span: The batch sizes at which the step was recorded, the same one twice if its sizes hold there alone.
         sizes: The different sizes of its storages.
         holders: The storages, in the order of their allocation.
         events: Allocations and releases in order: a positive number n allocates holder n - 1, a negative one releases
@@ -30,6 +29,7 @@ class MemoryCurve:
         phases: The phases in order.
 
     Example:
+        >>> from equipoise.extensions.planning.curve.sizes import Growth
         >>> curve = MemoryCurve(
         ...     span=Span(2, 4),
         ...     sizes=[Size(100), Size(8, (Growth(2, 2),))],
@@ -39,8 +39,6 @@ class MemoryCurve:
         ... )
         >>> curve.peak(10).nbytes
         180
-        >>> curve.largest_batch(1000)
-        112
     """
 
     span: Span
@@ -113,28 +111,6 @@ class MemoryCurve:
     def _events(self) -> EventArrays:
         return event_arrays(self.events, self.holders)
 
-    def largest_batch(
-        self,
-        limit: int,
-        load: DeviceLoad = WHOLE_STEP,
-        rounding: int = 1,
-    ) -> int:
-        """Return the largest batch size whose peak stays within a limit; 0 if there is none.
-
-        Args:
-            limit: The limit in bytes.
-            load: The part of the step that the device has. Default: all of it.
-            rounding: Bytes to which an allocator rounds each storage up. Default: 1.
-
-        Returns:
-            The number of samples, at most 16.8 million.
-        """
-
-        def nbytes_at(size: int) -> int:
-            return self.peak(size, load, rounding).nbytes
-
-        return largest_within(limit, nbytes_at, self.span.second)
-
     @cached_property
     def totals(self) -> Mapping[Category, int]:
         """Bytes of what does not depend on the batch, by category; storages of the optimiser's step count once."""
@@ -145,42 +121,6 @@ class MemoryCurve:
             if not size.growths:
                 totals[holder.category] += size.factor
         return dict(totals)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the curve as values that JSON can hold."""
-        # JSON writes the named tuples as lists.
-        return {
-            "span": self.span,
-            "sizes": self.sizes,
-            "holders": self.holders,
-            "events": self.events,
-            "phases": self.phases,
-        }
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "MemoryCurve":
-        """Return the curve of plain values.
-
-        Args:
-            values: The result of `to_plain`.
-        """
-        # 1. The sizes, with the lengths that grow.
-        sizes = []
-        for factor, pairs in values["sizes"]:
-            growths = [Growth(*pair) for pair in pairs]
-            size = Size(factor, tuple(growths))
-            sizes.append(size)
-
-        # 2. What has them, and when.
-        holders = [Holder(*holder) for holder in values["holders"]]
-        phases = [PhaseStart(*start) for start in values["phases"]]
-        return cls(
-            span=Span(*values["span"]),
-            sizes=sizes,
-            holders=holders,
-            events=values["events"],
-            phases=phases,
-        )
 
 
 def _never_released(events: Sequence[int]) -> list[int]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-__all__ = ["MOST_SAMPLES", "largest_size", "largest_within"]
+__all__ = ["largest_size"]
 
 # The largest answer, for steps whose memory hardly grows with the batch.
-MOST_SAMPLES = 2**24
+_MOST_SAMPLES = 2**24
 
 
-def largest_size(fits: Callable[[int], bool], start: int, most: int = MOST_SAMPLES) -> int:
+def largest_size(fits: Callable[[int], bool], start: int, most: int = _MOST_SAMPLES) -> int:
     """Return the largest batch size that fits; 0 if none does.
 
     Args:
@@ -32,18 +32,3 @@ def largest_size(fits: Callable[[int], bool], start: int, most: int = MOST_SAMPL
         else:
             too_large = middle
     return largest
-
-
-def largest_within(limit: int, nbytes_at: Callable[[int], int], start: int) -> int:
-    """Return the largest batch size whose peak stays within a limit; 0 if there is none.
-
-    Args:
-        limit: The limit in bytes.
-        nbytes_at: Returns the peak in bytes at a batch size.
-        start: The size to begin with, from 1.
-
-    Example:
-        >>> largest_within(100, lambda size: 10 + 3 * size, 8)
-        30
-    """
-    return largest_size(lambda size: nbytes_at(size) <= limit, start)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, in_one_line
 from equipoise.extensions.leaks.references import is_of_user
 
 __all__ = ["Notes", "line_of_error", "reason_of", "refuse_side_effects"]
@@ -51,14 +51,10 @@ def reason_of(error: Exception) -> str:
     Args:
         error: The error.
     """
-    first_line = str(error).strip().partition("\n")[0]
-    if isinstance(error, ConfigurationError):
-        return first_line
-    reason = f"{type(error).__name__}: {first_line}"
     place = line_of_error(error)
-    if place:
-        reason = f"{place}: {reason}"
-    return reason
+    if place and not isinstance(error, ConfigurationError):
+        return f"{place}: {in_one_line(error)}"
+    return in_one_line(error)
 
 
 def line_of_error(error: BaseException) -> str:

@@ -1,12 +1,10 @@
-"""The memory of a step as a curve, from traces that allocate nothing."""
+"""The memory of a step as a function of its batch size, from traces that allocate nothing, or from real steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.curve.fitting import (
     IrregularStepError,
     RecordedStep,
@@ -14,7 +12,7 @@ from equipoise.extensions.planning.curve.fitting import (
     needs_confirmation,
     reproduces,
 )
-from equipoise.extensions.planning.curve.sampled import SampledCurve, sample_of
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import Notes, refuse_side_effects
@@ -22,10 +20,7 @@ from equipoise.extensions.planning.tracing.recording import record_step
 from equipoise.extensions.planning.tracing.step import BuildOptimizer, PlannedStep
 from equipoise.interop.torch.fake_tensors import fake_tensors
 
-__all__ = ["Method", "StepCurve", "measure_step", "trace_step"]
-
-# How a curve came about.
-Method = Literal["traced", "traced at several sizes", "measured"]
+__all__ = ["measure_step", "trace_step"]
 
 # A step that differs from size to size is traced at these multiples of the batch.
 _MULTIPLES = (1, 2, 3, 4, 8)
@@ -33,27 +28,12 @@ _MULTIPLES = (1, 2, 3, 4, 8)
 _PARTS = (4, 2, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCurve:
-    """The memory of a step.
-
-    Attributes:
-        curve: The memory as a function of the batch size.
-        method: How it was found.
-        notes: What was guessed on the way, with the lines of the user's code.
-    """
-
-    curve: MemoryCurve | SampledCurve
-    method: Method
-    notes: list[str]
-
-
 def trace_step(
     build: Callable[[], nn.Module],
     example: Any,
     settings: StepSettings,
     build_optimizer: BuildOptimizer | None = None,
-) -> StepCurve:
+) -> MemoryPrediction:
     """Trace a step at two batch sizes, or at several if it does something else at each of them.
 
     Args:
@@ -87,12 +67,20 @@ def trace_step(
             if not reproduces(curve, third):
                 notes.lines.append("The step's memory follows no simple law, so values between sizes are estimates.")
                 curve = None
-        if curve is not None:
-            return StepCurve(curve=curve, method="traced", notes=notes.lines)
 
-        # 3. Single points.
-        points = [sample_of(record(multiple * first_size)) for multiple in _MULTIPLES]
-        return StepCurve(curve=SampledCurve(points=points), method="traced at several sizes", notes=notes.lines)
+        # 3. Single sizes, if no curve goes through these.
+        if curve is not None:
+            curves = [curve]
+        else:
+            recorded = [record(multiple * first_size) for multiple in _MULTIPLES]
+            curves = [fit_curve(same, same) for same in recorded]
+    return MemoryPrediction(
+        batch_size=batch_size,
+        curves=curves,
+        method="traced at several sizes" if curve is None else "traced",
+        notes=notes.lines,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+    )
 
 
 def measure_step(
@@ -100,7 +88,7 @@ def measure_step(
     example: Any,
     settings: StepSettings,
     build_optimizer: BuildOptimizer | None = None,
-) -> StepCurve:
+) -> MemoryPrediction:
     """Run real steps with parts of a batch, up to the whole of it, and record their memory.
 
     Args:
@@ -114,9 +102,14 @@ def measure_step(
     if len(sizes) == 1:
         sizes.append(2 * sizes[0])
     step = PlannedStep(build(), settings, build_optimizer)
-    points = []
+    curves = []
     with refuse_side_effects():
         for size in sizes:
             recorded = record_step(step, example, size, settings.accumulate_grad_batches)
-            points.append(sample_of(recorded))
-    return StepCurve(curve=SampledCurve(points=points), method="measured", notes=[])
+            curves.append(fit_curve(recorded, recorded))
+    return MemoryPrediction(
+        batch_size=batch_size,
+        curves=curves,
+        method="measured",
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+    )

@@ -1,14 +1,20 @@
 """The predicted memory of a trainer's step on its devices."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice, describe_devices
-from equipoise.extensions.planning.prediction import MemoryPrediction, predict_memory
-from equipoise.extensions.planning.process.devices import describe_devices_elsewhere
+from equipoise.extensions.planning.prediction import predict_memory
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
-__all__ = ["devices_of", "predict_step"]
+__all__ = ["describe_elsewhere", "devices_of", "predict_step"]
+
+# Time to import torch, and to create a context on each device.
+_SECONDS = 60.0
 
 
 def predict_step(trainer: Any, module: LightningModule, batch: Any, *, measure: bool) -> MemoryPrediction:
@@ -39,11 +45,31 @@ def devices_of(trainer: Any) -> list[PlannedDevice]:
 
     Args:
         trainer: The trainer.
+
+    Raises:
+        ConfigurationError: If they cannot be read.
     """
     strategy = trainer.connected_strategy
     devices = list(strategy.processes.devices or strategy.devices)
     # Workers on the CPU share its memory.
     if all(device.type == "cpu" for device in devices):
         return describe_devices(f"{len(devices)}xcpu")
-    # A context of this process on each of them would stay for the whole fit.
-    return describe_devices_elsewhere([str(device) for device in devices])
+    return describe_elsewhere([str(device) for device in devices])
+
+
+def describe_elsewhere(names: Sequence[str]) -> list[PlannedDevice]:
+    """Return the devices as a process sees them that ends before the training begins.
+
+    Reading the free memory of a GPU takes several hundred MiB there for the context of the process that reads.
+
+    Args:
+        names: Names of devices of this machine, such as "cuda:1".
+
+    Raises:
+        ConfigurationError: If they cannot be read.
+    """
+    try:
+        devices: list[PlannedDevice] = call_bounded(describe_devices, names, timeout=_SECONDS)
+    except CallError as error:
+        raise ConfigurationError(f"the memory of {', '.join(names)} cannot be read: {error}") from error
+    return devices

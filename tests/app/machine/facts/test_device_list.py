@@ -9,6 +9,7 @@ import torch
 from equipoise.app.machine.facts import device_list
 from equipoise.app.machine.facts.device_list import read_devices
 from equipoise.memory.devices import DeviceInfo
+from equipoise.parallel.workers.bounded_call import CallError
 
 GPU = DeviceInfo(
     device="cuda:0",
@@ -43,29 +44,32 @@ def test_a_process_reads_the_devices_of_a_build_with_gpus(built_for_cuda: None) 
     assert devices.devices[0].device == "cpu"
 
 
-def write_a_gpu(file: Path) -> None:
-    device_list.list_devices = lambda only=None: [GPU]  # type: ignore[assignment]  # in the process
-    device_list.write_devices(file)
+def list_a_gpu(only: object = None) -> list[DeviceInfo]:
+    return [GPU]
 
 
 def test_what_the_process_has_read_comes_back(built_for_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_list, "write_devices", write_a_gpu)
+    monkeypatch.setattr(device_list, "list_devices", list_a_gpu)
     (gpu,) = read_devices().devices
     assert (gpu.name, gpu.compute_capability, gpu.uuid) == ("A GPU", (9, 0), None)
 
 
-def fail(file: Path) -> None:
-    raise RuntimeError("CUDA driver is insufficient, see /home/somebody/x")
+def fail(only: object = None) -> list[DeviceInfo]:
+    if only is None:
+        raise RuntimeError("CUDA driver is insufficient, see /home/somebody/x")
+    return []
 
 
-def abort(file: Path) -> None:
-    os.abort()
+def abort(only: object = None) -> list[DeviceInfo]:
+    if only is None:
+        os.abort()
+    return []
 
 
 @pytest.mark.parametrize(
     ("function", "failure"),
     [
-        (fail, "its process ended with exit code 1: RuntimeError: CUDA driver is insufficient, see ..."),
+        (fail, "RuntimeError: CUDA driver is insufficient, see ..."),
         (abort, "its process was ended by SIGABRT"),
     ],
     ids=["fails", "aborts"],
@@ -73,15 +77,18 @@ def abort(file: Path) -> None:
 def test_gpus_that_cannot_be_read(
     built_for_cuda: None, monkeypatch: pytest.MonkeyPatch, function: object, failure: str
 ) -> None:
-    monkeypatch.setattr(device_list, "write_devices", function)
+    monkeypatch.setattr(device_list, "list_devices", function)
     devices = read_devices()
-    assert [info.device for info in devices.devices] == ["cpu"]
+    assert devices.devices == []
     assert devices.failure is not None
     assert devices.failure.startswith(failure)
 
 
 def test_the_driver(built_for_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_list, "call_bounded", lambda *arguments, **options: "no process")
+    def refuse(*arguments: object, **options: object) -> None:
+        raise CallError("no process")
+
+    monkeypatch.setattr(device_list, "call_bounded", refuse)
     version = tmp_path / "version"
     monkeypatch.setattr(device_list, "_DRIVERS", (tmp_path / "none", version))
     assert read_devices().driver is None

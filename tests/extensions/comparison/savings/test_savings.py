@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from equipoise.extensions.comparison.bounded.worker import REQUEST, RESULT, answer
+from equipoise.extensions.comparison.bench import process
 from equipoise.extensions.comparison.savings import command as command_module
 from equipoise.extensions.comparison.savings.results import compare
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
-from equipoise.extensions.comparison.savings.trial import measure, request_of
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from tests.app.conftest import write
+from tests.support.bounded_calls import call_here
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 
@@ -72,18 +72,9 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-def in_this_process(trial: Any, folder: Path, paths: Any, timeout: float) -> dict[str, Any]:
-    """Run a trial as its process would."""
-    folder.mkdir()
-    (folder / REQUEST).write_text(json.dumps(request_of(trial, paths), default=str))
-    answer(folder, measure)
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text())
-    return result
-
-
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_module, "run_trial", in_this_process)
+    monkeypatch.setattr(process, "call_bounded", call_here)
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.extensions.planning.command import command as command_module
 from tests.app.conftest import write
+from tests.support.bounded_calls import call_here
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 
@@ -67,19 +68,10 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-def in_this_process(function: Any, *arguments: Any, paths: Any, **options: Any) -> None:
-    """Make a plan as its process would."""
-    sys.path[:0] = paths
-    try:
-        function(*arguments)
-    finally:
-        del sys.path[: len(paths)]
-
-
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(command_module, "call_bounded", in_this_process)
+    monkeypatch.setattr(command_module, "call_bounded", call_here)
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
-from equipoise.extensions.comparison.measuring.idle import StepProfile
+from equipoise.extensions.comparison.bench.idle import StepProfile
 from equipoise.memory.devices import PeakWatch
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.profile.places import DevicePlaces, names_of_devices

@@ -1,17 +1,24 @@
-"""Pickle a module and its batch without the contents of their tensors, for a process that needs their shapes only."""
+"""A step packed for the process that predicts its memory: for a trace without the contents of its tensors.
+
+The process reads it from a file that no other user can write to.
+"""
 
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
+from equipoise.interop.torch.fake_tensors import fake_tensors
 from equipoise.parallel.payload.object_pickling import Pickler
 from equipoise.parallel.payload.unpicklable_parts import explain
 
-__all__ = ["packed"]
+__all__ = ["measure_packed", "packed", "trace_packed"]
 
 
 class _EmptyPickler(Pickler):
@@ -61,3 +68,40 @@ def _empty_parameter(
 ) -> nn.Parameter:
     data = torch.empty_strided(shape, stride, dtype=dtype)
     return nn.Parameter(data, requires_grad=requires_grad)
+
+
+# In the process.
+
+
+def trace_packed(content: bytes) -> MemoryPrediction:
+    """Return the traced memory of a step.
+
+    Args:
+        content: Module, example, settings and the function that builds the optimiser, pickled without contents.
+    """
+    # Nothing is computed for which threads would help.
+    torch.set_num_threads(1)
+    # The module is unpickled where its tensors get no memory. The example is needed before.
+    with fake_tensors(_ignore):
+        _, example, settings, build_optimizer = pickle.loads(content)  # noqa: S301
+    return trace_step(partial(_module_of, content), example, settings, build_optimizer)
+
+
+def measure_packed(content: bytes) -> MemoryPrediction:
+    """Return the memory of real steps.
+
+    Args:
+        content: The same as for `trace_packed`, with the contents of all tensors.
+    """
+    torch.set_num_threads(1)
+    module, example, settings, build_optimizer = pickle.loads(content)  # noqa: S301
+    return measure_step(lambda: module, example, settings, build_optimizer)
+
+
+def _module_of(content: bytes) -> nn.Module:
+    module: nn.Module = pickle.loads(content)[0]  # noqa: S301
+    return module
+
+
+def _ignore(sentence: str) -> None:
+    """Do nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.extensions.comparison.measuring.idle import idle_of_kernels, idle_of_schedule
+from equipoise.extensions.comparison.bench.idle import idle_of_kernels, idle_of_schedule
 from equipoise.extensions.pipeline.schedule.simulation import simulate
 from equipoise.strategies.timeline import Timeline
 

@@ -1,1 +1,0 @@
-"""Traces in a process of their own, which may end without harm."""
