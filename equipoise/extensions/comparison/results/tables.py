@@ -10,13 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.extensions.comparison.page.page import reasons_in_words
 from equipoise.extensions.comparison.results.comparison import Comparison, Row, RowState
 from equipoise.formats import format_bytes, format_count, format_duration, format_path
 from equipoise.tables.live_table import LiveTable
 from equipoise.tables.whole_table import print_table
 
-__all__ = ["ComparisonDisplay", "comparison_table", "meaning_of_columns", "print_comparison", "row_texts"]
+__all__ = [
+    "ComparisonDisplay",
+    "comparison_table",
+    "meaning_of_columns",
+    "print_comparison",
+    "reasons_in_words",
+    "row_texts",
+]
 
 _STYLES = {
     RowState.WAITING: "dim",
@@ -191,6 +197,24 @@ def _largest_text(row: Row) -> str:
     return str(row.largest_batch)
 
 
+def reasons_in_words(comparison: Comparison) -> list[str]:
+    """Return a sentence for each reason why strategies did not run, with all strategies that have the same one.
+
+    Args:
+        comparison: The results.
+
+    Example:
+        >>> rows = [Row("single_device"), Row("dp", reason="one device"), Row("ddp", reason="one device")]
+        >>> reasons_in_words(Comparison("Net", ["cpu"], 8, 5, rows=rows))
+        ['dp, ddp did not run: one device']
+    """
+    labels: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if row.reason is not None:
+            labels.setdefault(row.reason, []).append(row.label)
+    return [f"{', '.join(names)} did not run: {reason}" for reason, names in labels.items()]
+
+
 def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | None, files: list[str]) -> None:
     """Print the closing table, the reasons, the notes and the recommendation.
 
@@ -204,7 +228,7 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
     print_table(comparison_table(comparison), console)
     # Sentences stand outside of the table, so that it does not break them.
     # 2. Reasons, and what the columns mean.
-    lines = reasons_in_words([(row.label, row.reason) for row in comparison.rows])
+    lines = reasons_in_words(comparison)
     lines.append(meaning_of_columns(comparison))
     lines += comparison.notes
     # 3. The recommendation, with overrides in a line that can be copied.

@@ -5,9 +5,11 @@ from typing import Any
 
 from equipoise.formats import format_bytes, format_count
 
-__all__ = ["HEADS", "alternatives_of", "caption_of", "lines_of", "recommended", "rows_of"]
+__all__ = ["HEADS", "WORDS", "alternatives_of", "caption_of", "lines_of", "recommended", "rows_of"]
 
 HEADS = ("strategy", "device", "samples", "peak", "usable", "room", "largest batch", "at the peak")
+# Columns of words.
+WORDS = ("strategy", "device", "at the peak")
 
 # Parts of a peak that a row names.
 _MOST_PARTS = 4

@@ -5,6 +5,7 @@ from typing import Any
 
 from equipoise.extensions.planning.command.rows import (
     HEADS,
+    WORDS,
     alternatives_of,
     caption_of,
     lines_of,
@@ -13,9 +14,6 @@ from equipoise.extensions.planning.command.rows import (
 )
 
 __all__ = ["print_plan"]
-
-# Columns of words.
-_WORDS = ("strategy", "device", "at the peak")
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
@@ -33,7 +31,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     # 1. The table.
     table = Table(box=SIMPLE)
     for head in HEADS:
-        justify: Any = "left" if head in _WORDS else "right"
+        justify: Any = "left" if head in WORDS else "right"
         table.add_column(head, justify=justify, overflow="fold" if head == HEADS[-1] else "ellipsis")
     for row in rows_of(plan):
         table.add_row(*row)

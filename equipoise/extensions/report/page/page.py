@@ -3,10 +3,11 @@
 import base64
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
-from equipoise.extensions.report.page.markup import Markup, join, plain, tag
+from equipoise.extensions.report.page.markup import Markup, hint, join, plain, section, tag
 from equipoise.extensions.report.page.memory_sections import memory_section, peak_section
 from equipoise.extensions.report.page.record import RunRecord
 from equipoise.extensions.report.page.sections import (
@@ -21,7 +22,15 @@ from equipoise.extensions.report.page.sections import (
 )
 from equipoise.formats import format_span
 
-__all__ = ["facts_section", "html_page", "render_report", "write_page", "write_report"]
+__all__ = [
+    "facts_section",
+    "html_page",
+    "page_header",
+    "recommendation_section",
+    "render_report",
+    "write_page",
+    "write_report",
+]
 
 # A tile gets more room where its value is longer than this number of characters.
 _WIDE = 24
@@ -149,8 +158,8 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     yield pipeline_section(record.pipeline)
     yield events_section(record.events)
     yield devices_section(record.devices)
-    for section in record.sections:
-        yield added_section(section)
+    for added in record.sections:
+        yield added_section(added)
     yield configuration_section(record.configuration)
 
 
@@ -160,12 +169,28 @@ def _header(record: RunRecord) -> Markup:
     if record.outcome == "running":
         last = "last seen"
     times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {last} {record.finished:%H:%M:%S} ({duration})"
-    pill = tag("span", record.outcome, class_=f"pill {record.outcome}")
+    return page_header("Run report", record.title, times, record.outcome)
+
+
+def page_header(kind: str, title: str, time: datetime | str, outcome: str = "") -> Markup:
+    """Return what stands above the sections of a page.
+
+    Args:
+        kind: The kind of page, in two words.
+        title: Name of the module.
+        time: The time of the page, or a sentence on times.
+        outcome: How it ended, which is a CSS class as well. Default: nothing is said of it.
+    """
+    if isinstance(time, datetime):
+        time = f"{time:%d %b %Y, %H:%M}"
+    pill = None
+    if outcome:
+        pill = join(" ", tag("span", outcome, class_=f"pill {outcome}"))
     return tag(
         "header",
-        tag("p", "Run report", class_="over"),
-        tag("h1", record.title, " ", pill),
-        tag("p", times),
+        tag("p", kind, class_="over"),
+        tag("h1", title, pill),
+        tag("p", time),
     )
 
 
@@ -209,6 +234,14 @@ def facts_section(facts: Mapping[str, str]) -> Markup | None:
         )
     heading = tag("h2", "In short", class_="unseen")
     return tag("section", heading, tag("dl", *tiles, class_="facts"))
+
+
+def recommendation_section(sentences: str, overrides: Sequence[str]) -> Markup:
+    """Show what is recommended, and the overrides that choose it, if there are any."""
+    code = None
+    if overrides:
+        code = hint(tag("code", " ".join(overrides)))
+    return section("Recommended", tag("p", sentences), code)
 
 
 def _tile_style(value: str) -> str | None:

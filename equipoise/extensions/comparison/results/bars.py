@@ -1,0 +1,108 @@
+"""Bar charts, as SVG: a group of bars for each row, their lengths in proportion to the values."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from equipoise.extensions.report.page.markup import Markup, heading, legend, tag, word_column
+from equipoise.formats import Unit, format_quantity
+
+__all__ = ["Bar", "bar_chart"]
+
+# Pixels of a bar, between two bars of a group, and between two groups.
+_BAR = 16
+_GAP = 3
+_GROUP_GAP = 14
+# Per cent of the width for the longest bar; the values stand behind the bars.
+_LONGEST = 70.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar.
+
+    Attributes:
+        label: Its name, for the legend and the pointer.
+        value: Its value, at least 0.
+        style: Its CSS class, which determines the colour.
+    """
+
+    label: str
+    value: float
+    style: str
+
+
+def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit) -> Markup:
+    """Draw a figure: its title, the names of its bars, the bars.
+
+    Args:
+        title: Name of the measured quantity.
+        groups: The bars of each row, by its name; rows without bars are left out.
+        unit: Unit of the values.
+    """
+    drawn = {label: bars for label, bars in groups.items() if bars}
+    values = [bar.value for bars in drawn.values() for bar in bars]
+    largest = max(values, default=0.0)
+    # 1. The bars, from top to bottom. The name of a row stands beside the middle of its bars.
+    rows = []
+    words = []
+    top = 0
+    for label, bars in drawn.items():
+        rows += [_bar(bar, top + index * (_BAR + _GAP), largest, unit) for index, bar in enumerate(bars)]
+        height = len(bars) * (_BAR + _GAP)
+        words.append((label, top + height / 2 + 3))
+        top += height + _GROUP_GAP
+    # The title tells those who cannot see the picture what it shows.
+    picture = tag(
+        "svg",
+        tag("title", f"{title}: {', '.join(drawn)}"),
+        *rows,
+        class_="bars",
+        role="img",
+        height=max(top, 1),
+    )
+    axes = tag("div", word_column(words, max(top, 1)), picture, class_="axes rows")
+    # 2. The title and the names of the bars.
+    head = tag("figcaption", heading("h3", title, ""), _legend(drawn.values()))
+    return tag("figure", head, axes, class_="chart")
+
+
+def _legend(groups: Iterable[Sequence[Bar]]) -> Markup | None:
+    """Return the names of the bars, if a group has several."""
+    styles: dict[str, str] = {}
+    for bars in groups:
+        if len(bars) > 1:
+            styles |= {bar.label: bar.style for bar in bars}
+    if not styles:
+        return None
+    return legend([(style, label) for label, style in styles.items()])
+
+
+def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
+    length = 0.0
+    if largest > 0:
+        length = _LONGEST * bar.value / largest
+    text = format_quantity(bar.value, unit)
+    # The text under the pointer names the bar, too.
+    tip = tag("title", f"{bar.label}: {text}")
+    rectangle = tag(
+        "rect",
+        x=0,
+        y=top,
+        width=f"{length:.2f}%",
+        height=_BAR,
+        rx=2,
+    )
+    value = tag(
+        "text",
+        text,
+        x=f"{length + 1:.2f}%",
+        y=top + _BAR - 4,
+        class_="value",
+    )
+    return tag(
+        "g",
+        tip,
+        rectangle,
+        value,
+        class_=f"bar {bar.style}",
+    )

@@ -1,0 +1,73 @@
+"""The page of a comparison: bars as long as their values, and text that stays text."""
+
+import pytest
+
+from equipoise.extensions.comparison.results.bars import Bar, bar_chart
+from equipoise.extensions.comparison.results.comparison import Comparison, Row
+from equipoise.extensions.comparison.results.page import comparison_page
+from tests.extensions.report.page.parsing import Element, parse
+
+
+def lengths(figure: Element) -> list[float]:
+    return [float(rect.attributes["width"].rstrip("%")) for rect in figure.all("rect")]
+
+
+def test_bars_are_in_proportion() -> None:
+    groups = {
+        "a": [Bar("first", 4096, "val"), Bar("second", 1024, "s0")],
+        "none": [],
+        "b": [Bar("first", 0, "val")],
+    }
+    figure = parse(bar_chart("Peak", groups, "bytes"))
+    long, short, empty = lengths(figure)
+    assert long == pytest.approx(4 * short)
+    assert empty == 0
+    texts = [text.text for text in figure.all("text")]
+    assert texts == ["a", "b", "4 KiB", "1 KiB", "0 B"]
+    # The names have a column of their own, in which the longest has room, however narrow the screen is.
+    names = parse(bar_chart("Peak", {"single_device": groups["a"]}, "bytes")).one("svg", "labels")
+    (name,) = names.all("text")
+    assert 6 * len("single_device") <= float(name.attributes["x"]) < float(names.attributes["width"])
+    assert [entry.text for entry in figure.all("li")] == ["first", "second"]
+    # No bar lies on another.
+    tops = [float(rect.attributes["y"]) for rect in figure.all("rect")]
+    heights = [float(rect.attributes["height"]) for rect in figure.all("rect")]
+    for top, height, next_top in zip(tops, heights, tops[1:], strict=False):
+        assert top + height <= next_top
+    assert tops[-1] + heights[-1] <= float(figure.one("svg", "bars").attributes["height"])
+
+
+def test_a_chart_without_bars() -> None:
+    figure = parse(bar_chart("Rate", {}, "number"))
+    assert lengths(figure) == []
+
+
+def test_the_page() -> None:
+    hostile = "<script>alert(1)</script>"
+    dp = Row("dp & co", ["strategy=dp"])
+    dp.begin({"cpu (1)": 21})
+    dp.note({"peaks": {"cpu (0)": 10, "cpu (1)": 20}, "seconds": 1.0, "samples_per_second": 12.0})
+    dp.end()
+    ddp = Row("ddp", ["strategy=ddp"])
+    ddp.refuse(hostile)
+    comparison = Comparison(hostile, ["cpu (0)", "cpu (1)"], 8, 5, ["One note."], [dp, ddp], "interrupted")
+    recommendation = {"strategy": "dp & co", "reason": "It is fast.", "overrides": ["strategy=dp"]}
+    page = parse(comparison_page(comparison, recommendation, {"seed": 0}))
+    assert len(page.all("script")) == 1
+    assert page.one("h1").text == f"{hostile} interrupted"
+    cells = [cell.text for cell in page.all("td")]
+    assert cells[:3] == ["dp & co recommended", "12", "10 B | 20 B"]
+    assert cells[7:9] == ["ddp", "not run"]
+    assert f"ddp did not run: {hostile}" in page.text
+    # Two measured bars, a predicted one, and a rate.
+    assert len(page.all("g", "bar")) == 4
+    assert "strategy=dp" in [code.text for code in page.all("code")]
+    for text in ("dp & co, on this machine. It is fast.", "One note.", "1 of 2"):
+        assert text in page.text
+
+
+def test_nothing_has_run() -> None:
+    row = Row("dp")
+    row.refuse("one device")
+    page = comparison_page(Comparison("Net", ["cpu"], None, 5, rows=[row]), None, {})
+    assert "No strategy has run." in parse(page).text
