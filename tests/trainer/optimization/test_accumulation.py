@@ -1,6 +1,7 @@
 """Accumulated batches give the gradient of their union, whatever their sizes and weights."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning as L
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equipoise import OOMRecovery, Strategy, StrategyOptimizer, Trainer
+from equipoise import Callback, OOMRecovery, Strategy, StrategyOptimizer
+from tests.support.trainer_runs import trainer
 
 FEATURES, CLASSES, IGNORED = 5, 3, -100
 Batches = list[tuple[Tensor, Tensor]]
@@ -65,15 +67,7 @@ class Loader:
 
 def train(module: Net, batches: Batches, **options: Any) -> Net:
     """Trains two epochs."""
-    trainer = Trainer(
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, Loader(batches))
+    trainer(max_epochs=2, **options).fit(module, Loader(batches))
     return module
 
 
@@ -161,6 +155,99 @@ def test_who_looks_sees_the_share(hook: str) -> None:
     assert seen[0] == first / 2
 
 
+class Searching(torch.optim.SGD):
+    """Computes loss and gradients three times before each step, as optimisers do that search.
+
+    Attributes:
+        losses: The losses that it received.
+    """
+
+    losses: ClassVar[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.losses.extend(closure() for _ in range(3))
+        return super().step()
+
+
+def test_a_batch_that_is_computed_several_times_counts_once() -> None:
+    """The optimiser receives the loss of the last batch, divided by the batches of the window."""
+
+    class Searches(Net):
+        def configure_optimizers(self) -> Any:
+            return Searching(self.parameters(), lr=0.1, momentum=0.9)
+
+    Searching.losses.clear()
+    batches = make_batches([3, 1, 2, 5])
+    torch.manual_seed(0)
+    searches, whole = Searches(), Net(optimizer="sgd")
+    whole.load_state_dict(searches.state_dict())
+    first = whole.training_step(batches[1], 1).detach() / 2
+    train(searches, batches, accumulate_grad_batches=2)
+    train(whole, union(windows_of(batches, 2)))
+    assert_close(searches, whole)
+    assert torch.equal(torch.stack(Searching.losses[:3]), first.expand(3))
+    assert not Searching.losses[0].requires_grad
+
+
+def doubled_by_a_hook(loss: Tensor) -> Tensor:
+    loss.register_hook(lambda gradient: gradient.mul_(2))
+    return loss
+
+
+CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "a hook in place": (doubled_by_a_hook, 2.0),
+    "float32": (lambda loss: loss.float(), 1.0),
+    "bfloat16": (lambda loss: loss.bfloat16(), 1.0),
+}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_loss_that_differs_from_others_does_not_change_their_gradients(name: str, window: int) -> None:
+    change, factor = CHANGES[name]
+
+    class Changing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return change(loss) if batch_idx in (0, 3) else loss
+
+    class Expected(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (factor if batch_idx in (0, 3) else 1.0)
+
+    batches = make_batches([4] * 6)
+    torch.manual_seed(0)
+    changing, expected = Changing(optimizer="sgd"), Expected(optimizer="sgd")
+    expected.load_state_dict(changing.state_dict())
+    for module in (changing, expected):
+        train(module, batches, accumulate_grad_batches=window)
+    assert_close(changing, expected)
+
+
+class Clips(Callback):
+    """Sets the limit of the gradients in the second batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 0.01, "value"
+
+
+def test_a_callback_may_change_the_limit_of_gradients_during_an_epoch() -> None:
+    batches = make_batches([4, 4])
+    torch.manual_seed(0)
+    module, expected = Net(optimizer="sgd"), Net(optimizer="sgd")
+    expected.load_state_dict(module.state_dict())
+    train(module, batches, callbacks=[Clips()])
+    optimizer = expected.configure_optimizers()
+    for number, batch in enumerate(batches * 2):
+        optimizer.zero_grad()
+        expected.training_step(batch, 0).backward()
+        if number > 0:
+            nn.utils.clip_grad_value_(expected.parameters(), 0.01)
+        optimizer.step()
+    assert_close(module, expected)
+
+
 def test_weights_of_zero_and_none() -> None:
     """A batch of which nothing counts, and one that is skipped, leave no trace, not even in the weights."""
 
@@ -222,17 +309,6 @@ def test_sizes_that_cannot_be_inferred() -> None:
             (expected.training_step(batch, 0) / 3).backward()
         optimizer.step()
     assert_close(module, expected)
-
-
-def test_a_wrong_batch_size_is_refused() -> None:
-    """A module that answers with something else than a number is told so."""
-
-    class Wrong(Net):
-        def batch_size(self, batch: Any) -> Any:
-            return "four"
-
-    with pytest.raises(RuntimeError, match="number of samples, not 'four'"):
-        train(Wrong(), make_batches([4, 4]), accumulate_grad_batches=2)
 
 
 def test_scaled_in_half_precision() -> None:
