@@ -29,7 +29,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.communication.processes import SingleProcess
 from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
-from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
+from equipoise.trainer.data.batch_stream import BatchStream
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
@@ -85,22 +85,6 @@ def test_a_limit_is_not_read_beyond() -> None:
         assert source.asked == 3
 
 
-def test_a_stream_that_was_started_is_not_started_again() -> None:
-    source = Unsized(2)
-    stream = stream_of(source)
-    stream.start()
-    assert list(stream) == [0, 1]
-    assert list(stream) == [0, 1]  # another pass
-
-
-def test_a_closed_stream_lets_go_of_its_batches() -> None:
-    stream = stream_of(Unsized(2))
-    stream.start()
-    assert stream.ahead == 0
-    stream.close()
-    assert stream.ahead is NOTHING
-
-
 class Counted(Dataset[int]):
     """Tells which samples were read."""
 
@@ -154,15 +138,6 @@ def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, s
         assert len(source.dataset.read) == sum(
             len(np.atleast_1d(batch)) for batch in whole[seen:]
         )  # nothing for nothing
-
-
-def test_a_pass_over_loaders_that_are_read_together() -> None:
-    together = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, "max_size_cycle")
-    assert list(BatchStream(together, Extent(3), combined=True)) == [
-        {"a": 1, "b": 4},
-        {"a": 2, "b": 5},
-        {"a": 3, "b": 4},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -273,42 +248,6 @@ def test_limits(limit: float, batches: int) -> None:
     run = trainer(L.Trainer, limit_train_batches=limit)
     run.fit(Small(), loader(10))
     assert run.num_training_batches == batches
-
-
-@pytest.mark.parametrize(("limit", "batches"), [(1.0, math.inf), (3, 3)])
-def test_limits_of_loaders_without_length(limit: float, batches: float) -> None:
-    assert loaders_of(DataLoader(Stream(9)), limit).extent.num_batches == batches
-
-
-@pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 5), ("max_size", 5), ("min_size", 3)])
-def test_lengths_of_loaders_that_are_read_together(mode: Any, length: int) -> None:
-    given = {"a": loader(5), "b": loader(3)}
-    chosen = loaders_of(CombinedLoader(given, mode))
-    assert chosen.extent.num_batches == length
-    assert chosen.iterables == given
-    assert not chosen.single
-    assert len(chosen.streams()) == 1
-
-
-def test_a_loader_is_left_as_it_is() -> None:
-    one = loader()
-    chosen = loaders_of(one)
-    assert chosen.single
-    assert chosen.iterables is one
-    assert chosen.flat == [one]
-
-
-def test_where_loaders_come_from() -> None:
-    module = Small()
-    assert not loaders.Source("train", None, module).is_defined()
-    given = loaders.Source("val", loader(), module)
-    assert given.is_defined()
-    assert given.describe() == "the val loader that was passed"
-    module.train_dataloader = lambda: [1]
-    source = loaders.Source("train", None, module)
-    assert source.is_defined()
-    assert source.request(lambda name: getattr(module, name)()) == [1]
-    assert source.describe() == "`Small.train_dataloader()`"
 
 
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
@@ -502,16 +441,6 @@ def test_samplers_are_told_the_epoch_once(inside: bool) -> None:
         source = DataLoader(dataset, sampler=sampler, batch_size=2)
     trainer(max_epochs=3).fit(Small(), source)
     assert sampler.epochs == [0, 1, 2]
-
-
-def test_what_keeps_its_own_position() -> None:
-    class Stateful(DataLoader[Any]):
-        def state_dict(self) -> Any: ...
-
-        def load_state_dict(self, state: Any) -> Any: ...
-
-    assert loader_state.has_state(Stateful([1]))
-    assert not loader_state.has_state(loader())
 
 
 @pytest.mark.parametrize("none", [[], ()])

@@ -174,6 +174,16 @@ def test_a_window_that_is_longer_than_an_epoch_is_named(
     assert len(named) == (1 if is_named else 0)
 
 
+def test_an_epoch_that_is_too_short_for_values_of_steps_is_named(tmp_path: Path) -> None:
+    """Not without a logger, nor in a trial run: a warning would be an error here."""
+    logger = CSVLogger(tmp_path)
+    trainer(log_every_n_steps=4).fit(Small(), loader(3))
+    trainer(logger=logger, log_every_n_steps=3).fit(Small(), loader(3))
+    trainer(logger=logger, log_every_n_steps=4, fast_dev_run=2).fit(Small(), loader(3))
+    with pytest.warns(UserWarning, match="3 batches, fewer than log_every_n_steps=4"):
+        trainer(logger=logger, log_every_n_steps=4).fit(Small(), loader(3))
+
+
 class Averaged(Small):
     """The loss of the named batches overflows in float16; steps are automatic, or taken by hand with two optimisers."""
 
