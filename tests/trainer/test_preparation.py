@@ -10,7 +10,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise import Trainer
-from equipoise.trainer.preparation import _in_order_of_start, _prepare_data, make_context
+from equipoise.trainer.preparation import _prepare_data, make_context
 from equipoise.trainer.runtime.request import Request
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
@@ -35,19 +35,6 @@ class PreparesFirst(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         self.prepared_before = self.module.prepared
-
-
-def test_a_context_shares_the_objects_of_the_trainer() -> None:
-    parts = trainer(Trainer).parts
-    module = Small()
-    passed = loader()
-    context = make_context(parts, Request(TrainerFn.FITTING, module, loaders={"train": passed}))
-    assert context.state is parts.state
-    assert context.logs is parts.logs
-    assert context.strategy is parts.strategy
-    assert context.hooks.trainer is parts.trainer
-    assert context.sources["train"].loaders is passed
-    assert context.sources["val"].owner is module
 
 
 def test_a_subclass_may_save_checkpoints_in_its_own_way() -> None:
@@ -129,8 +116,3 @@ def test_the_data_module_prepares_before_the_module() -> None:
     _prepare_data(context)
     assert datamodule.prepared_before == 0
     assert module.prepared == 1
-
-
-def test_loggers_start_in_their_order() -> None:
-    loggers: list[Any] = [object(), object()]
-    assert _in_order_of_start(loggers) == loggers

@@ -11,70 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise import Trainer
-from equipoise.trainer.state.progress import BatchProgress, Counts, FitProgress, Progress
+from equipoise.trainer.state.progress import FitProgress, Progress
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Validated, loader, trainer
 
 pytestmark = ignoring()
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 
-# One counter
-
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
     return {"ready": ready, "started": started, "processed": processed, "completed": completed}
 
-
-def test_a_counter_that_is_in_the_midst_of_something() -> None:
-    progress = Progress()
-    progress.count()
-    progress.current.ready += 1
-    progress.current.started += 1
-    assert progress.current.state_dict() == progress.total.state_dict() == counts(2, 2, 1, 1)
-    assert progress.completed == 1
-    progress.rewind()
-    assert progress.current == Counts(1, 1, 1, 1)
-
-
-def test_totals_outlive_epochs() -> None:
-    progress = Progress()
-    current = progress.current
-    progress.count()
-    progress.count()
-    progress.begin()
-    assert progress.current is current  # loops hold it
-    assert current == Counts()
-    progress.count()
-    assert progress.total == Counts(3, 3, 3, 3)
-    assert progress.completed == 3
-    progress.forget_total()
-    assert (progress.total, progress.completed) == (Counts(), 0)
-    assert current == Counts(1, 1, 1, 1)
-    progress.count()
-    assert progress.completed == 1
-
-
-def test_a_counter_with_fewer_counts() -> None:
-    """Lightning's counter of optimiser steps has two; a step that was begun and not completed counts as such."""
-    progress, other = Progress(("ready", "completed")), Progress(("ready", "completed"))
-    progress.count()
-    progress.current.ready += 1
-    assert progress.state_dict()["total"] == progress.state_dict()["current"] == {"ready": 2, "completed": 1}
-    other.load_state_dict(progress.state_dict())
-    assert other.current == Counts(ready=2, started=1, processed=1, completed=1)
-    assert other.total == other.current
-
-
-def test_a_new_epoch_has_not_reached_its_last_batch() -> None:
-    progress, other = BatchProgress(), BatchProgress()
-    progress.is_last_batch = True
-    other.load_state_dict(progress.state_dict())
-    assert other.is_last_batch
-    other.begin()
-    assert not other.is_last_batch
-
-
-# All of them
 
 FOUR = st.tuples(*[st.integers(0, 2**40)] * 4)
 COUNTERS = ("epoch", "batch", "optimizer_step", "manual_step", "zero_grad", "scheduler", "val_batch")
@@ -125,32 +72,6 @@ def test_a_counter_that_is_missing_is_noticed(name: str) -> None:
         return
     with pytest.raises(KeyError, match=name):
         FitProgress().load_state_dict(state)
-
-
-def test_a_new_epoch_sets_back_what_counts_within_an_epoch() -> None:
-    progress = FitProgress()
-    for name in COUNTERS:
-        getattr(progress, name).count()
-    progress.begin_epoch()
-    completed = {
-        name: (getattr(progress, name).current.completed, getattr(progress, name).completed) for name in COUNTERS
-    }
-    set_back, kept = (0, 1), (1, 1)
-    assert completed == {
-        "epoch": kept,
-        "batch": set_back,
-        "optimizer_step": set_back,
-        "manual_step": kept,
-        "zero_grad": set_back,
-        "scheduler": set_back,
-        "val_batch": (1, 0),
-    }
-
-
-def test_which_steps_are_counted() -> None:
-    progress = FitProgress()
-    assert progress.steps(automatic=True) is progress.optimizer_step
-    assert progress.steps(automatic=False) is progress.manual_step
 
 
 # Beside Lightning

@@ -1,29 +1,21 @@
-"""RunState: plain data, which another process receives without the objects of this one."""
+"""What another process of a run receives: plain data, without the objects of this process."""
 
 import pickle
 
-import pytest
 import torch
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
+from equipoise import Trainer
+from equipoise.trainer.preparation import make_context
+from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.state.run_state import RunState
+from tests.support.trainer_runs import Small, trainer
 
 
-def test_every_state_has_objects_of_its_own() -> None:
-    first = RunState()
-    second = RunState()
-    first.callbacks.append(object())  # type: ignore[arg-type]
-    first.progress.epoch.count()
-    first.status.stage = RunningStage.TRAINING
-    assert second.callbacks == []
-    assert second.current_epoch == 0
-    assert second.status.stage is None
-
-
-def test_a_copy_for_another_process_has_no_optimisers_schedulers_and_listeners() -> None:
+def test_a_copy_of_the_state_has_no_optimisers_schedulers_and_listeners() -> None:
     optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     state = RunState(max_steps=7, should_stop=True, root_dir="runs")
     state.optimizers = [optimizer]
@@ -42,74 +34,17 @@ def test_a_copy_for_another_process_has_no_optimisers_schedulers_and_listeners()
     assert len(state.metric_listeners) == len(state.lr_scheduler_configs) == 1
 
 
-def test_fitting_holds_during_its_validations() -> None:
-    state = RunState()
-    assert not state.fitting
-    state.status.fn = TrainerFn.FITTING
-    state.validating = True
-    assert state.fitting
-    state.status.fn = TrainerFn.VALIDATING
-    assert not state.fitting
+def test_a_copy_of_the_trainer_is_complete_but_has_no_run() -> None:
+    run = trainer(Trainer)
+    run.parts.begin_run(make_context(run.parts, Request(TrainerFn.FITTING, Small())))
+    assert run.lightning_module is not None
 
+    copy = pickle.loads(pickle.dumps(run))
 
-def test_a_run_begins_in_the_stage_of_its_entry_point_and_ends_in_none() -> None:
-    state = RunState(should_stop=True)
-    status = state.status
-    state.begin(TrainerFn.TESTING)
-    assert state.testing
-    assert not state.should_stop
-    assert status.status == TrainerStatus.RUNNING
-    state.finish()
-    assert status.stage is None
-    assert status.status == TrainerStatus.FINISHED
-    # Users may hold the object.
-    assert state.status is status
-
-
-def test_a_failed_run_stays_in_its_stage_until_it_is_left() -> None:
-    state = RunState()
-    state.begin(TrainerFn.FITTING)
-    state.interrupt()
-    assert state.interrupted
-    assert state.training
-    state.leave()
-    assert state.status.stage is None
-    assert state.fitting
-
-
-def test_results_are_what_a_caller_receives_from_other_processes() -> None:
-    state = RunState(max_steps=7)
-    state.loaded_ckpt_path = "last.ckpt"
-    results = state.results()
-    assert results["loaded_ckpt_path"] == "last.ckpt"
-    assert results["status"] is state.status
-    assert results["progress"] is state.progress
-    assert results.keys() == {
-        "status",
-        "should_stop",
-        "received_sigterm",
-        "progress",
-        "loaded_ckpt_path",
-        "managed_ckpt_path",
-        "optimizers",
-        "lr_scheduler_configs",
-    }
-
-
-def test_epochs_have_a_default_that_depends_on_other_limits() -> None:
-    steps = RunState(max_steps=5)
-    steps.set_default_epochs(has_timer=False)
-    assert (steps.max_epochs, steps.min_epochs) == (-1, 0)
-
-    timed = RunState(min_steps=3)
-    timed.set_default_epochs(has_timer=True)
-    assert (timed.max_epochs, timed.min_epochs) == (-1, 1)
-
-    chosen = RunState(max_epochs=2, min_epochs=1)
-    chosen.set_default_epochs(has_timer=False)
-    assert (chosen.max_epochs, chosen.min_epochs) == (2, 1)
-
-    unlimited = RunState()
-    with pytest.warns(UserWarning, match="ends after 1000 epochs"):
-        unlimited.set_default_epochs(has_timer=False)
-    assert unlimited.max_epochs == 1000
+    assert copy.parts.trainer is copy
+    assert copy.parts.state is copy.run_state
+    assert copy.fit_loop_state.state is copy.run_state
+    assert copy.strategy.run_state is copy.run_state
+    assert copy.lightning_module is None
+    copy.max_epochs = 3
+    assert copy.fit_loop.max_epochs == 3

@@ -10,7 +10,6 @@ import pytest
 from equipoise import Trainer
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.state.run_state import RunState
-from equipoise.trainer.surface.state_fields import StateField
 from tests.support.trainer_runs import trainer
 
 # Under another name, or read as `default_root_dir`.
@@ -23,22 +22,6 @@ def test_every_field_of_the_state_can_be_read_from_the_trainer(name: str) -> Non
     value = getattr(run, RENAMED.get(name, name))
     if name != "root_dir":
         assert value is getattr(run.run_state, name)
-
-
-def test_what_is_written_to_the_trainer_is_read_by_the_run() -> None:
-    run = trainer(Trainer)
-    run.should_stop = True
-    run.accumulate_grad_batches = 3
-    run.limit_val_batches = 0
-    run.callbacks = []
-    run.validating = True
-    state = run.run_state
-    assert state.should_stop
-    assert state.accumulate_grad_batches == 3
-    assert state.limit_val_batches == 0
-    assert state.callbacks is run.callbacks
-    assert state.validating
-    assert "should_stop" not in vars(run)
 
 
 @pytest.mark.parametrize("cls", [L.Trainer, Trainer])
@@ -91,11 +74,6 @@ def test_a_subclass_may_write_before_it_calls_the_constructor() -> None:
             super().__init__(accelerator="cpu", logger=False, max_epochs=self.max_epochs)
 
     assert Mine(5).run_state.max_epochs == 5
-
-
-def test_the_class_shows_the_field_itself() -> None:
-    assert isinstance(Trainer.should_stop, StateField)
-    assert Trainer.state.name == "status"
 
 
 def test_what_is_read_elsewhere_has_a_type_and_a_text_and_cannot_be_written() -> None:
