@@ -38,6 +38,7 @@ TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 METHODS = ["on_save_checkpoint", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "setup"]
 AllModule = overriding(Validated, [*hooks(ModelHooks), *TRANSFERS, *METHODS, "teardown"])
 AllCallback = overriding(L.Callback, hooks(L.Callback))
+AllCallback.state_key = "AllCallback{'x': 1}"
 AllData = overriding(Data, ["setup", "teardown", "prepare_data", "state_dict"])
 
 # What Lightning times and we do not: hooks of its own strategies, and what nobody has overridden.
@@ -79,7 +80,7 @@ def test_all_actions_are_lightnings(tmp_path: Path) -> None:
     assert ours["run_training_epoch"] == 2
     assert ours["save_checkpoint"] == 1
     assert ours["[LightningModule]AllValidated.on_train_batch_end"] == 6
-    assert ours["[Callback]AllCallback.on_train_batch_end"] == 6
+    assert ours["[Callback]AllCallback{'x': 1}.on_train_batch_end"] == 6
     assert ours["[LightningDataModule]AllData.train_dataloader"] == 1
 
 
@@ -88,6 +89,13 @@ def test_what_nobody_overrides_is_not_timed(tmp_path: Path) -> None:
     assert {action: theirs[action] for action in ours} == ours
     assert "[LightningModule]Validated.configure_optimizers" in ours
     assert not [action for action in ours if "[Callback]" in action or "train_batch" in action]
+
+
+def test_steps_of_copies_are_not_timed(tmp_path: Path) -> None:
+    """They run in other threads, and a profiler works in one only."""
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
+    trainer(profiler=profiler, strategy="dp", devices=2).fit(Small(), loader())
+    assert len(profiler.recorded_durations["[Strategy]DataParallelStrategy.training_step"]) == 3
 
 
 @BOTH
@@ -112,7 +120,7 @@ def test_a_report_for_every_kind_of_run(cls: Any, tmp_path: Path) -> None:
 # The names
 
 
-@pytest.mark.parametrize(("name", "kind"), [("simple", SimpleProfiler), ("advanced", AdvancedProfiler)])
+@pytest.mark.parametrize(("name", "kind"), [("simple", SimpleProfiler), ("Advanced", AdvancedProfiler)])
 def test_profilers_by_name(name: str, kind: type, caplog: pytest.LogCaptureFixture) -> None:
     """They log their reports where nobody names a folder."""
     run = trainer(profiler=name)
@@ -123,6 +131,10 @@ def test_profilers_by_name(name: str, kind: type, caplog: pytest.LogCaptureFixtu
     assert "run_training_epoch" in report
     assert "[Strategy]SingleDeviceStrategy.training_step" in report
     assert run.global_step == 3
+
+
+def test_the_name_of_pytorchs_profiler() -> None:
+    assert type(trainer(profiler="pytorch").profiler) is PyTorchProfiler
 
 
 def test_the_advanced_profiler_sees_into_an_action(tmp_path: Path) -> None:

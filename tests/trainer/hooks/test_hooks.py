@@ -1,8 +1,7 @@
 """Overrides of a hook are called, however they are written, in Lightning's order; nothing else costs time."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,10 +9,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, Timer
 from lightning.pytorch.core.hooks import ModelHooks
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from equipoise import Callback, Trainer
-from equipoise.trainer.hooks.hooks import Hooks, overrides
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.state.run_state import RunState
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, trainer
@@ -38,11 +37,9 @@ def functions(cls: type) -> list[str]:
     return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
 
 
-def hooks_of(
-    module: L.LightningModule, *callbacks: L.Callback, datamodule: Any = None, profiler: Profiler | None = None
-) -> Hooks:
-    state = RunState(callbacks=list(callbacks), profiler=profiler or PassThroughProfiler())
-    return Hooks(trainer="trainer", state=state, module=module, datamodule=datamodule, strategy_name="SomeStrategy")
+def hooks_of(module: L.LightningModule, *callbacks: L.Callback) -> Hooks:
+    state = RunState(callbacks=list(callbacks), profiler=PassThroughProfiler())
+    return Hooks(trainer="trainer", state=state, module=module, datamodule=None, strategy_name="SomeStrategy")
 
 
 # The ways to override a hook: each gives `owner` a hook that calls `note` with its arguments.
@@ -103,20 +100,12 @@ WAYS = [
 EVERY_WAY = pytest.mark.parametrize("override", WAYS, ids=lambda way: way.__name__)
 
 
-@EVERY_WAY
-def test_every_way_is_an_override(override: Any) -> None:
-    owner = Small()
-    assert not overrides(owner, "on_train_start", L.LightningModule)
-    override(owner, "on_train_start", print)
-    assert overrides(owner, "on_train_start", L.LightningModule)
-
-
 @pytest.mark.parametrize("value", [None, 3], ids=str)
 def test_what_cannot_be_called_is_no_override(value: Any) -> None:
-    owner = Small()
-    owner.on_train_start = value
-    assert not overrides(owner, "on_train_start", L.LightningModule)
-    assert not overrides(owner, "no_such_hook", L.LightningModule)
+    module = Small()
+    module.on_train_start = value
+    trainer().fit(module, loader(1))
+    assert module.ran == ["training"]
 
 
 @EVERY_WAY
@@ -183,46 +172,7 @@ def test_signatures_of_steps(step: Any) -> None:
     assert weights[0] != [[0.5, 0.5]]
 
 
-# Nobody
-
-
-@pytest.mark.parametrize("name", functions(ModelHooks))
-def test_a_hook_that_nobody_overrides_is_none(name: str) -> None:
-    hooks = hooks_of(Small(), L.Callback())
-    assert hooks.bind(name) is None
-    assert hooks.bind_module(name) is None
-    assert hooks.bind_callbacks(name) is None
-    assert hooks.call(name, "whatever it takes") is None
-
-
-def test_a_hook_knows_who_overrides_it() -> None:
-    notes: list[str] = []
-    first, second, idle, stopping = L.Callback(), L.Callback(), L.Callback(), EarlyStopping("loss")
-    module, name = Small(), "on_train_epoch_end"
-    for owner, who in ((module, "module"), (first, "first"), (second, "second"), (stopping, "stopping")):
-        by_attribute(owner, name, lambda *args, who=who: notes.append(who) or who)
-    hooks = hooks_of(module, first, idle, stopping, second)
-    expected = {
-        hooks.bind(name): ["first", "stopping", "second", "module"],
-        hooks.bind_module(name): ["module"],
-        hooks.bind_callbacks(name): ["first", "stopping", "second"],
-        hooks.bind_callbacks(name, monitoring=True): ["stopping"],
-        hooks.bind_callbacks(name, monitoring=False): ["first", "second"],
-    }
-    for fire, called in expected.items():
-        notes.clear()
-        assert fire() == ("module" if "module" in called else None)  # the module's answer, never a callback's
-        assert notes == called
-
-
-def test_arguments_of_callbacks_and_modules() -> None:
-    module, callback, calls = Small(), L.Callback(), []
-    for owner in (callback, module):
-        by_attribute(owner, "on_train_batch_start", lambda *args, **kwargs: calls.append((args, kwargs)))
-    fire = hooks_of(module, callback).bind("on_train_batch_start")
-    assert fire is not None
-    fire("batch", batch_idx=3)
-    assert calls == [(("trainer", module, "batch"), {"batch_idx": 3}), (("batch",), {"batch_idx": 3})]
+# Some of the callbacks
 
 
 class Joint(Callback):
@@ -266,104 +216,6 @@ def test_checkpoints_after_one_of_them(key: str, called: list[str] | None) -> No
         assert fire is not None
         fire()
         assert keys == called
-
-
-def test_the_current_hook_is_set_for_callbacks_and_steps_within_each_other() -> None:
-    module, current = Small(), []
-    note = lambda *args: current.append(module._current_fx_name)  # noqa: E731
-    by_attribute(module, "on_train_start", lambda: note() or hooks.call("on_save_checkpoint", {}) or note())
-    by_attribute(module, "on_save_checkpoint", note)
-    by_attribute(module, "training_step", note)
-    hooks = hooks_of(module)
-    hooks.call("on_train_start")
-    hooks.bind_step("training_step")("batch", 0)
-    assert current == ["on_train_start", "on_save_checkpoint", "on_train_start", "training_step"]
-    assert module._current_fx_name is None
-
-
-def test_a_callback_that_is_added_later_is_bound_later() -> None:
-    hooks, late = hooks_of(Small()), L.Callback()
-    by_attribute(late, "on_train_batch_end", lambda *args: None)
-    assert hooks.bind("on_train_batch_end") is None
-    hooks.callbacks.append(late)
-    assert hooks.bind("on_train_batch_end") is not None
-
-
-# Profiles
-
-
-class Recorder(Profiler):
-    """A profiler that notes which actions begin and end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    @contextmanager
-    def profile(self, action_name: str) -> Iterator[None]:
-        self.notes.append(action_name)
-        yield
-        self.notes.append("end")
-
-    def start(self, action_name: str) -> None: ...
-
-    def stop(self, action_name: str) -> None: ...
-
-
-class Profiled(Small):
-    def on_train_start(self) -> str:
-        return "value of the module"
-
-
-class ProfiledCallback(L.Callback):
-    state_key = "ProfiledCallback{'x': 1}"
-
-    def on_train_start(self, *args: Any) -> None: ...
-
-
-class ProfiledData(TrainingData):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-
-def test_every_hook_is_profiled_under_lightnings_name() -> None:
-    recorder = Recorder()
-    hooks = hooks_of(Profiled(), ProfiledCallback(), datamodule=ProfiledData(1), profiler=recorder)
-    assert hooks.is_profiled
-    assert hooks.call("on_train_start") == "value of the module"
-    assert recorder.notes == [
-        "[Callback]ProfiledCallback{'x': 1}.on_train_start",
-        "end",
-        "[LightningModule]Profiled.on_train_start",
-        "end",
-    ]
-    recorder.notes.clear()
-    transfer = hooks.bind_data("on_after_batch_transfer")
-    assert transfer is not None
-    assert transfer("batch", 0) == "batch"
-    hooks.call_datamodule("prepare_data")
-    assert recorder.notes[::2] == [
-        "[LightningDataModule]ProfiledData.on_after_batch_transfer",
-        "[LightningDataModule]ProfiledData.prepare_data",
-    ]
-
-
-def test_the_steps_of_the_module_are_profiled_and_those_of_copies_are_not() -> None:
-    recorder = Recorder()
-    module, copy = Small(), Small()
-    for owner in (module, copy):
-        by_attribute(owner, "training_step", lambda batch, batch_idx: batch + batch_idx)
-    hooks = hooks_of(module, profiler=recorder)
-    assert hooks.bind_step("training_step", copy)(40, 2) == 42
-    assert recorder.notes == []
-    assert hooks.bind_step("training_step")(40, 2) == 42
-    assert recorder.notes == ["[Strategy]SomeStrategy.training_step", "end"]
-
-
-def test_without_a_profiler_hooks_are_called_directly() -> None:
-    hooks = hooks_of(Profiled())
-    assert not hooks.is_profiled
-    assert hooks.profiled(print, "action") is print
 
 
 def test_nothing_is_looked_up_in_a_step() -> None:
@@ -413,29 +265,20 @@ class OwnReport(LearningRateMonitor):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("cls", "uses"), [(L.Callback, False), (Collects, False), (Heir, False), (OwnHook, True), (OwnHookAndWord, False)]
-)
-def test_a_class_says_for_its_own_hook_whether_it_uses_outputs(cls: Any, uses: bool) -> None:
-    """The flag is not for the hook of a derived class."""
-    assert hooks_of(Small(), cls()).uses_outputs() is uses
+@pytest.mark.parametrize(("cls", "uses"), [(Collects, False), (Heir, False), (OwnHook, True), (OwnHookAndWord, False)])
+def test_outputs_that_no_hook_uses_are_not_prepared(cls: type[Collects], uses: bool) -> None:
+    """A class says for its own hook whether it uses them: the flag is not for the hook of a derived class."""
+    callback = cls()
+    trainer(callbacks=[callback]).fit(Small(), loader(2))
+    assert [set(outputs) for outputs in callback.outputs] == [{"loss"} if uses else set()] * 2
 
 
-def test_hooks_of_modules_and_instances_use_outputs() -> None:
-    module, callback = Small(), Collects()
-    assert not hooks_of(module, callback).uses_outputs()
-    by_attribute(callback, "on_train_batch_end", print)
-    assert hooks_of(module, callback).uses_outputs()
-    by_attribute(module, "on_train_batch_end", print)
-    assert hooks_of(module).uses_outputs()
-
-
-def test_outputs_that_no_hook_uses_are_not_prepared() -> None:
-    without, with_outputs = Collects(), OwnHook()
-    trainer(callbacks=[without]).fit(Small(), loader(2))
-    trainer(callbacks=[with_outputs]).fit(Small(), loader(2))
-    assert without.outputs == [{}] * 2
-    assert [set(outputs) for outputs in with_outputs.outputs] == [{"loss"}] * 2
+@pytest.mark.parametrize("owner", ["module", "callback"])
+def test_hooks_of_modules_and_instances_use_outputs(owner: str) -> None:
+    module, callback, seen = Small(), Collects(), []
+    by_attribute({"module": module, "callback": callback}[owner], "on_train_batch_end", lambda *a: seen.append(a[-3]))
+    trainer(callbacks=[callback]).fit(module, loader(2))
+    assert [set(outputs) for outputs in seen] == [{"loss"}] * 2
 
 
 @pytest.mark.parametrize(
