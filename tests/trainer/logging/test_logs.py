@@ -1,8 +1,5 @@
-"""Values of `self.log` without a trainer: batches and loops, dictionaries, shares in threads, several processes."""
+"""Values of `self.log` without a trainer: what is refused, and several processes; for the rest see `tests/parity`."""
 
-import pickle
-from collections.abc import Callable
-from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -19,11 +16,11 @@ from equipoise.trainer.logging.logs import Logs
 CPU = torch.device("cpu")
 
 
-def logs_of(*, training: bool = True, **arguments: Any) -> Logs:
+def logs_of(**arguments: Any) -> Logs:
     """Return logs in a loop, before its first batch."""
     logs = Logs()
     logs.connect_run(len, **arguments)
-    logs.enter(Collection(training=training))
+    logs.enter(Collection(training=True))
     return logs
 
 
@@ -49,19 +46,6 @@ def plain(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-# Steps and epochs
-
-
-def test_steps_in_batches_and_epochs_after_them() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 2), (4.0, 1)])
-    assert plain(logs.metrics()) == {"loss_step": 4.0}
-    assert plain(logs.callback_metrics) == {"loss": 4.0, "loss_step": 4.0}
-    logs.end_batches()
-    assert plain(logs.metrics()) == {"loss_epoch": 2.0}
-    assert plain(logs.callback_metrics) == {"loss": 2.0, "loss_step": 4.0, "loss_epoch": 2.0}
-
-
 def test_hooks_of_the_same_name_are_apart() -> None:
     logs = logs_of()
     logs.begin_batch([0])
@@ -84,71 +68,7 @@ def test_the_size_of_a_batch_is_computed_once() -> None:
     assert batches == ["first"]
 
 
-def test_a_loop_within_a_loop() -> None:
-    """A validation runs within an epoch of training."""
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.begin_batch([0])
-    both(logs, "loss", 5.0)
-    outer = logs.enter(Collection(training=False))
-    assert plain(logs.callback_metrics) == {"loss": 5.0, "loss_step": 5.0}
-    logs.begin_batch([0], 0)
-    both(logs, "score", 3.0, hook="validation_step")
-    logs.end_batch()
-    assert set(logs.callback_metrics) == {"loss", "loss_step"}, "an evaluation shows its values at its end"
-    assert plain(logs.logged_metrics)["score_step/dataloader_idx_0"] == 3.0
-    logs.end_batches()
-    logs.leave_loaders()
-    log(logs, "summary", 8.0, hook="on_validation_epoch_end")
-    assert plain(logs.metrics()) == {"summary": 8.0}
-    logs.reset()
-    logs.leave(outer)
-    assert plain(logs.metrics()) == {"loss_step": 5.0}
-    logs.end_batch()
-    logs.end_batches()
-    assert plain(logs.metrics()) == {"loss_epoch": 3.0}
-    assert plain(logs.callback_metrics)["score/dataloader_idx_0"] == 3.0
-
-
-def test_loaders_have_values_of_their_own() -> None:
-    logs = logs_of(training=False)
-    values = []
-    for index in (0, 1):
-        for value in (1.0, 2.0):
-            logs.begin_batch([0], index)
-            log(logs, "loss", value + 10 * index, hook="validation_step")
-            log(
-                logs, "all", value, hook="validation_step", add_dataloader_idx=False, reduce_fx="sum"
-            ) if index else None
-            logs.end_batch()
-        logs.end_batches()
-        values.append(plain(logs.metrics()))
-    assert values == [
-        {"loss/dataloader_idx_0": 1.5},
-        {"loss/dataloader_idx_1": 11.5, "all": 3.0},
-    ]
-
-
-def test_values_outside_of_batches_count_at_once() -> None:
-    logs = logs_of()
-    log(logs, "x", 2.0, hook="on_train_epoch_start", on_epoch=True)
-    assert logs.pending == []
-    assert plain(logs.metrics()) == {"x": 2.0}
-
-
 # Values
-
-
-def test_a_failed_attempt_is_forgotten_by_clearing_pending_values() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.begin_batch([0])
-    both(logs, "loss", 100.0)
-    logs.pending.clear()
-    both(logs, "loss", 3.0)
-    logs.end_batch()
-    logs.end_batches()
-    assert plain(logs.metrics()) == {"loss_epoch": 2.0}
 
 
 class Square(MeanMetric):
@@ -171,15 +91,11 @@ def test_a_metric_must_compute_a_tensor() -> None:
 @pytest.mark.parametrize(
     ("value", "options", "error", "message"),
     [
-        ("text", {}, ValueError, "takes a number, a tensor of one element or a torchmetrics Metric, not str"),
         (MetricCollection([MeanMetric()]), {}, ValueError, "not MetricCollection"),
-        (torch.ones(2), {}, ValueError, r"shape \(2,\), but it must have a single element"),
-        (1.0, {"on_step": False, "on_epoch": False}, MisconfigurationException, "logs nothing"),
-        (1.0, {"hook": "on_save_checkpoint"}, MisconfigurationException, "on_save_checkpoint"),
         (1.0, {"reduce_fx": "median"}, MisconfigurationException, "only mean, sum, min and max"),
         (1.0, {"name": "x/dataloader_idx_0"}, MisconfigurationException, "holds a loader's index"),
     ],
-    ids=["text", "collection", "two elements", "no level", "hook", "reduction", "name"],
+    ids=["collection", "reduction", "name"],
 )
 def test_wrong_arguments(value: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     logs = logs_of()
@@ -212,104 +128,6 @@ def test_logging_needs_a_loop_and_a_hook() -> None:
     logs.enter(Collection(training=True))
     with pytest.raises(MisconfigurationException, match="outside of the hooks and steps"):
         logs.add(None, "x", 1.0, tuple(LogOptions()), None)
-
-
-# Dictionaries
-
-
-def test_a_loop_that_was_reset_shows_what_it_showed() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.end_batches()
-    logs.reset()
-    assert logs.metrics() == {}
-    assert plain(logs.callback_metrics)["loss_epoch"] == 1.0
-
-
-@pytest.mark.parametrize(("failed", "expected"), [(False, 3.0), (True, 1.0)])
-def test_the_end_of_a_run(failed: bool, expected: float) -> None:
-    """After an error the values of the batch that failed are left out; the batch itself is released."""
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.begin_batch([0])
-    both(logs, "loss", 3.0)
-    logs.close(failed=failed)
-    assert plain(logs.callback_metrics)["loss_step"] == expected
-    assert (logs.collection, logs._batch, logs.pending) == (None, None, [])
-
-
-def test_another_process_receives_what_is_shown() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.refresh()
-    copy = pickle.loads(pickle.dumps(logs))
-    assert copy.collection is None
-    assert plain(copy.callback_metrics) == plain(logs.callback_metrics)
-    fresh = Logs()
-    fresh.show(logs.shown())
-    assert plain(fresh.logged_metrics) == plain(logs.logged_metrics)
-
-
-def test_an_epoch_goes_on_after_a_resumption() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 2), (4.0, 1)])
-    assert logs.collection is not None
-    state = logs.state_dict(logs.collection, {})
-    resumed = logs_of()
-    assert resumed.collection is not None
-    resumed.load_state_dict(state, resumed.collection, {})
-    assert plain(resumed.callback_metrics)["loss_step"] == 4.0
-    run(resumed, [(7.0, 3)])
-    resumed.end_batches()
-    assert plain(resumed.metrics()) == {"loss_epoch": pytest.approx((1.0 * 2 + 4.0 + 7.0 * 3) / 6, rel=1e-12)}
-
-
-# Shares of a batch
-
-
-def in_threads(functions: list[Callable[[], None]]) -> None:
-    threads = [Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_each_thread_captures_its_own_share() -> None:
-    logs, all_began, captured = logs_of(), Barrier(3), {}
-    logs.begin_batch([0])
-
-    def compute(share: int) -> None:
-        outer = logs.captures.begin()
-        all_began.wait(60)
-        value = torch.tensor(float(share))
-        log(logs, "x", value, size=share)
-        value.add_(100.0)
-        log(logs, "y", 2 * share)
-        captured[share] = logs.captures.end(outer)
-
-    in_threads([lambda share=share: compute(share) for share in range(3)])
-    assert logs.pending == []
-    for share, logged in captured.items():
-        assert [(call.hook, call.name, float(call.value)) for call in logged] == [
-            ("training_step", "x", float(share)),
-            ("training_step", "y", 2.0 * share),
-        ]
-        assert [call.batch_size for call in logged] == [share, None]
-
-
-def test_a_share_within_a_share() -> None:
-    logs = logs_of()
-    logs.begin_batch([0])
-    outer = logs.captures.begin()
-    log(logs, "a", 1)
-    inner = logs.captures.begin()
-    log(logs, "b", 2)
-    assert [call.name for call in logs.captures.end(inner)] == ["b"]
-    log(logs, "c", 3)
-    assert [call.name for call in logs.captures.end(outer)] == ["a", "c"]
-    log(logs, "d", 4)
-    assert plain(logs.metrics()) == {"d": 4.0}
 
 
 # Several processes
