@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from equipoise import ConfigurationError, Trainer
@@ -210,15 +209,6 @@ def test_values_that_are_no_time(value: Any) -> None:
 @pytest.mark.parametrize(("algorithm", "name"), [(None, None), ("norm", "norm"), ("VALUE", "value")])
 def test_clipping(value: Any, algorithm: Any, name: Any) -> None:
     assert arguments.gradient_clipping(value, algorithm) == (value, name)
-
-
-def test_profilers() -> None:
-    kinds = {"simple": SimpleProfiler, "Advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-    for name, kind in kinds.items():
-        assert type(arguments.make_profiler(name)) is kind
-    assert type(arguments.make_profiler(None)) is PassThroughProfiler
-    own = SimpleProfiler()
-    assert arguments.make_profiler(own) is own
 
 
 def test_max_epochs_has_a_default_that_is_said_aloud() -> None:

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise import DataParallelStrategy, DDPStrategy, PipelineStrategy, SingleDeviceStrategy, Strategy, Trainer
+from equipoise import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    PipelineStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    Trainer,
+)
+from equipoise.trainer.settings.strategy import select_strategy
 from tests.conftest import ignoring
-from tests.support.trainer_runs import refuses
+from tests.support.trainer_runs import Small, loader, refuses
 
 pytestmark = ignoring()
 CPU = torch.device("cpu")
@@ -65,6 +74,26 @@ def test_a_plain_trainer_on_a_cpu() -> None:
     run = plain(accelerator="cpu")
     assert type(run.connected_strategy) is SingleDeviceStrategy
     assert (run.connected_strategy.devices, run.world_size) == ((CPU,), 1)
+
+
+def test_several_gpus_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, gpus: None) -> None:
+    monkeypatch.setattr("equipoise.trainer.settings.strategy.can_start_workers", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["slow", "fast", "fast"][device.index])
+    kinds = {1: SingleDeviceStrategy, 2: DataParallelStrategy, 3: BalancedDataParallelStrategy}
+    for count, kind in kinds.items():
+        assert type(select_strategy("auto", CARDS[3 - count : 3], 1)) is kind
+
+
+def test_a_strategy_of_the_users_own() -> None:
+    class Own(Strategy):
+        name = "own"
+
+    own = Own()
+    run = plain(accelerator="cpu", strategy=own, devices=2)
+    assert run.connected_strategy is own
+    assert own.devices == (CPU, CPU)
+    run.fit(Small(), loader())
+    assert run.global_step == 3
 
 
 # Among other processes

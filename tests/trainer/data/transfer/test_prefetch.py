@@ -17,15 +17,6 @@ pytestmark = ignoring()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_it_is_on_by_default() -> None:
-    assert trainer().prefetch == "auto"
-
-
-@pytest.mark.parametrize("choice", ["auto", True, False])
-def test_choices(choice: Any) -> None:
-    assert trainer(prefetch=choice).prefetch == choice
-
-
 @pytest.mark.parametrize("wrong", ["on", None, 1, "True", 2.0])
 def test_other_choices_are_refused(wrong: Any) -> None:
     refuses(lambda: Trainer(prefetch=wrong), 'prefetch must be "auto", True or False, not ' + repr(wrong))
