@@ -279,19 +279,6 @@ def test_with_a_module_none_is_meant(fitted: Trainer) -> None:
     assert fitted.ckpt_path is None
 
 
-def test_the_checkpoint_that_is_set_is_used_from_then_on(fitted: Trainer, tmp_path: Path) -> None:
-    fitted.ckpt_path = str(tmp_path / "epoch=1.ckpt")
-    for _ in range(2):
-        module = Weights()
-        fitted.test(module, loader(), verbose=False)
-        assert torch.equal(module.layer.weight, weights_in(tmp_path / "epoch=1.ckpt"))
-    fitted.ckpt_path = None
-    module = Weights()
-    before = module.layer.weight.detach().clone()
-    fitted.test(module, loader(), verbose=False)
-    assert torch.equal(module.layer.weight, before)
-
-
 def test_the_newest_of_all_last_checkpoints_is_meant(tmp_path: Path) -> None:
     keepers = [
         ModelCheckpoint(tmp_path / name, save_last=True, every_n_epochs=every) for name, every in (("a", 1), ("b", 2))

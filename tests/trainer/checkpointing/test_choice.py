@@ -4,16 +4,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 
-from equipoise import Trainer
-
-OPTIONS = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-
-
-def loader():
-    return torch.utils.data.DataLoader(torch.ones(4, 32))
+from tests.support.trainer_runs import Small, loader, trainer
 
 
 @pytest.fixture
@@ -28,13 +20,13 @@ def worker(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_last_asks_ray_first(worker, tmp_path, monkeypatch):
     # 1. The first attempt has no checkpoint yet, which is no reason for a warning.
-    first = Trainer(max_epochs=1, default_root_dir=tmp_path, **OPTIONS)
-    first.fit(BoringModel(), loader(), ckpt_path="last")
+    first = trainer(enable_checkpointing=True, default_root_dir=tmp_path)
+    first.fit(Small(), loader(), ckpt_path="last")
     first.save_checkpoint(tmp_path / "reported" / "checkpoint.ckpt")
 
     # 2. The second resumes from the report.
     monkeypatch.setattr(worker, "get_checkpoint", lambda: SimpleNamespace(path=str(tmp_path / "reported")))
-    second = Trainer(max_epochs=2, default_root_dir=tmp_path, **OPTIONS)
-    second.fit(BoringModel(), loader(), ckpt_path="last")
+    second = trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    second.fit(Small(), loader(), ckpt_path="last")
     assert second.ckpt_path == str(tmp_path / "reported" / "checkpoint.ckpt")
-    assert (second.current_epoch, second.global_step) == (2, 8)
+    assert (second.current_epoch, second.global_step) == (2, 6)

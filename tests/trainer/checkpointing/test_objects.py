@@ -217,17 +217,6 @@ def forecaster() -> Forecaster:
 
 
 @BOTH
-def test_a_loss_in_the_hyperparameters_is_the_loss_again(cls: Any, tmp_path: Path) -> None:
-    context = warnings.catch_warnings() if cls is L.Trainer else pytest.warns(UserWarning, match="no plain data")
-    with context:
-        path = saved(forecaster(), tmp_path, cls)  # type: ignore[arg-type]
-    again = Forecaster.load_from_checkpoint(path, weights_only=False)
-    assert type(again.loss) is nn.L1Loss
-    assert again.hparams["normaliser"] == Normaliser(1.5)
-    assert type(again.hparams["metrics"][0]) is nn.MSELoss
-
-
-@BOTH
 def test_a_hook_that_needs_the_object(cls: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no plain data")
@@ -280,28 +269,6 @@ def test_an_object_of_slots_alone_can_be_allowed_by_name(tmp_path: Path) -> None
 def with_test(module: Any) -> Any:
     module.test_step = types.MethodType(lambda self, batch, batch_idx: None, module)
     return module
-
-
-class Predictor(Small):
-    """Is built from dictionaries that name a class and its arguments."""
-
-    def __init__(self, layer: dict[str, Any], metrics: Any = (nn.MSELoss,)) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = layer["cls"](**{key: value for key, value in layer.items() if key != "cls"})
-
-
-@BOTH
-def test_dictionaries_that_name_a_class(cls: Any, tmp_path: Path) -> None:
-    module = Predictor({"cls": nn.Linear, "in_features": 2, "out_features": 1})
-    path = saved(module, tmp_path, cls)
-    again = Predictor.load_from_checkpoint(path, weights_only=False)
-    assert torch.equal(again.layer.weight, module.layer.weight)
-    assert again.hparams["layer"] == module.hparams["layer"]
-    run = trainer(max_epochs=2)
-    run.fit(module, loader(), ckpt_path=path)
-    outputs = run.predict(module, loader(), weights_only=False)
-    assert len(outputs) == 3
 
 
 # States of callbacks, of data modules, of whatever hooks add
@@ -371,20 +338,6 @@ def test_a_stand_in_by_its_former_name_is_read_as_one(tmp_path: Path) -> None:
     assert former.read_bytes().count(b"equipoise.trainer.stand_in") == 1
     (state,) = read_checkpoint(former)["callbacks"].values()
     assert class_in_place_of(state["kept"]) == "somewhere.Thing"
-
-
-class Unpicklable(Small):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.hparams["function"] = function
-
-
-def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    run = trainer()
-    run.fit(Unpicklable(lambda: None), loader())
-    with pytest.raises(CheckpointError, match=r"'hyper_parameters'\['function'\], a function, cannot be pickled"):
-        run.save_checkpoint(tmp_path / "x.ckpt")
-    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_of_numpy_in_an_optimiser(tmp_path: Path) -> None:

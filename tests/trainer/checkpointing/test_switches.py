@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise.trainer.checkpointing.module.switches import Switches
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
@@ -187,15 +186,3 @@ def test_what_is_switched_off_for_a_moment_is_on_in_the_run_that_goes_on(tmp_pat
     resumed = TwoOptimizers(fails=False)
     trainer(max_epochs=3).fit(resumed, data, ckpt_path=tmp_path / "failed.ckpt")
     assert_same(expected, resumed)
-
-
-def test_modes_within_a_validation_are_those_of_the_training() -> None:
-    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    switches = Switches()
-    switches.begin(module)
-    module[1].eval()
-    switches.enter_validation(module)
-    module.eval()
-    assert switches.turned_in(module) == {"training": {"1": False}}
-    switches.leave_validation()
-    assert set(switches.turned_in(module)["training"]) == {"", "0", "1"}
