@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import Trainer
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+from tests.support.trainer_runs import trainer
 
 
 class Net(L.LightningModule):
@@ -86,15 +84,15 @@ def pair(automatic: bool = True) -> tuple[Net, Net]:
 def test_scaled_float16(automatic: bool) -> None:
     """16-mixed on the CPU is real float16 with a real scaler, to the bit what one writes by hand."""
     module, expected = pair(automatic)
-    trainer = Trainer(max_epochs=2, precision="16-mixed", **QUIET)
-    trainer.fit(module, Loader(batches()))
+    run = trainer(max_epochs=2, precision="16-mixed")
+    run.fit(module, Loader(batches()))
     scaler = by_hand(expected, batches(), epochs=2)
     for name, value in expected.state_dict().items():
         assert torch.equal(value, module.state_dict()[name]), name
-    assert trainer.scaler is not None
-    assert trainer.scaler.state_dict() == scaler.state_dict()
+    assert run.scaler is not None
+    assert run.scaler.state_dict() == scaler.state_dict()
     assert torch.float16 in module.dtypes
-    assert trainer.global_step == 8
+    assert run.global_step == 8
 
 
 @pytest.mark.filterwarnings("ignore:The loss is nan")
@@ -103,11 +101,11 @@ def test_an_overflow_is_skipped() -> None:
     module, expected = pair()
     data = batches(3)
     data[1] = (data[1][0] * 1e6, data[1][1])
-    trainer = Trainer(max_epochs=1, precision="16-mixed", **QUIET)
-    trainer.fit(module, Loader(data))
+    run = trainer(precision="16-mixed")
+    run.fit(module, Loader(data))
     by_hand(expected, data)
-    assert trainer.scaler is not None
-    assert trainer.scaler.get_scale() == 2.0**15
+    assert run.scaler is not None
+    assert run.scaler.get_scale() == 2.0**15
     assert torch.equal(module.net[0].weight, expected.net[0].weight)
     assert torch.isfinite(module.net[0].weight).all()
 
@@ -118,10 +116,10 @@ def test_the_scaler_is_resumed(tmp_path: Path) -> None:
     module, resumed = pair()
     data = batches(2)
     data[1] = (data[1][0] * 1e6, data[1][1])
-    trainer = Trainer(max_epochs=1, precision="16-mixed", **QUIET)
-    trainer.fit(module, Loader(data))
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    again = Trainer(max_epochs=2, precision="16-mixed", **QUIET)
+    run = trainer(precision="16-mixed")
+    run.fit(module, Loader(data))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    again = trainer(max_epochs=2, precision="16-mixed")
     again.fit(resumed, Loader(data), ckpt_path=tmp_path / "one.ckpt")
     assert again.scaler is not None
     assert again.scaler.get_scale() == 2.0**14
@@ -143,16 +141,16 @@ def test_dtypes(precision: str, weights: torch.dtype, norm: torch.dtype, feature
     torch.manual_seed(0)
     module = Net()
     before = module.net[0].weight.detach().clone()
-    trainer = Trainer(max_epochs=1, precision=precision, **QUIET)
-    trainer.fit(module, Loader(batches()))
+    run = trainer(precision=precision)
+    run.fit(module, Loader(batches()))
     assert module.net[0].weight.dtype is weights
     assert module.net[1].weight.dtype is norm
     assert module.net[1].running_mean.dtype is norm
     assert features in module.dtypes
     assert not torch.equal(module.net[0].weight.float(), before)
-    assert trainer.precision == precision
+    assert run.precision == precision
     module.forward = lambda batch: module.net(batch[0])
-    predictions = trainer.predict(module, Loader(batches(1)))
+    predictions = run.predict(module, Loader(batches(1)))
     assert predictions is not None
     assert predictions[0].isfinite().all()
 
@@ -167,8 +165,8 @@ def test_clipping_sees_unscaled_gradients() -> None:
 
     torch.manual_seed(0)
     module = Watching()
-    trainer = Trainer(max_epochs=1, precision="16-mixed", gradient_clip_val=1e-3, **QUIET)
+    run = trainer(precision="16-mixed", gradient_clip_val=1e-3)
     before = module.net[3].weight.detach().clone()
-    trainer.fit(module, Loader(batches(1)))
+    run.fit(module, Loader(batches(1)))
     assert 0.01 < norms[0] < 100  # a scaled one would be 65536 times as large
     assert (module.net[3].weight - before).abs().max() <= 0.05 * 1e-3

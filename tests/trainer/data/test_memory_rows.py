@@ -136,14 +136,6 @@ def test_other_datasets_have_no_rows(name: str) -> None:
     assert rows_of(OTHERS[name]()) is None
 
 
-@pytest.mark.parametrize("indices", [[SIZE], [0, -1], [True, False], [1.0], ["1"], [torch.tensor(1)], [None]], ids=str)
-def test_unusual_indices_are_left_to_the_samples(indices: list[Any]) -> None:
-    rows = rows_of(dataset())
-    assert rows is not None
-    with pytest.raises((IndexError, TypeError, ValueError)):
-        rows.take(indices)
-
-
 def test_methods_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset()
     data.__getitems__ = lambda indices: [1 for _ in indices]  # type: ignore[attr-defined]

@@ -21,11 +21,11 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from equipoise import Trainer
 from equipoise.interop.lightning.loaders import seed_workers
 from equipoise.parallel.batches.sampling import NO_BATCH, Collate
 from equipoise.trainer.data import memory_rows, row_loading
 from equipoise.trainer.data.row_loading import open_loader
+from tests.support.trainer_runs import trainer
 from tests.trainer.data.test_memory_rows import assert_same, dataset
 from tests.trainer.optimization.test_accumulation import Net, make_batches
 
@@ -258,13 +258,6 @@ class Validated(Net):
 def test_training_and_validation_take_rows_at_once(reads: Reads) -> None:
     ((features, labels),) = make_batches([16])
     data = TensorDataset(features, labels)
-    trainer = Trainer(
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Validated(), DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+    run = trainer(max_epochs=2, num_sanity_val_steps=0)
+    run.fit(Validated(), DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
     assert (reads.at_once, reads.by_sample) == (12, 0)

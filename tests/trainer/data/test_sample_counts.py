@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from equipoise import DDPStrategy, Trainer
+from equipoise import DDPStrategy
 from equipoise.trainer.data.sample_counts import SampleCounts
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring()
 
@@ -67,10 +68,7 @@ class Mean(L.LightningModule):
 def fitted(strategy: Any, devices: int, loader: Any, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(5)
     module = Mean()
-    run = Trainer(
-        strategy=strategy, devices=["cpu"] * devices, precision="64-true", max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    run = trainer(strategy=strategy, devices=devices, precision="64-true", max_epochs=2, **options)
     run.fit(module, loader)
     return [parameter.detach() for parameter in module.parameters()]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from equipoise import Trainer
 from equipoise.errors import ConfigurationError
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring("An epoch has")
 
@@ -42,11 +42,6 @@ def batches(*items: Any) -> DataLoader[Any]:
 
 def good() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-
-
-def trainer(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(**{**quiet, "max_epochs": 1, "enable_model_summary": False, "devices": ["cpu"], **options})
 
 
 def notes_of(kind: type[Exception], module: L.LightningModule, data: Any, **options: Any) -> str:
@@ -285,7 +280,7 @@ class OpensTooMuch(AsksForTheMesh):
     [(AsksForTheMesh, TypeError, "`self.device_mesh` is None"), (OpensTooMuch, OSError, "ulimit -n")],
 )
 def test_what_is_missing_is_named(kind: Any, error: Any, note: str) -> None:
-    run = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    run = trainer(max_steps=1)
     with pytest.raises(error) as caught:
         run.fit(kind(), DataLoader([torch.ones(1)]))
     assert any(note in text for text in caught.value.__notes__)

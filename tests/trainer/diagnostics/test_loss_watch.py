@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, Trainer
 from tests.conftest import ignoring, threads_that_stay
+from tests.support import trainer_runs
 
 pytestmark = ignoring("An epoch has")
 FOUND = r"The loss is nan in step 2, batch 2 of epoch 0 \(counted from 0\)\."
@@ -68,9 +69,8 @@ def loader(batches: int = 4) -> DataLoader[Any]:
 
 
 def trainer(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    run = {"max_epochs": 2, "enable_model_summary": False, "devices": ["cpu"]}
-    return Trainer(**{**quiet, **run, **options})
+    run: Trainer = trainer_runs.trainer(**{"max_epochs": 2, **options})
+    return run
 
 
 def reports(module: L.LightningModule, **options: Any) -> list[str]:

@@ -6,47 +6,25 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 import equipoise
 from equipoise import ConfigurationError, Trainer
-
-OPTIONS: dict[str, Any] = {
-    "max_epochs": 1,
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from tests.support.trainer_runs import Small, loader, trainer
 
 
-class Module(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(module: Module, *callbacks: L.Callback, datamodule: L.LightningDataModule | None = None) -> list[Any]:
+def fit(module: Small, *callbacks: L.Callback, datamodule: L.LightningDataModule | None = None) -> list[Any]:
     """Train, and return the warnings of hooks."""
-    loader = DataLoader(torch.ones(2, 1)) if datamodule is None else None
+    data = loader() if datamodule is None else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Trainer(callbacks=list(callbacks), **OPTIONS).fit(module, loader, datamodule=datamodule)
+        trainer(callbacks=list(callbacks)).fit(module, data, datamodule=datamodule)
     return [each for each in caught if "no hook has that name" in str(each.message)]
 
 
-def mistyped() -> type[Module]:
+def mistyped() -> type[Small]:
     """Make a class that is new: a method is warned of once."""
 
-    class Mistyped(Module):
+    class Mistyped(Small):
         def on_training_epoch_end(self):
             raise AssertionError("is never called")
 
@@ -60,7 +38,7 @@ class MistypedCallback(equipoise.Callback):
 
 class MistypedData(L.LightningDataModule):
     def train_dataloader(self):
-        return DataLoader(torch.ones(2, 1))
+        return loader()
 
     def on_exceptoin(self, exception):
         raise AssertionError("is never called")
@@ -77,7 +55,7 @@ def test_a_mistyped_hook_of_a_module():
 
 
 def test_a_mistyped_hook_of_a_callback_and_of_data():
-    first, second = fit(Module(), MistypedCallback(), datamodule=MistypedData())
+    first, second = fit(Small(), MistypedCallback(), datamodule=MistypedData())
     assert "did you mean `on_exception`?" in str(first.message)
     assert "did you mean `on_train_batch_end`?" in str(second.message)
 
@@ -95,7 +73,7 @@ def test_a_method_is_warned_of_once():
     assert [len(fit(kind())) for _ in range(3)] == [1, 0, 0]
 
 
-class CallsItself(Module):
+class CallsItself(Small):
     def on_training_epoch_end(self):
         """Called by this class."""
 
@@ -103,7 +81,7 @@ class CallsItself(Module):
         self.on_training_epoch_end()
 
 
-class CalledByACallback(Module):
+class CalledByACallback(Small):
     def on_train_epoch_ended(self):
         """Called by the callback below."""
 
@@ -113,7 +91,7 @@ class Caller(L.Callback):
         pl_module.on_train_epoch_ended()
 
 
-class CalledByName(Module):
+class CalledByName(Small):
     def on_train_epoch_ended(self):
         """Called by a function of this file."""
 
@@ -123,7 +101,7 @@ def call_by_name(module: Any) -> None:
     getattr(module, "on_train_epoch_ended", None)
 
 
-class OfItsOwn(Module):
+class OfItsOwn(Small):
     def on_new_best_score(self):
         """Resembles no hook."""
 
@@ -146,8 +124,8 @@ class NewHooks(equipoise.Callback):
         (CalledByACallback, [Caller]),
         (CalledByName, []),
         (OfItsOwn, []),
-        (Module, [NewHooks]),
-        (Module, [L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping]),
+        (Small, [NewHooks]),
+        (Small, [L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping]),
     ],
 )
 def test_a_method_of_ones_own_is_left_alone(module, callbacks, tmp_path: Path):
@@ -156,10 +134,10 @@ def test_a_method_of_ones_own_is_left_alone(module, callbacks, tmp_path: Path):
         options = {"monitor": "x", "strict": False} if kind is L.callbacks.EarlyStopping else {}
         options = {"dirpath": tmp_path} if kind is L.callbacks.ModelCheckpoint else options
         made.append(kind(**options))
-    trainer = Trainer(callbacks=made, **{**OPTIONS, "enable_checkpointing": True, "default_root_dir": tmp_path})
+    run = trainer(callbacks=made, enable_checkpointing=True, default_root_dir=tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module(), DataLoader(torch.ones(2, 1)))
+        run.fit(module(), loader())
     assert not [each for each in caught if "no hook has that name" in str(each.message)]
 
 
@@ -183,32 +161,6 @@ def test_an_heir_hands_arguments_on():
             super().__init__(**options)
             self.extra = extra
 
-    assert Heir(3, **OPTIONS).max_epochs == 1
+    assert Heir(3, accelerator="cpu", max_epochs=1).max_epochs == 1
     with pytest.raises(TypeError, match=r"^Heir takes no argument 'max_epoch'; did you mean"):
         Heir(3, max_epoch=1)
-
-
-# Messages that name what the user typed.
-
-
-@pytest.mark.parametrize(
-    ("options", "beginning"),
-    [
-        ({"enable_checkpointing": False}, "enable_checkpointing=False contradicts ModelCheckpoint"),
-        ({"barebones": True}, "barebones=True sets enable_checkpointing=False, which contradicts ModelCheckpoint"),
-    ],
-)
-def test_a_checkpoint_callback_that_is_switched_off(options, beginning):
-    with pytest.raises(ConfigurationError, match=f"^{beginning} among the callbacks"):
-        Trainer(callbacks=[L.callbacks.ModelCheckpoint()], **options)
-
-
-def test_a_large_tensor_is_not_printed_whole():
-    class Logs(Module):
-        def training_step(self, batch, batch_idx):
-            self.log("a", torch.ones(1000, 20))
-
-    with pytest.raises(ValueError, match=r"`self\.log\('a', \.\.\.\)` was called with a tensor of") as caught:
-        Trainer(**OPTIONS).fit(Logs(), DataLoader(torch.ones(2, 1)))
-    assert "(1000, 20)" in str(caught.value)
-    assert len(str(caught.value)) < 200

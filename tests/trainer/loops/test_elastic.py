@@ -25,6 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from equipoise import ConfigurationError, PipelineStrategy, Trainer
 from tests.conftest import ignoring
 from tests.support.all_cases import dealt
+from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring(
     "Checkpoint directory", "The checkpoint holds states of callbacks", ".* promised .* batches by its length"
@@ -145,22 +146,20 @@ class Run:
         # Nothing depends on the generators of the new process.
         torch.manual_seed(5 if checkpoint is None else 99)
         writes = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        trainer = Trainer(
+        run: Trainer = trainer(
             strategy=self.strategy,
-            devices=["cpu"] * self.devices,
+            devices=self.devices,
             max_epochs=EPOCHS,
             accumulate_grad_batches=self.accumulate,
             callbacks=list(callbacks),
             enable_checkpointing=writes,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             precision="64-true",
             log_every_n_steps=1,
-            **{"logger": False, **options},
+            **options,
         )
         data: Any = DataLoader(Samples(), **{"shuffle": True, **self.loader})
-        trainer.fit(module, data, ckpt_path=checkpoint)
-        return trainer
+        run.fit(module, data, ckpt_path=checkpoint)
+        return run
 
 
 def assert_same(expected: Watched, actual: Watched, tolerance: float = 1e-12) -> None:
@@ -384,19 +383,10 @@ class Plain(L.LightningModule):
 def fit(module: Any, data: Any, strategy: str, devices: int, callbacks: Any = (), **options: Any) -> Any:
     """Train two epochs."""
     torch.manual_seed(99 if options else 5)
-    trainer = Trainer(
-        strategy=strategy,
-        devices=["cpu"] * devices,
-        max_epochs=EPOCHS,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        precision="64-true",
-    )
-    trainer.fit(module, data, **options)
-    return trainer
+    given = {"strategy": strategy, "devices": devices, "callbacks": list(callbacks)}
+    run = trainer(max_epochs=EPOCHS, precision="64-true", **given)
+    run.fit(module, data, **options)
+    return run
 
 
 # Where it cannot be

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from equipoise import Trainer
+from tests.support.trainer_runs import trainer
 
 SAMPLES, FEATURES, CLASSES = 26, 6, 3
 
@@ -165,17 +165,9 @@ def seeded(seed: int = 5) -> None:
 
 def train(kind: str, module: Module, callbacks: list[Any], ckpt_path: Path | None = None, **options: Any) -> Any:
     """Trains for three epochs."""
-    trainer = Trainer(
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **options,
-    )
-    trainer.fit(module, *loaders(kind), ckpt_path=ckpt_path)
-    return trainer
+    run = trainer(max_epochs=3, callbacks=callbacks, **options)
+    run.fit(module, *loaders(kind), ckpt_path=ckpt_path)
+    return run
 
 
 def outcome(trainer: Any, module: Module) -> dict[str, Any]:
@@ -238,8 +230,8 @@ def test_killed_anywhere(name: str, tmp_path: Path) -> None:
         seeded()
         resumed = Module(**of_module)
         seeded(99)  # nothing may depend on the generators of the new process
-        trainer = train(kind, resumed, [], path, **options)
-        assert_equal(reference, outcome(trainer, resumed), path.name)
+        run = train(kind, resumed, [], path, **options)
+        assert_equal(reference, outcome(run, resumed), path.name)
         assert seen_before + resumed.seen == module.seen, path.name
         assert set(resumed.validated) <= set(module.validated), path.name  # each sample is counted once
 
@@ -281,11 +273,8 @@ def test_killed_before_a_batch_of_an_accumulation_window(tmp_path: Path) -> None
     def fit(callbacks: list[Any], path: Path | None = None) -> Tensor:
         torch.manual_seed(1)
         module = Plain()
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = Trainer(
-            max_epochs=2, accumulate_grad_batches=3, enable_model_summary=False, callbacks=callbacks, **options
-        )
-        trainer.fit(module, DataLoader(Samples().features, batch_size=4), ckpt_path=path)
+        run = trainer(max_epochs=2, accumulate_grad_batches=3, callbacks=callbacks)
+        run.fit(module, DataLoader(Samples().features, batch_size=4), ckpt_path=path)
         return module.layer.weight.detach()
 
     saver = SaveEverywhere(tmp_path, ("on_train_batch_start",))
@@ -306,14 +295,13 @@ def test_without_our_state_batches_are_skipped(tmp_path: Path) -> None:
     def data() -> DataLoader[Any]:
         return DataLoader(Samples(), batch_size=4)
 
-    options = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        L.Trainer(callbacks=[saver], accelerator="cpu", **options).fit(Plain(), data())
+        trainer(L.Trainer, max_epochs=2, callbacks=[saver], enable_checkpointing=True).fit(Plain(), data())
     resumed = Plain()
-    trainer = Trainer(enable_checkpointing=False, limit_val_batches=0, **options)
-    trainer.fit(resumed, data(), ckpt_path=tmp_path / "epoch=0-step=3.ckpt")
+    run = trainer(max_epochs=2, limit_val_batches=0)
+    run.fit(resumed, data(), ckpt_path=tmp_path / "epoch=0-step=3.ckpt")
     assert resumed.seen[0] == [12, 13, 14, 15]
     assert sorted(index for batch in resumed.seen[:4] for index in batch) == list(range(12, SAMPLES))
-    assert trainer.global_step == 14
+    assert run.global_step == 14

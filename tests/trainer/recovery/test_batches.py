@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import Callback, OOMRecovery, Split, Trainer
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 from tests.test_transparency import Base, Batches, Mlp
 from tests.trainer.recovery.test_recovery import OutOfMemory
 
@@ -70,21 +71,11 @@ def fit(
     module: Any = make()
     module.most = most
     module.phase = phase
-    trainer = Trainer(
-        strategy=strategy,
-        devices=["cpu"] * devices,
-        precision="64-true",
-        max_epochs=2,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    given = {"strategy": strategy, "devices": devices, "callbacks": list(callbacks), **options}
+    run: Trainer = trainer(precision="64-true", max_epochs=2, **given)
     data = DataLoader(Batches(SIZES), batch_size=None)
-    trainer.fit(module, data, data)
-    return module, trainer
+    run.fit(module, data, data)
+    return module, run
 
 
 @pytest.mark.quick_cases(6)

@@ -46,11 +46,6 @@ def event(helper: MicroBatcher, parts: Any, count: int, refusal: str = "") -> An
 
 
 class TestSizes:
-    def test_a_batch_is_not_split_before_an_error(self) -> None:
-        helper = batcher()
-        assert helper.count(batch(8)) == 1
-        assert helper.measure(batch(8)) is None
-
     def test_batches_of_the_same_kind_are_split_to_the_size_that_fits(self) -> None:
         helper = batcher()
         helper.note_failure(batch(8), Split(3))

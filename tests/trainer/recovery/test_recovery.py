@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 from tests.test_transparency import (
     CLASSES,
     FEATURES,
@@ -97,18 +98,10 @@ def train(
     if injected is not None:
         injected.wrap(module)
         callbacks = (*callbacks, OOMRecovery(grow_after=3))
-    trainer = Trainer(
-        strategy=strategy,
-        devices=["cpu"] * devices,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[gradients, *callbacks],
-        **{"precision": "64-true", "max_epochs": 2, **options},
-    )
-    trainer.fit(module, DataLoader(Batches(sizes), batch_size=None))
-    return module, gradients.seen, trainer
+    given = {"strategy": strategy, "devices": devices, "precision": "64-true", "max_epochs": 2, **options}
+    run = trainer(callbacks=[gradients, *callbacks], **given)
+    run.fit(module, DataLoader(Batches(sizes), batch_size=None))
+    return module, gradients.seen, run
 
 
 MODULES = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, MaskedOnTheHost]
@@ -202,13 +195,6 @@ class Noisy(Mlp):
         return loss
 
 
-class TwoParts(Callback):
-    """Fits nothing but halves."""
-
-    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int | None:
-        return 2 if event.parts == 1 else None
-
-
 class SameAgain(Callback):
     """Tries the same once more."""
 
@@ -248,16 +234,9 @@ def test_an_attempt_that_failed_leaves_no_trace(phase: str, window: int) -> None
 
 
 def fit(module: Any, callbacks: list[Any], ckpt_path: Any = None, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        devices=1,
-        accelerator="cpu",
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **{**quiet, "precision": "64-true", "max_epochs": 2, **options},
-    )
-    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=ckpt_path)
-    return trainer
+    run: Trainer = trainer(callbacks=callbacks, **{"precision": "64-true", "max_epochs": 2, **options})
+    run.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=ckpt_path)
+    return run
 
 
 def test_growing_again() -> None:
@@ -274,9 +253,9 @@ def test_growing_again() -> None:
 def test_skipping() -> None:
     injected = OutOfMemory(failing=(1, 4))
     recovery, module = OOMRecovery("skip"), injected.wrap(Mlp())
-    trainer = fit(module, [recovery, gradients := Gradients()], max_epochs=1)
+    run = fit(module, [recovery, gradients := Gradients()], max_epochs=1)
     assert recovery.skipped == 2
-    assert trainer.global_step == len(SIZES)
+    assert run.global_step == len(SIZES)
     assert gradients.seen[1]["net.1.weight"] is None
     with pytest.raises(torch.OutOfMemoryError, match=r"Batch 2 of 7 samples ran out of memory on cpu in forward"):
         fit(OutOfMemory(failing=(0, 1, 2)).wrap(Mlp()), [OOMRecovery("skip", most_skipped=2)])
@@ -309,12 +288,8 @@ def test_batches_that_cannot_be_cut() -> None:
         def __iter__(self) -> Any:
             return iter([{"images": [torch.zeros(3, 4), torch.zeros(3, 5)], "label": torch.zeros(2)}])
 
-    trainer = Trainer(
-        devices=1, accelerator="cpu", callbacks=[OOMRecovery()], logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
     with pytest.raises(torch.OutOfMemoryError, match=r"Define `batch_size\(self, batch\)`"):
-        trainer.fit(Images(), Loader())
+        trainer(callbacks=[OOMRecovery()]).fit(Images(), Loader())
 
 
 def test_the_same_is_not_tried_for_ever() -> None:
@@ -363,18 +338,9 @@ def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_p
 
 
 def test_lightnings_trainer_is_refused() -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[OOMRecovery()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer(L.Trainer, callbacks=[OOMRecovery()])
     with pytest.raises(ConfigurationError, match=r"OOMRecovery works in equipoise\.Trainer only"):
-        trainer.fit(Mlp().float(), DataLoader(Batches([4, 4]), batch_size=None))
+        run.fit(Mlp().float(), DataLoader(Batches([4, 4]), batch_size=None))
 
 
 def test_other_errors_are_left_alone() -> None:
@@ -384,35 +350,6 @@ def test_other_errors_are_left_alone() -> None:
 
     with pytest.raises(RuntimeError, match="something else"):
         fit(Wrong(), [OOMRecovery()])
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_errors_in_the_step_of_the_optimizer(changes: bool) -> None:
-    """Done once more if nothing had changed yet."""
-
-    class Module(Mlp):
-        def configure_optimizers(self) -> Any:
-            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1)
-            step, calls = optimizer.step, count()
-
-            def low_on_memory() -> Any:
-                if next(calls) == 1:
-                    if changes:
-                        with torch.no_grad():
-                            next(self.parameters()).add_(1)
-                    raise torch.OutOfMemoryError("injected in the step")
-                return step()
-
-            optimizer.step = low_on_memory
-            return optimizer
-
-    recovery = OOMRecovery()
-    if changes:
-        with pytest.raises(torch.OutOfMemoryError, match=r"in optimizer step.*smaller batches would not"):
-            fit(Module(), [recovery])
-    else:
-        fit(Module(), [recovery], max_epochs=1)
-        assert [event.phase for event in recovery.events] == ["optimizer step"]
 
 
 @pytest.mark.parametrize("method", ["mark", "restore"])
@@ -501,8 +438,8 @@ def test_the_policy_decides_about_the_step_of_the_optimizer(policy: Any) -> None
             fit(module, [recovery], max_epochs=1)
     else:
         with pytest.warns(UserWarning, match=r"Batch 1 ran out .* in optimizer step\. It is done once more\."):
-            trainer = fit(module, [recovery], max_epochs=1)
-        assert trainer.global_step == len(SIZES)
+            run = fit(module, [recovery], max_epochs=1)
+        assert run.global_step == len(SIZES)
     assert [(event.phase, event.can_repeat) for event in recovery.events] == [("optimizer step", True)]
     assert recovery.skipped == 0
 
@@ -598,13 +535,10 @@ def test_evaluations(strategy: str, devices: int) -> None:
         torch.manual_seed(7)
         module, recovery = Evaluated(), OOMRecovery()
         module.most = most
-        trainer = Trainer(
-            strategy=strategy, devices=["cpu"] * devices, callbacks=[recovery], logger=False, precision="64-true",
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        run = trainer(strategy=strategy, devices=devices, callbacks=[recovery], precision="64-true")
         data = DataLoader(Batches(SIZES), batch_size=None)
-        results = trainer.validate(module, data, verbose=False)[0]
-        predictions = trainer.predict(module, data)
+        results = run.validate(module, data, verbose=False)[0]
+        predictions = run.predict(module, data)
         assert predictions is not None
         found.append((results, predictions))
         assert {event.phase for event in recovery.events} == ({"evaluation"} if most == 2 else set())

@@ -15,6 +15,7 @@ from equipoise import ConfigurationError, Trainer
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring()
 
@@ -58,15 +59,8 @@ class Watching(Module):
 
 def fit(module: Module, ckpt_path: Path | None = None, **options: Any) -> Module:
     data = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    defaults: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": False, "devices": 1}
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**defaults, **options},
-    )
-    trainer.fit(module, DataLoader(TensorDataset(data), 4), ckpt_path=ckpt_path)
+    run = trainer(**{"max_epochs": 2, "precision": "64-true", **options})
+    run.fit(module, DataLoader(TensorDataset(data), 4), ckpt_path=ckpt_path)
     return module
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import MemoryLogger, Trainer
+from equipoise import MemoryLogger
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring()
 
@@ -90,14 +91,8 @@ class Module(L.LightningModule):
 
 def fit(module: Module, ckpt_path: Path | None = None, **options: Any) -> Module:
     data = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 2, "enable_checkpointing": False, **options},
-    )
-    trainer.fit(module, DataLoader(TensorDataset(data), 4), ckpt_path=ckpt_path)
+    run = trainer(**{"max_epochs": 2, **options})
+    run.fit(module, DataLoader(TensorDataset(data), 4), ckpt_path=ckpt_path)
     return module
 
 
