@@ -1,15 +1,15 @@
 """A module, data, and a clock that moves only when a step is taken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["LIGHTNINGS_OWN_WARNINGS", "Clock", "Small", "Stream", "loader", "ticking", "trainer"]
+__all__ = ["LIGHTNINGS_OWN_WARNINGS", "Clock", "Small", "loader", "ticking", "trainer"]
 
 LIGHTNINGS_OWN_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:{message}")
@@ -79,16 +79,6 @@ class Small(L.LightningModule):
 def ticking(clock: Clock, seconds: float) -> Callable[[Any, str, int], None]:
     """Every step takes some seconds."""
     return lambda module, stage, batch_idx: clock.tick(seconds)
-
-
-class Stream(IterableDataset):
-    """Samples without a length."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[tuple[Tensor]]:
-        return iter([(torch.ones(2),)] * self.samples)
 
 
 def loader(batches: int, batch_size: int = 1) -> DataLoader:

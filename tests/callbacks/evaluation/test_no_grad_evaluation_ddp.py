@@ -111,22 +111,19 @@ def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     assert float(trainer.callback_metrics[name]) == pytest.approx(parts.results[0].values["auroc"], rel=1e-6)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_training_goes_on_as_if_nothing_had_happened(processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processes", "inference_mode", "more"), [(2, False, {}), (3, False, {}), (2, True, {"precision": "bf16-mixed"})]
+)
+def test_training_goes_on_as_if_nothing_had_happened(
+    processes: int, inference_mode: bool, more: dict[str, Any], tmp_path: Path
+) -> None:
     """Weights, the optimiser's state, losses and generators, the last of the first process; logs as well."""
-    options = {"strategy": "ddp", "devices": ["cpu"] * processes, "accumulate_grad_batches": 2}
+    options = {"strategy": "ddp", "devices": ["cpu"] * processes, "accumulate_grad_batches": 2, **more}
     alone, _ = trained(Trainer, None, tmp_path, size=2, **options)
-    with_it, evaluation = trained(Trainer, False, tmp_path, size=2, **options)
+    with_it, evaluation = trained(Trainer, inference_mode, tmp_path, size=2, **options)
     assert_same(alone, with_it)
     assert len(evaluation.results) >= 3
     assert evaluation.results[-1].batches == 5
-
-
-def test_mixed_precision(tmp_path: Path) -> None:
-    options = {"strategy": "ddp", "devices": ["cpu"] * 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
-    alone, _ = trained(Trainer, None, tmp_path, size=2, **options)
-    with_it, _ = trained(Trainer, True, tmp_path, size=2, **options)
-    assert_same(alone, with_it)
 
 
 def test_a_process_without_a_batch_in_a_step_takes_part() -> None:

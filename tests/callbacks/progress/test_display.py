@@ -42,38 +42,6 @@ class TestTrack:
         assert track.remaining is None
         assert track.elapsed(99.0) == 40.0
 
-    def test_pauses_count_for_nothing(self):
-        track = Track("", 100, 0.0)
-        track.update(10, 5.0)
-        track.pause(5.0)
-        track.update(99, 50.0)
-        assert track.done == 10
-        assert track.elapsed(80.0) == 5.0
-        track.resume(85.0)
-        track.update(20, 90.0)
-        assert track.elapsed(90.0) == 10.0
-        assert track.rate == pytest.approx(2.0)
-        track.finish(90.0)
-        assert track.rate == pytest.approx(2.0)
-
-    def test_batches_of_an_earlier_process_are_no_speed(self):
-        track = Track("", 100, 0.0)
-        track.skip(40, 0.0)
-        track.update(50, 5.0)
-        assert track.rate == pytest.approx(2.0)
-        assert track.remaining == pytest.approx(25.0)
-        track.finish(5.0)
-        assert track.rate == pytest.approx(2.0)
-
-    def test_what_is_unknown_is_none(self):
-        track = Track("", math.inf, 0.0)
-        assert (track.total, track.rate, track.remaining) == (None, None, None)
-        track.update(3, 0.0)  # no time has passed
-        assert track.rate is None
-        track.update(3, 1.0)
-        assert track.rate == pytest.approx(3.0)
-        assert track.remaining is None
-
     @given(
         st.lists(st.tuples(st.integers(1, 50), st.floats(0.001, 5.0)), min_size=1, max_size=40), st.floats(0.0, 100.0)
     )
@@ -145,11 +113,6 @@ class TestLayout:
         track.update(50, 10.0)
         assert layout.compose([track], {}, width=12, now=10.0).plain == "Epoch 1  50…"
 
-    def test_an_unknown_total_has_no_bar(self):
-        track = Track("Epoch 1", math.inf, 0.0)
-        track.update(50, 10.0)
-        assert Layout().compose([track], {}, width=80, now=10.0).plain == "Epoch 1  50/?  5.00 it/s  0:10"
-
     def test_what_is_not_finite_stands_out(self):
         text = Layout().compose([half_done()], {"loss": math.nan, "acc": 0.5}, width=120, now=10.0)
         styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
@@ -194,14 +157,6 @@ class TestDisplay:
         display.close(keep=True)  # twice does nothing
         assert terminal.text == "kept\nsaid [bold]:smile:"
 
-    def test_what_was_drawn_last_may_stay(self):
-        terminal = Terminal(40)
-        display = Display(Console(file=terminal, force_terminal=True, width=40, legacy_windows=False))
-        display.show(Text("one"))
-        display.close(keep=True)
-        terminal.write("next")
-        assert terminal.text == "one\nnext"
-
     def test_a_dumb_terminal_is_no_place_to_animate(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("TERM", "dumb")
         assert not Display(Console(file=Terminal(40), force_terminal=True)).animated
@@ -220,13 +175,6 @@ class TestDisplay:
         else:
             display.write("größe 1\n")
         assert b"gr??e 1" in raw.getvalue()
-
-    @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-    def test_a_file_that_takes_colours_is_no_place_to_animate(self, monkeypatch: pytest.MonkeyPatch, variable: str):
-        monkeypatch.setenv(variable, "1")
-        console = Console(file=io.StringIO())
-        assert console.is_terminal  # rich says so
-        assert not Display(console).animated
 
     @pytest.mark.parametrize("missing", [None, "IPython", "ipywidgets"])
     def test_a_notebook_is_animated_where_it_has_widgets(self, monkeypatch: pytest.MonkeyPatch, missing: str | None):

@@ -74,6 +74,7 @@ class TestNothingIsLeftBehind:
         shown = terminal.text
         for other in copies:
             assert (other.refresh_seconds, other.plain_seconds, other.leave, other.is_enabled) == (0.5, 3, True, True)
+            assert "log" not in vars(other)  # a trainer binds the module's method
             with pytest.raises(TypeError, match="known from the hook `setup` on"):
                 _ = other.trainer
             other.teardown(None, None, "fit")
