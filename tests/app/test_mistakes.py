@@ -185,13 +185,6 @@ def test_so_does_hydras_own_switch(project, equipoise, monkeypatch):
         equipoise("fit", "trainer.max_epoch=3")
 
 
-def test_a_sweep_names_the_job_that_failed(project, equipoise):
-    code, _, err = equipoise("fit", "--multirun", "trainer.devices=1,many")
-    assert code == 2
-    assert "trainer.devices=many" in err
-    assert len(list(project.glob("multirun/*/*/0/checkpoints/*"))) == 1
-
-
 def test_a_folder_without_a_primary_configuration(project, equipoise):
     (project / "conf" / "config.yaml").unlink()
     code, _, err = equipoise("fit")

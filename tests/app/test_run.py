@@ -259,6 +259,8 @@ def test_a_sweep_shows_what_failed_beside_what_ran(project, equipoise):
     code, out, err = equipoise("fit", "trainer.limit_train_batches=1,-2", "--multirun", "seed=0")
     assert code == 2
     assert "limit_train_batches" in err
+    assert "trainer.limit_train_batches=-2" in err
+    assert len(list(project.glob("multirun/*/*/0/checkpoints/*"))) == 1
     assert "Sweep: 1 done, 1 failed" in out
     assert "Job 1: ConfigurationError: " in out
     with next(project.glob("multirun/*/*/results.csv")).open() as file:

@@ -29,23 +29,10 @@ def test_a_compared_package(monkeypatch: pytest.MonkeyPatch, installed: str | No
     assert listed("torch") == Package(name="torch", version=installed, status=status, remark=remark)
 
 
-def test_a_newer_package_does_not_make_its_namesake_newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "TESTED", {"torch": ("0.1", "99"), "torchmetrics": ("0.1", "0.2")})
-    assert listed("torch").status == "tested"
-    assert listed("torchmetrics").status == "newer than tested"
-
-
 def test_packages_that_are_not_compared() -> None:
     assert listed("psutil") == Package(
         name="psutil", version=metadata.version("psutil"), status="installed", remark="installed"
     )
-
-
-def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda name: None)
-    assert (listed("psutil").status, listed("psutil").remark) == ("missing", "missing: pip install psutil")
-    assert listed("ray").status == "not installed"
-    assert listed("ray").remark == "not installed (needed for runs and sweeps under Ray)"
 
 
 def test_all_packages_are_listed() -> None:
