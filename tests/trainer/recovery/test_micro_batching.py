@@ -56,28 +56,6 @@ class TestSizes:
         helper.note_failure(batch(8), Split(3))
         assert helper.count(batch(8, features=4)) == 1
 
-    def test_a_larger_size_is_tried_after_enough_batches(self) -> None:
-        helper = batcher()
-        helper.note_failure(batch(8), Split(4, grow_after=2))
-        counts = []
-        for _ in range(4):
-            counts.append(helper.count(batch(8)))
-            helper.note_success(helper.measure(batch(8)))
-        assert counts == [4, 4, 2, 2]
-
-    def test_the_size_before_is_used_if_the_larger_one_fails_and_tried_later(self) -> None:
-        helper = batcher()
-        helper.note_failure(batch(8), Split(4, grow_after=1))
-        helper.note_success(helper.measure(batch(8)))
-        assert helper.count(batch(8)) == 2
-        helper.note_failure(batch(8), Split(8, grow_after=1))
-        assert helper.count(batch(8)) == 4
-        # It grows after twice as many batches.
-        helper.note_success(helper.measure(batch(8)))
-        assert helper.count(batch(8)) == 4
-        helper.note_success(helper.measure(batch(8)))
-        assert helper.count(batch(8)) == 2
-
     def test_a_small_batch_does_not_show_that_the_larger_size_fits(self) -> None:
         helper = batcher()
         helper.note_failure(batch(8), Split(4, grow_after=1))
