@@ -1,7 +1,6 @@
 """The arguments of the Trainer: their defaults, their bounds, what they imply."""
 
 import inspect
-import math
 import os
 import re
 from datetime import timedelta
@@ -156,23 +155,6 @@ def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFi
     assert f"limit_val_batches={given!r} means {meaning}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("interval", "every", "expected"),
-    [
-        (None, 1, (1.0, None)),
-        (0.25, 1, (0.25, None)),
-        (7, None, (7, None)),
-        ("00:00:01:30", 1, (1.0, 90.0)),
-        ("00:00:00:90", 1, (1.0, 90.0)),
-        (timedelta(minutes=2), None, (1.0, 120.0)),
-        ({"hours": 1}, 2, (1.0, 3600.0)),
-    ],
-    ids=str,
-)
-def test_intervals_of_validation(interval: Any, every: Any, expected: Any) -> None:
-    assert arguments.check_val_intervals(interval, every) == expected
-
-
 @given(
     days=st.integers(0, 9999),
     hours=st.integers(0, 99),
@@ -203,12 +185,6 @@ def test_text_that_is_no_time(text: str) -> None:
 def test_values_that_are_no_time(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="A time for max_time is given as 'DD:HH:MM:SS'"):
         arguments.seconds_of("max_time", value)
-
-
-@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 2.5, math.inf])
-@pytest.mark.parametrize(("algorithm", "name"), [(None, None), ("norm", "norm"), ("VALUE", "value")])
-def test_clipping(value: Any, algorithm: Any, name: Any) -> None:
-    assert arguments.gradient_clipping(value, algorithm) == (value, name)
 
 
 def test_max_epochs_has_a_default_that_is_said_aloud() -> None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.optimization.configuration.optimizers import NoOptimizer, move_state, parse_optimizers
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Small, Validated, loader, trainer, with_optimizers
+from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
 pytestmark = ignoring()
 
@@ -227,35 +227,6 @@ def test_schedulers_step_when_lightnings_do(
         run.fit(with_optimizers(configure), loader(batches))
         seen.append(made[0].at)
     assert seen[0] == seen[1]
-
-
-def test_nobody_steps_schedulers_in_manual_optimisation() -> None:
-    made: list[Counting] = []
-
-    def configure(module: Any) -> Any:
-        optimizer = sgd(module)
-        made.append(Counting(optimizer, module))
-        return [optimizer], made
-
-    module = with_optimizers(configure)
-    module.automatic_optimization = False
-    trainer(max_epochs=2).fit(module, loader())
-    assert made[0].at == []
-
-
-def test_a_watched_value_reaches_the_scheduler() -> None:
-    seen = []
-
-    class Watching(ReduceLROnPlateau):
-        def step(self, metrics: Any, epoch: Any = None) -> None:
-            seen.append(float(metrics))
-            super().step(metrics, epoch)
-
-    module = with_optimizers(lambda m: as_dictionary(m, Watching, monitor="val_loss"), Validated)
-    run = trainer(max_epochs=2, num_sanity_val_steps=0)
-    run.fit(module, loader(), loader())
-    assert len(seen) == 2
-    assert seen[-1] == float(run.callback_metrics["val_loss"])
 
 
 def test_the_state_of_an_optimiser_moves() -> None:
