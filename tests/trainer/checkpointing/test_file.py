@@ -20,6 +20,18 @@ from equipoise.trainer.checkpointing.file import check_name, read_checkpoint, wr
 from tests.parity.comparison import differences
 from tests.support.programs import Program
 
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Path]:
+    """A file that stays as it is, with nothing beside it, whatever fails."""
+    path = tmp_path / "x.ckpt"
+    write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
+    before = path.read_bytes()
+    yield path
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
 # Writing
 
 
@@ -65,30 +77,21 @@ def test_a_file_system_without_permissions(tmp_path: Path, monkeypatch: pytest.M
     assert read_checkpoint(path) == {"state_dict": {}}
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
-    before = path.read_bytes()
+def test_a_failure_leaves_the_old_file_and_nothing_else(kept: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'callbacks'\['mine'\]\[1\], a function, cannot be pickled.*ignore="):
-        write_checkpoint({"state_dict": {}, "callbacks": {"mine": [1, lambda: None]}}, path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.ckpt"]
+        write_checkpoint({"state_dict": {}, "callbacks": {"mine": [1, lambda: None]}}, kept)
 
 
-def test_an_interrupt_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.ckpt"
-    write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
-    before = path.read_bytes()
+def test_an_interrupt_leaves_the_old_file_and_nothing_else(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept.read_bytes()
 
     def interrupted(handle: int) -> None:
-        assert path.read_bytes() == before
+        assert kept.read_bytes() == before
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_checkpoint({"state_dict": {"a": torch.zeros(2)}}, path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.ckpt"]
+        write_checkpoint({"state_dict": {"a": torch.zeros(2)}}, kept)
 
 
 WRITER = """
@@ -190,16 +193,11 @@ write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])
 """
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
-    before = path.read_bytes()
-    with Program(FULL, str(path)) as program:
+def test_a_file_that_may_not_grow(kept: Path) -> None:
+    with Program(FULL, str(kept)) as program:
         message = program.finish()[1].splitlines()[-1]
-    assert message.startswith(f"equipoise.errors.CheckpointError: The checkpoint {str(path)!r} cannot be written: ")
+    assert message.startswith(f"equipoise.errors.CheckpointError: The checkpoint {str(kept)!r} cannot be written: ")
     assert "the file is larger than this process may write" in message
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +220,7 @@ def test_a_name_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while writing", "at the end", "in fsync"])
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_full_disk(kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     class Full(io.BufferedWriter):
         def write(self, data: Any) -> int:
             if moment == "while writing" and self.tell() > 10_000:
@@ -238,17 +236,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: st
         if moment == "in fsync":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    path = tmp_path / "x.ckpt"
-    write_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
-    before = path.read_bytes()
     monkeypatch.setattr(os, "fdopen", lambda handle, mode: Full(io.FileIO(handle, "w")))
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(CheckpointError) as caught:
-        write_checkpoint({"state_dict": {"a": torch.zeros(25_000)}}, path)
+        write_checkpoint({"state_dict": {"a": torch.zeros(25_000)}}, kept)
     monkeypatch.undo()
     needed = re.search(r"the disk is full. It needs ([\d,]+) bytes, and [\d,]+ bytes are free", str(caught.value))
     assert needed is not None, str(caught.value)
     assert 100_000 < int(needed[1].replace(",", "")) < 102_000
-    assert str(path) in str(caught.value)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.ckpt"]
+    assert str(kept) in str(caught.value)
