@@ -32,6 +32,14 @@ def test_the_epochs_value_is_no_part_of_the_sum() -> None:
     assert reduced.epoch(None).item() == 3.0
 
 
+def test_values_of_steps_alone_have_no_sum() -> None:
+    reduced = entry(on_epoch=False)
+    reduced.add(torch.tensor(1.0), 4)
+    assert reduced.total is None
+    assert reduced.epoch(None) is None
+    assert (reduced.step.item(), reduced.live) == (1.0, True)
+
+
 class Processes:
     """Two processes: this one, and one with values of its own.
 

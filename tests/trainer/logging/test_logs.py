@@ -1,5 +1,6 @@
 """Values of `self.log` without a trainer: what is refused, and several processes; for the rest see `tests/parity`."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -51,7 +52,6 @@ def test_hooks_of_the_same_name_are_apart() -> None:
     logs.begin_batch([0])
     log(logs, "x", 1.0, hook="on_train_batch_start", on_step=False, on_epoch=True)
     log(logs, "x", 2.0, on_step=True)
-    logs.end_batch()
     assert plain(logs.metrics()) == {"x": 2.0}
 
 
@@ -131,6 +131,18 @@ def test_logging_needs_a_loop_and_a_hook() -> None:
 
 
 # Several processes
+
+
+def test_another_process_receives_what_is_shown() -> None:
+    logs = logs_of()
+    run(logs, [(1.0, 1)])
+    logs.refresh()
+    copy = pickle.loads(pickle.dumps(logs))
+    assert copy.collection is None
+    assert plain(copy.callback_metrics) == plain(logs.callback_metrics)
+    fresh = Logs()
+    fresh.show(logs.shown())
+    assert plain(fresh.logged_metrics) == plain(logs.logged_metrics)
 
 
 class Peers:
