@@ -192,32 +192,6 @@ def test_callbacks_that_act_together_over_processes() -> None:
     assert names == ["Checkpoint", "Timer", "Joint"]
 
 
-class Named(Checkpoint):
-    """A checkpoint callback with a state key of its own."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    @property
-    def state_key(self) -> str:
-        return self.key
-
-
-@pytest.mark.parametrize(("key", "called"), [("a", ["b", "c"]), ("b", ["c"]), ("c", None), ("unknown", None)])
-def test_checkpoints_after_one_of_them(key: str, called: list[str] | None) -> None:
-    callbacks = [Named("a"), L.Callback(), Named("b"), Named("c")]
-    keys: list[str] = []
-    for callback in callbacks:
-        by_attribute(callback, "on_train_end", lambda *args, who=callback: keys.append(who.state_key))
-    fire = hooks_of(Small(), *callbacks).bind_checkpoints_after("on_train_end", key)
-    if called is None:
-        assert fire is None
-    else:
-        assert fire is not None
-        fire()
-        assert keys == called
-
-
 def test_nothing_is_looked_up_in_a_step() -> None:
     lookups: list[str] = []
 

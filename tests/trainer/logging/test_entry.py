@@ -76,13 +76,6 @@ def test_a_mean_over_processes_has_the_weights_of_all() -> None:
     assert processes.operations == ["sum", "sum"]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rank_zero_only_is_not_reduced(reduction: str) -> None:
-    reduced, processes = entry(reduce_fx=reduction, rank_zero_only=True), Processes()
-    reduced.add(torch.tensor(2.0), 4)
-    assert reduced.epoch(processes.reduce).item() == 2.0
-
-
 @pytest.mark.parametrize(
     ("options", "syncs"),
     [

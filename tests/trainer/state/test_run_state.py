@@ -1,4 +1,4 @@
-"""What another process of a run receives: plain data, without the objects of this process."""
+"""Copies of a run for another process: plain data, without the objects of this process."""
 
 import pickle
 
