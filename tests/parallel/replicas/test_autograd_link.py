@@ -18,27 +18,6 @@ def computed(first: list[Tensor], second: list[Tensor]) -> Tensor:
     return (first[0] ** 3 * first[1]).sum() + (2 * second[0] ** 2 * second[2]).sum()
 
 
-def test_gradients_meet_at_the_sources() -> None:
-    sources, copies = parameters()
-    computed(*connect(sources, copies)).backward()
-    expected, _ = parameters()
-    computed(expected, expected).backward()
-    for source, other in zip(sources, expected, strict=True):
-        assert (source.grad is None) == (other.grad is None)
-        if source.grad is not None:
-            torch.testing.assert_close(source.grad, other.grad, rtol=1e-14, atol=0)
-
-
-def test_what_autograd_hands_over_is_not_written_to() -> None:
-    sources, copies = parameters()
-    (one, *_), (other, *_) = connect(sources, copies)
-    seed = torch.ones(3, dtype=torch.float64)
-    torch.autograd.backward([one, other], [seed, seed])
-    assert sources[0].grad is not None
-    assert sources[0].grad.tolist() == [2, 2, 2]
-    assert seed.tolist() == [1, 1, 1]
-
-
 def test_second_derivatives() -> None:
     sources, copies = parameters()
     learned = [sources[0], sources[2]]
