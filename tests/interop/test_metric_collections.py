@@ -61,7 +61,8 @@ def test_a_checkpoint(states: str, call: bool) -> None:
 @STATES
 @CALL
 def test_several_processes(states: str, call: bool) -> None:
-    sent = [states_to_send(update(collection(states), call, *seeds)) for seeds in ([0, 2], [1])]
+    """Also with one that was never updated, and so has not found out that states may be shared."""
+    sent = [states_to_send(update(collection(states), call, *seeds)) for seeds in ([0, 2], [], [1])]
     joined = update(collection(states), call, 9)
     join_metrics(joined, sent)
     computed = [float(metric.compute()) for metric in metrics_of(joined)]

@@ -5,19 +5,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from packaging.requirements import Requirement
 from packaging.version import Version
-from torch.utils.data import DataLoader
 
-from equipoise import Trainer
 from equipoise.interop import versions
 from equipoise.interop.versions import TESTED, installed_version, newer_than_tested, warn_of_untested_versions
 from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,42 +95,26 @@ def test_the_oldest_versions_are_those_that_may_be_installed() -> None:
     assert {name: bounds[name] for name in compared} == {name: Version(TESTED[name][0]) for name in compared}
 
 
-def messages_of(call: Callable[[], object]) -> list[str]:
+def warnings_of(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     """Return the warnings about versions that a call causes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(found.message) for found in caught if "tested with" in str(found.message)]
+    return [found for found in caught if "tested with" in str(found.message)]
 
 
 def test_one_notice_names_all_packages(not_warned_yet: pytest.MonkeyPatch) -> None:
     install(not_warned_yet, torch="99.0", numpy="99.1", rich=TESTED["rich"][1])
-    (message,) = messages_of(warn_of_untested_versions)
+    (found,) = warnings_of(warn_of_untested_versions)
+    message = str(found.message)
     assert message.startswith("Newer than the versions that Equipoise was tested with: torch 99.0 (tested: ")
     assert ", numpy 99.1 (tested: " in message
     assert "rich" not in message
     assert "`equipoise doctor`" in message
-    assert messages_of(warn_of_untested_versions) == []
+    assert warnings_of(warn_of_untested_versions) == []
 
 
-def test_tested_versions_cause_no_notice(not_warned_yet: pytest.MonkeyPatch) -> None:
-    install(not_warned_yet, torch=TESTED["torch"][1])
-    assert messages_of(warn_of_untested_versions) == []
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class ModuleThatLooks(Module):
+class Looking(Small):
     """Fails in a process that has begun a run of its own."""
 
     def on_train_start(self) -> None:
@@ -141,35 +122,14 @@ class ModuleThatLooks(Module):
         assert warn_of_untested_versions.cache_info().hits == 0
 
 
-def fit(module: LightningModule | None = None, **options: Any) -> None:
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module or Module(), DataLoader(torch.ones(4, 1), batch_size=2))
-
-
-def test_the_first_fit_of_a_process_warns(not_warned_yet: pytest.MonkeyPatch) -> None:
+def test_the_first_fit_of_a_process_warns_at_its_call(not_warned_yet: pytest.MonkeyPatch) -> None:
     not_warned_yet.setattr(versions, "TESTED", {"torch": ("1.0", "1.1")})
-    (message,) = messages_of(fit)
-    assert f"torch {installed_version('torch')} (tested: 1.0 to 1.1)" in message
-    assert messages_of(fit) == []
-
-
-def test_the_notice_names_the_call_of_fit(not_warned_yet: pytest.MonkeyPatch) -> None:
-    not_warned_yet.setattr(versions, "TESTED", {"torch": ("1.0", "1.1")})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit()
-    (found,) = [warning for warning in caught if "tested with" in str(warning.message)]
+    (found,) = warnings_of(lambda: trainer().fit(Small(), loader()))
+    assert f"torch {installed_version('torch')} (tested: 1.0 to 1.1)" in str(found.message)
     assert found.filename == __file__
+    assert warnings_of(lambda: trainer().fit(Small(), loader())) == []
 
 
 def test_workers_do_not_repeat_it() -> None:
     """The notice is given before there are any; in a worker, only the import of these tests has asked for it."""
-    fit(ModuleThatLooks(), devices=2, strategy="ddp")
+    trainer(devices=2, strategy="ddp").fit(Looking(), loader())

@@ -27,13 +27,11 @@ from equipoise import ConfigurationError
 from equipoise.interop import metrics as metric_names
 from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import (
-    cannot_fire,
     last_checkpoints,
     looks_after_training_epochs,
     without_skipped_steps,
 )
 from equipoise.interop.lightning.checkpoint_hooks import finish_save, with_true_values
-from equipoise.interop.lightning.loggers import csv_writer
 from tests.conftest import ignoring
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
@@ -182,27 +180,7 @@ def test_a_run_without_any_of_the_names(strategy: str, tmp_path: Path, monkeypat
     assert outcome(tmp_path / "without", Renamed, **options) == expected
 
 
-def test_the_rows_of_a_resumed_run_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = CSVLogger(tmp_path, name="", version="")
-    hide(monkeypatch, CSVLogger, "_experiment")
-    assert csv_writer(logger) is None
-    trainer(logger=logger).fit(Small(), loader())
-    assert csv_writer(logger) is logger.experiment
-    expected = outcome(tmp_path / "run")
-    rows = expected["rows"].splitlines()
-    steps = [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]]
-    assert {*steps} == {str(step) for step in range(12)}
-    assert not list((tmp_path / "run").glob("metrics_*"))
-
-
 # Callbacks
-
-
-def test_a_checkpoint_callback_whose_intervals_are_unknown_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = ModelCheckpoint()
-    assert cannot_fire(callback, "on_train_batch_end")
-    hide(monkeypatch, ModelCheckpoint, "_every_n_train_steps")
-    assert not cannot_fire(callback, "on_train_batch_end")
 
 
 @pytest.mark.parametrize("name", ["_monitor_candidates", "_save_last_checkpoint", "_should_remove_checkpoint"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.interop.call_patches import patched_logging, patched_progress
-from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, module_classes
+from equipoise.interop.lightning.classes import module_classes
 from equipoise.interop.lightning.finders import learning_rate_settings, results_of
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
 from equipoise.strategies.ddp.exchange.engine import has_one_backward
@@ -157,19 +157,6 @@ def test_only_one_of_each_kind_whatever_its_package() -> None:
     finder = type("Finder", (older.callbacks.BatchSizeFinder,), {})()
     refuses(lambda: Trainer(callbacks=[finder], logger=False), "derived from BatchSizeFinder", "Instead")
     refuses_fit(older.LightningDataModule(), "takes a LightningModule")
-
-
-@BOTH
-def test_what_is_overridden(package: types.ModuleType) -> None:
-    module = module_of(package)
-    assert is_overridden("training_step", module)
-    assert not is_overridden("on_train_start", module)
-    assert not is_overridden("train_dataloader", module)
-    assert is_overridden("train_dataloader", data_of(package))
-    assert not is_overridden("on_train_start", package.Callback())
-    assert is_a(module, newer.LightningModule)
-    assert not is_a(module, newer.LightningDataModule, newer.Callback)
-    assert base_of(module, newer.LightningModule) is package.LightningModule
 
 
 @BOTH

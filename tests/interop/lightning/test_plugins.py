@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer as TheirTrainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import (
     DoublePrecision,
-    FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -51,11 +50,6 @@ def test_precisions(package: Any, name: str) -> None:
     kind, arguments = PRECISIONS[name]
     plugin = getattr(package, kind)(*arguments)
     assert trainer(plugins=[plugin]).precision == trainer(precision=plugin).precision == name
-
-
-def test_a_precision_of_shards() -> None:
-    assert trainer(plugins=FSDPPrecision("16-true")).precision == "16-true"
-    assert trainer(plugins=FSDPPrecision("32-true")).precision == "32-true"
 
 
 @pytest.mark.parametrize("plugin", [DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")])

@@ -41,11 +41,11 @@ from equipoise.interop.lightning.finders import (
 )
 from equipoise.interop.lightning.loaders import combine
 from equipoise.interop.lightning.loggers import csv_writer, start_csv
-from equipoise.interop.lightning.modules import attach_profiler, forget_run, hyperparameters_name, pretend_device
+from equipoise.interop.lightning.modules import attach_profiler, forget_run, pretend_device
 from equipoise.interop.lightning.optimizers import no_closure, wrap_optimizer
 from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log
-from equipoise.interop.metrics import last_batch_value, load_metric_states, metric_states
-from equipoise.interop.torch.optimizers import has_step_hooks, unscales_by_itself
+from equipoise.interop.metrics import load_metric_states, metric_states
+from equipoise.interop.torch.optimizers import unscales_by_itself
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -88,24 +88,9 @@ def test_the_module_knows_which_hook_runs(cls: Any) -> None:
     assert vars(module)[CURRENT_HOOK] is None
 
 
-def test_a_module_that_is_in_no_run() -> None:
-    module = bound()
-    assert module._trainer is None
-    with pytest.warns(UserWarning, match=r"trying to `self\.log\(\)` but the `self\.trainer` reference is not"):
-        module.log("loss", 1.0)
-
-
 # Metrics
 
 METRICS: dict[str, Callable[[], Metric]] = {"mean": MeanMetric, "sum": SumMetric, "list": CatMetric}
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_the_value_of_the_last_batch(name: str) -> None:
-    metric = METRICS[name]()
-    for value in (1.0, 5.0):
-        returned = metric(torch.tensor([value]))
-        assert torch.equal(last_batch_value(metric), returned)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -259,28 +244,6 @@ def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
     assert csv_writer(own) is None
 
 
-def test_the_name_of_the_hyperparameters() -> None:
-    class WithConfig(Small):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters(config)
-
-    assert hyperparameters_name(WithConfig({"lr": 0.1})) == "config"
-    assert hyperparameters_name(Small()) is None
-    assert hyperparameters_name(L.LightningDataModule()) is None
-
-
-def test_hyperparameters_reach_the_loggers(tmp_path: Path) -> None:
-    class Module(Small):
-        def __init__(self, lr: float) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    logger = CSVLogger(tmp_path)
-    trainer(logger=logger).fit(Module(0.25), loader())
-    assert logger.experiment.hparams == {"lr": 0.25}
-
-
 # Modules and optimisers
 
 
@@ -348,17 +311,6 @@ def test_gradients_of_one_optimiser_alone() -> None:
 
     trainer(max_steps=1, limit_train_batches=1).fit(Module(), loader())
     assert seen == [[False, False, True, True], [True] * 4]
-
-
-def test_hooks_before_a_step() -> None:
-    optimizer = SGD(Small().parameters(), lr=0.1)
-    assert not has_step_hooks(optimizer)
-    handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert has_step_hooks(optimizer)
-    handle.remove()
-    assert not has_step_hooks(optimizer)
-    optimizer.register_step_post_hook(lambda *args: None)
-    assert not has_step_hooks(optimizer)
 
 
 def test_optimisers_that_unscale_by_themselves() -> None:

@@ -11,11 +11,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from equipoise import Trainer
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
+from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 pytestmark = ignoring("An epoch has 3 batches")
 
@@ -133,28 +131,6 @@ def test_a_log_of_the_users_own_is_kept(kind: str) -> None:
     assert "loss" in run.callback_metrics
     assert module.log == before
     assert is_bound(module) == (kind == "instance")
-
-
-@pytest.mark.parametrize("cls", [L.Trainer, Trainer])
-def test_a_module_inside_the_module_cannot_log(cls: Any) -> None:
-    module = with_step(lambda m, batch: m.inner.log("loss", 1.0))
-    module.inner = Small()
-    with pytest.raises(MisconfigurationException, match="not managed by the `Trainer` control flow"):
-        trainer(cls).fit(module, loader())
-    assert not is_bound(module.inner)
-
-
-def test_callbacks_log_through_the_module() -> None:
-    class Logging(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("one", 1.0, on_epoch=True)
-            self.log_dict({"two": 2.0, "three": 3.0})
-
-    callback, run = Logging(), trainer()
-    run = trainer(callbacks=[callback])
-    run.fit(Small(), loader())
-    assert {"one", "two", "three", "loss"} <= set(run.callback_metrics)
-    assert not {"log", "log_dict"} & set(vars(callback))
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from equipoise.interop import adapters
 from equipoise.interop.torch import compiling
 from equipoise.interop.torch.compiling import CompiledFunction, CompilerError, NewVariant, why_not_compiled
-from equipoise.interop.torch.modules import has_gradient_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -144,17 +143,6 @@ def test_errors_of_the_computation_stay_as_they_are(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         CompiledFunction(Steps().compute).compile(torch.ones(3, 2, dtype=torch.float64))
-
-
-def test_hooks_on_gradients() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    assert not has_gradient_hooks(parameter)
-    handle = parameter.register_hook(lambda gradient: None)
-    assert has_gradient_hooks(parameter)
-    handle.remove()
-    assert not has_gradient_hooks(parameter)
-    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert has_gradient_hooks(parameter)
 
 
 def test_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,6 @@ from equipoise.interop.torch import foreach
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 
-def test_torch_has_the_names_that_begin_with_an_underscore() -> None:
-    assert callable(torch._foreach_mul_)
-    assert callable(torch._foreach_add_)
-    assert callable(torch._foreach_copy_)
-
-
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -1,7 +1,6 @@
 """The inner workings of torch and torchmetrics that replicas rely on are still there, and do what is relied upon."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from equipoise.errors import StepError
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.metrics import (
     join_metrics,
-    link_collections,
     merge_metric_states,
     restore_metric_state,
     states_to_send,
@@ -225,27 +220,6 @@ def in_parts(
     return answers
 
 
-def test_the_reductions_are_those_that_torchmetrics_takes() -> None:
-    metric = States()
-    by_name = {"total": dim_zero_sum, "mean": dim_zero_mean, "smallest": dim_zero_min, "largest": dim_zero_max}
-    for name, reduction in {**by_name, "joined": dim_zero_cat, "items": dim_zero_cat, "unreduced": None}.items():
-        assert metric._reductions[name] is reduction
-    assert callable(metric._reductions["product"])
-    assert list(metric._defaults) == list(metric._reductions) == list(metric.metric_state)
-
-
-def test_the_private_names_of_metrics() -> None:
-    metric = States()
-    assert (metric._update_count, metric._computed, metric._forward_cache) == (0, None, None)
-    metric(torch.ones(2))
-    assert metric._update_count == metric.update_count == 1
-    assert metric._forward_cache == 2
-    metric.compute()
-    assert metric._computed == 2
-    metric.reset()
-    assert (metric._update_count, metric._computed, metric._forward_cache) == (0, None, None)
-
-
 def test_taking_leaves_a_metric_as_new_and_restoring_brings_all_back() -> None:
     metric = States()
     metric.update(torch.tensor([2.0, 3.0]))
@@ -283,19 +257,12 @@ def test_metrics_in_parts_end_as_those_of_the_whole(batches: list[list[list[floa
         assert metric.update_count == expected.update_count
         if call:
             assert metric._forward_cache == pytest.approx(torch.cat(parts).sum().item())
+        else:
+            assert metric._forward_cache is None
     means = [torch.cat([torch.tensor(part, dtype=torch.float64) for part in batch]).mean() for batch in batches]
     mean = torch.stack(means).mean().item()
     assert metric.mean.item() == pytest.approx(mean, abs=1e-6 if call else 1e-12)  # forward itself rounds to float32
     assert metric.compute() == pytest.approx(expected.compute().item())
-
-
-def test_means_are_weighted_within_a_batch() -> None:
-    metric = States()
-    in_parts(metric, [(torch.tensor([6.0]),), (torch.tensor([2.0, 0.0, 1.0]),)])
-    assert metric.mean == 2.25
-    in_parts(metric, [(torch.tensor([0.25]),)])
-    assert metric.mean == 1.25  # batches alike, as torchmetrics has it
-    assert (metric.smallest, metric.largest, metric.total) == (0, 6, 9.25)
 
 
 def test_numbers_are_joined() -> None:
@@ -317,26 +284,6 @@ def test_numbers_are_joined() -> None:
     assert metric.last.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_what_forward_returned_is_that_of_the_whole_batch(own: bool) -> None:
-    torch.manual_seed(0)
-    metric, expected = MulticlassAccuracy(3, average="macro"), MulticlassAccuracy(3, average="macro")
-    for sizes in ([3, 1, 4], [5], [2, 2]):
-        logits, labels = torch.randn(sum(sizes), 3), torch.randint(3, (sum(sizes),))
-        in_parts(metric, list(zip(logits.split(sizes), labels.split(sizes), strict=True)), own=own, call=True)
-        value = expected(logits, labels)
-        assert metric._forward_cache == value
-        assert metric._computed is None
-        assert metric.compute() == expected.compute()
-        assert metric.update_count == expected.update_count
-
-
-def test_update_returns_nothing_for_the_batch() -> None:
-    metric = MeanSquaredError()
-    in_parts(metric, [(torch.ones(2), torch.zeros(2)), (torch.ones(1), torch.zeros(1))])
-    assert metric._forward_cache is None
-
-
 def test_parts_that_were_not_updated_do_not_count() -> None:
     metric = States()
     metric.update(torch.tensor([1.0]))
@@ -348,24 +295,6 @@ def test_parts_that_were_not_updated_do_not_count() -> None:
     before = take_metric_state(metric)
     merge_metric_states([metric], [before], [[copy.deepcopy(metric) for _ in range(2)]], [1, 1])
     assert (metric.total, metric.update_count) == (13, 2)
-
-
-def test_a_metric_of_lists_of_everything_seen() -> None:
-    torch.manual_seed(0)
-    metric, expected = BinaryAUROC(), BinaryAUROC()
-    for sizes in ([3, 2], [1, 6, 1]):
-        scores, labels = torch.rand(sum(sizes)), torch.arange(sum(sizes)) % 2
-        in_parts(metric, list(zip(scores.split(sizes), labels.split(sizes), strict=True)))
-        expected.update(scores, labels)
-        assert metric.compute() == expected.compute()
-
-
-def test_a_metric_that_cannot_be_put_together_says_so() -> None:
-    metric = PearsonCorrCoef()
-    parts = [(torch.randn(3), torch.randn(3)), (torch.randn(2), torch.randn(2))]
-    expected = r"The metric PearsonCorrCoef cannot be put together .* its state '\w+' .* parallelize='forward'"
-    with pytest.raises(StepError, match=expected):
-        in_parts(metric, parts)
 
 
 def test_parts_of_other_devices_come_home() -> None:
@@ -381,40 +310,6 @@ def test_parts_of_other_devices_come_home() -> None:
 
 
 # Collections of metrics
-
-
-def make_collection() -> MetricCollection:
-    shared: list[Callable[..., Metric]] = [MulticlassAccuracy, MulticlassF1Score, MulticlassRecall]
-    return MetricCollection([make(3, average="macro") for make in shared], compute_groups=True)
-
-
-@pytest.mark.parametrize("call", [True, False])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_collection_whose_metrics_share_states(own: bool, call: bool) -> None:
-    torch.manual_seed(0)
-    collection, expected = make_collection(), make_collection()
-    copies = [collection if own and not index else copy.deepcopy(collection) for index in range(3)]
-    for sizes in ([4, 3, 5], [2, 1, 1], [3, 3, 2]):
-        logits, labels = torch.randn(sum(sizes), 3), torch.randint(3, (sum(sizes),))
-        members = [m for m in collection.modules() if isinstance(m, Metric)]
-        before = [take_metric_state(member) for member in members]
-        for each, *part in zip(copies, logits.split(sizes), labels.split(sizes), strict=True):
-            each(*part) if call else each.update(*part)
-            link_collections(each)
-        lists = [[m for m in each.modules() if isinstance(m, Metric)] for each in copies]
-        merge_metric_states(members, before, [list(own) for own in zip(*lists, strict=True)], sizes)
-        expected(logits, labels) if call else expected.update(logits, labels)
-        actual, wanted = collection.compute(), expected.compute()
-        assert {name: float(value) for name, value in actual.items()} == pytest.approx(
-            {name: float(value) for name, value in wanted.items()}
-        )
-        for each in copies[own:]:
-            for member in each.modules():
-                if isinstance(member, Metric):
-                    take_metric_state(member)
-    assert call or {len(each.compute_groups) for each in (expected, *copies)} == {1}  # so that states were shared
-    collection.reset()
-    assert all(metric.update_count == 0 for metric in collection.values())
 
 
 # Metrics of several processes
@@ -453,22 +348,6 @@ class MeansOfUpdates(States):
         before, count = self.mean, self.update_count
         super().update(x)
         self.mean = before + (self.mean - before) / count
-
-
-def test_processes_whose_metrics_share_states() -> None:
-    """Also with one that was never updated, and so has not found out that they may be shared."""
-    torch.manual_seed(1)
-    preds, target = torch.rand(12, 3), torch.arange(12) % 3
-    make = lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3), MulticlassRecall(3)])  # noqa: E731
-    whole, parts = make(), [make() for _ in range(3)]
-    whole.update(preds, target)
-    parts[2].update(preds[:4], target[:4])
-    parts[1].update(preds[4:], target[4:])
-    for each in (0, 1):
-        states = [states_to_send(part) for part in parts]
-        copies = copy.deepcopy(parts)
-        join_metrics(copies[each], states)
-        torch.testing.assert_close(copies[each].compute(), whole.compute())
 
 
 def test_states_that_only_the_metric_puts_together() -> None:

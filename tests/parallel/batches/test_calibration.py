@@ -11,7 +11,6 @@ import torch
 from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches import calibration
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
-from equipoise.parallel.batches.shares import DeviceTimes
 from tests.support.simulated_time import SimulatedTime
 
 CPU = torch.device("cpu")
@@ -44,21 +43,6 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
 # A simulated device
 
 
-def test_a_simulated_device_takes_its_time(clock: SimulatedTime) -> None:
-    assert device(0.5, 0.25).compute(lambda: "answer", 6) == "answer"
-    assert clock.perf_counter() == 2.0
-    assert device().compute(lambda: "answer", 6) == "answer"
-    assert clock.perf_counter() == 2.0
-
-
-def test_a_simulated_device_runs_out_of_memory() -> None:
-    ran = []
-    assert device(most=6).compute(lambda: ran.append(1), 6) is None
-    with pytest.raises(torch.OutOfMemoryError, match="This simulated device holds 6 samples, not 7"):
-        device(most=6).compute(lambda: ran.append(2), 7)
-    assert ran == [1]
-
-
 # Measuring
 
 
@@ -78,16 +62,6 @@ def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> N
         assert [size for size, _ in times.measured] == [sizes[index] for sizes in taken[1:]]
         assert len({size for size, _ in times.measured}) >= (3 if batch_size > 6 * devices else 2)
         assert times.measured == [(size, 1.0 + size) for size, _ in times.measured]
-
-
-def test_the_warm_up_is_not_measured() -> None:
-    slow, quick = {0: device(100.0), 1: device(100.0)}, {0: device(0.0, 1.0), 1: device(0.0, 1.0)}
-    measuring = Calibration([CPU, CPU], quick, PeakWatch)
-    step(measuring, slow, 16)
-    assert [times.measured for times in measuring.times] == [[], []]
-    while not measuring.is_done:
-        step(measuring, quick, 16)
-    assert measuring.result() == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -131,12 +105,6 @@ def test_a_device_that_fails_is_not_measured() -> None:
     with pytest.raises(ValueError, match="too bad"):
         measuring.measured(0, fail, 4)()
     assert measuring.times[0].measured == []
-
-
-def test_devices_that_are_not_simulated_have_no_limit() -> None:
-    measuring = Calibration([CPU, CPU], {1: device(most=3)}, PeakWatch)
-    assert [times.most for times in measuring.times] == [None, 3]
-    assert measuring.times[0] == DeviceTimes()
 
 
 @pytest.mark.parametrize(

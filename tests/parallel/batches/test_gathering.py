@@ -121,12 +121,6 @@ def test_one_part_is_what_it_was() -> None:
         assert gathered["a"] is whole["a"]
 
 
-def test_gradients_reach_every_part() -> None:
-    parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
-    (gather(parts, [2, 1], CPU) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert [part.grad.tolist() for part in parts if part.grad is not None] == [[1, 2], [3]]
-
-
 # Values of a whole part
 
 SCALARS: dict[str, tuple[Sequence[Any], Any, Any]] = {  # with weights 1 and 3, and without
@@ -214,14 +208,6 @@ def test_different_structures_are_refused(case: str) -> None:
 
 
 # Outputs that wait until somebody asks
-
-
-def test_outputs_are_gathered_when_somebody_asks() -> None:
-    parts = [{"loss": torch.tensor(1.0), "names": ["a"]}, {"loss": torch.tensor(5.0), "names": ["b", "c", "d"]}]
-    gathered = PartialOutputs(parts, [1, 3], CPU, 0, [1, 3]).gathered()
-    assert same(gathered, {"loss": torch.tensor(4.0), "names": ["a", "b", "c", "d"]})
-    along = PartialOutputs([torch.zeros(2, 1), torch.zeros(2, 3)], [1, 3], CPU, 1, [1, 3]).gathered()
-    assert along.shape == (2, 4)
 
 
 def test_parts_that_were_skipped_are_left_out() -> None:

@@ -51,14 +51,6 @@ def test_samples_of_all_processes(count: int, processes: int, shuffle: bool, epo
     assert isinstance(samplers[0], DistributedSampler)
 
 
-def test_epochs_are_shuffled_anew() -> None:
-    sampler = UnpaddedDistributedSampler(Numbers(20), 2, 0)
-    first = list(sampler)
-    assert list(sampler) == first  # without set_epoch nothing changes
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-
-
 def test_a_users_sampler_draws_alike_everywhere() -> None:
     class Own:
         def __iter__(self) -> Any:

@@ -81,27 +81,6 @@ def test_the_rule_of_balanced_data_parallel(batch_size: int, devices: int, first
     assert sizes[0] <= max(first, ceil(batch_size / devices))  # a number too large never loads the first unevenly
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "devices", "first", "sizes", "as_asked"),
-    [
-        (8, 3, 2, [2, 3, 3], True),
-        (11, 3, 1, [1, 5, 5], True),
-        (12, 3, 1, [1, 6, 5], True),
-        (14, 5, 1, [1, 4, 3, 3, 3], True),
-        (8, 3, 4, [3, 3, 2], False),
-        (6, 3, 2, [2, 2, 2], True),  # the even split, which is what was asked for
-        (8, 3, 0, [0, 4, 4], True),
-        (3, 5, 0, [0, 1, 1, 1, 0], True),
-        (5, 5, 0, [0, 2, 1, 1, 1], True),
-        (8, 5, 9, [2, 2, 2, 2, 0], False),
-        (4, 2, 1, [1, 3], True),
-        (1, 2, 1, [1, 0], True),
-    ],
-)
-def test_sizes_worked_out_by_hand(batch_size: int, devices: int, first: int, sizes: list[int], as_asked: bool) -> None:
-    assert first_device_sizes(batch_size, devices, first) == (sizes, as_asked)
-
-
 # Largest remainders
 
 whole_shares = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)

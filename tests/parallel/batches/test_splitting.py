@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.splitting import Splitter, infer_batch_size, split, why_not
+from equipoise.parallel.batches.splitting import Splitter, infer_batch_size, split
 from equipoise.tree import entries_of
 from tests.support.nested import Frozen, Pair, Sample
 
@@ -63,22 +63,10 @@ def test_one_tensor_of_another_size_forbids_a_guess(data: st.DataObject, size: i
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
-        (torch.zeros(4, 2), 4),
-        (torch.tensor(1.0), None),
-        ((torch.zeros(4, 2), torch.zeros(4)), 4),
-        ([torch.zeros(4, 2), torch.zeros(4)], 4),
-        ((torch.zeros(4, 2), torch.zeros(5)), None),
-        ([torch.zeros(4, 2), torch.zeros(5)], None),
-        ((torch.zeros(4, 2), torch.tensor(5.0)), 4),
         ((torch.tensor(5.0), torch.tensor(5.0)), None),
-        (Pair(torch.zeros(3), torch.zeros(3)), 3),
-        (Pair(torch.zeros(3), torch.zeros(2)), None),
         ((torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)), 3),
         ([torch.zeros(3, 10, 12), torch.zeros(3, 8, 9)], 3),
         ([torch.zeros(10, 12), torch.zeros(8, 9), torch.zeros(7, 7)], None),  # a list of unequal images
-        (UserDict(input_ids=torch.zeros(2, 7), attention_mask=torch.zeros(2, 7)), 2),
-        (Sample(UserDict(a=[torch.zeros(2)])), 2),
-        (Frozen(torch.zeros(2)), 2),
         (Sample, None),  # a class is no sample
         ((), None),
         ({}, None),
@@ -146,15 +134,8 @@ class Slotted:
 
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Any], Any], Callable[[Any], Tensor], Callable[[Any], Any]]] = {
-    "tuple": (lambda t, o: (t, o), lambda b: b[0], lambda b: b[1]),
-    "list": (lambda t, o: [t, o], lambda b: b[0], lambda b: b[1]),
-    "namedtuple": (Pair, lambda b: b.first, lambda b: b.second),
-    "dict": (lambda t, o: {"t": t, "o": o}, lambda b: b["t"], lambda b: b["o"]),
     "a dict of one's own": (lambda t, o: Named(t=t, o=o), lambda b: b["t"], lambda b: b["o"]),
-    "OrderedDict": (lambda t, o: OrderedDict(t=t, o=o), lambda b: b["t"], lambda b: b["o"]),
     "defaultdict": (lambda t, o: defaultdict(list, t=t, o=o), lambda b: b["t"], lambda b: b["o"]),
-    "UserDict": (lambda t, o: UserDict(t=t, o=o), lambda b: b["t"], lambda b: b["o"]),
-    "dataclass": (Sample, lambda b: b.inner, lambda b: b.note),
     "frozen dataclass": (Slotted, lambda b: b.inner, lambda b: b.note),
     "model output": (ModelOutput, lambda b: b.logits, lambda b: b["loss"]),
     "nested": (
@@ -219,14 +200,6 @@ def test_samples_need_not_come_first() -> None:
     parts = split(batch, [1, 3], 1)
     assert [tuple(part["x"].shape) for part in parts] == [(7, 1, 2), (7, 3, 2)]
     assert [tuple(part["y"].shape) for part in parts] == [(3, 1), (3, 3)]
-
-
-def test_gradients_reach_the_whole_batch() -> None:
-    whole = torch.ones(5, requires_grad=True)
-    first, second = split((whole,), [2, 3])
-    (first[0].sum() + 2 * second[0].sum()).backward()
-    assert whole.grad is not None
-    assert whole.grad.tolist() == [1, 1, 2, 2, 2]
 
 
 # As the module says
@@ -356,14 +329,6 @@ def test_what_cannot_be_cut_names_its_entries(case: str) -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("case", ["images", "images and targets", "packed sequences and labels"])
-def test_what_cannot_be_cut_by_guess_is_cut_by_the_module(case: str) -> None:
-    batch = UNCUT[case][0]
-    splitter = Splitter(Module(size=2, parts=["a", "b"]))
-    assert splitter.size_to_cut(batch) == 2
-    assert splitter.parts(batch, [1, 1]) == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -386,14 +351,6 @@ def test_equal_images_or_three_samples() -> None:
     assert splitter.size_to_cut(batch) == 3
     with pytest.raises(StepError, match="it holds whole samples"):
         splitter.size_to_cut(GREY)
-
-
-def test_whoever_cuts_is_named() -> None:
-    told = why_not((torch.zeros(2), torch.zeros(3)), 0, "What forward is called with", "argument")
-    assert told == (
-        "What forward is called with must be cut along dimension 0, but its tensors differ there: argument[0] is of"
-        " length 2, argument[1] is of length 3."
-    )
 
 
 def test_a_packed_sequence_is_not_cut_by_steps() -> None:
