@@ -19,6 +19,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 
 from equipoise import ConfigurationError, NoGradEvaluation, StepError, Trainer
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = ignoring(
     r"\w+ has a `validation_step`, but",
@@ -27,15 +28,6 @@ pytestmark = ignoring(
     r"An epoch has \d batches, fewer than log_every_n_steps",
     "Checkpoint directory .* exists and is not empty",
 )
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-}
 
 
 class Wild(L.LightningModule):
@@ -117,15 +109,13 @@ def trained(
         collect=True,
         inference_mode=bool(inference_mode),
     )
-    trainer = kind(
-        **{
-            **QUIET,
-            "logger": CSVLogger(folder, name=f"{kind.__module__}-{inference_mode}"),
-            "log_every_n_steps": 1,
-            **options,
-        },
+    trainer = quiet(
+        kind,
+        logger=CSVLogger(folder, name=f"{kind.__module__}-{inference_mode}"),
+        log_every_n_steps=1,
         max_epochs=3,
         callbacks=[] if inference_mode is None else [evaluation],
+        **options,
     )
     trainer.fit(module, loader)
     state = {
@@ -217,7 +207,7 @@ def recorded(kind: type[Any], loader: Any, evaluations: list[Any], epochs: int =
     """Return what training read, and the weights at its end."""
     torch.manual_seed(3)
     module = Recording()
-    kind(**QUIET, max_epochs=epochs, callbacks=evaluations).fit(module, loader)
+    quiet(kind, max_epochs=epochs, callbacks=evaluations).fit(module, loader)
     return module.batches, module.state_dict()
 
 
@@ -283,8 +273,8 @@ class Logging(Recording):
 def test_what_forward_logs_is_that_of_training(kind: type[Any], tmp_path: Path) -> None:
     def run(folder: Path, *evaluations: Any) -> Any:
         torch.manual_seed(3)
-        options = {**QUIET, "logger": CSVLogger(folder), "log_every_n_steps": 1, "max_epochs": 2}
-        trainer = kind(**options, callbacks=list(evaluations))
+        logger = CSVLogger(folder)
+        trainer = quiet(kind, logger=logger, log_every_n_steps=1, max_epochs=2, callbacks=list(evaluations))
         trainer.fit(module := Logging(), DataLoader(samples(12), batch_size=4))
         assert module.log.__name__ == "log"
         return rows(trainer)
@@ -339,7 +329,7 @@ def test_values_are_those_of_all_data_at_once(kind: type[Any], inference_mode: b
     evaluation = NoGradEvaluation(
         DataLoader(data, batch_size=5), accuracy(), name="held out", at_end=True, inference_mode=inference_mode
     )
-    trainer = kind(**{**QUIET, "logger": CSVLogger(tmp_path)}, max_epochs=2, callbacks=[evaluation])
+    trainer = quiet(kind, logger=CSVLogger(tmp_path), max_epochs=2, callbacks=[evaluation])
     trainer.fit(module, DataLoader(samples(12), batch_size=4))
     (result,) = evaluation.results
     predictions, labels = by_hand(module, data)
@@ -371,8 +361,8 @@ def test_callbacks_can_monitor_them(kind: type[Any], tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path / "best", monitor="epochs/acc", mode="max", every_n_epochs=2, save_top_k=-1)
     often = ModelCheckpoint(tmp_path, monitor="steps/MulticlassAccuracy", every_n_train_steps=2, save_top_k=-1)
     stop = EarlyStopping("epochs/acc", mode="max", stopping_threshold=0.0, check_on_train_epoch_end=True, strict=False)
-    options = {**QUIET, "enable_checkpointing": True}
-    trainer = kind(**options, max_epochs=4, callbacks=[steps, epochs, stop, best, often])
+    callbacks = [steps, epochs, stop, best, often]
+    trainer = quiet(kind, enable_checkpointing=True, max_epochs=4, callbacks=callbacks)
     trainer.fit(module, DataLoader(samples(12), batch_size=4))
     assert [result.step for result in steps.results] == [2, 4, 6]  # the epochs' first evaluation ended training
     assert [(result.step, result.epoch) for result in epochs.results] == [(6, 1)]
@@ -391,7 +381,7 @@ def test_precision_is_that_of_the_trainers_own_evaluation(precision: Any, close:
         torch.manual_seed(7)
         module, data = Validated(), DataLoader(samples(23), batch_size=5)
         evaluation = NoGradEvaluation(data, MeanSquaredError(), forward=squared, at_end=True)
-        trainer = kind(**QUIET, precision=precision, max_epochs=1, callbacks=[evaluation])
+        trainer = quiet(kind, precision=precision, max_epochs=1, callbacks=[evaluation])
         trainer.fit(module, DataLoader(samples(12), batch_size=4))
         trainer.validate(module, data, verbose=False)
         found[kind] = evaluation.results[0].values["MeanSquaredError"]
@@ -431,7 +421,7 @@ class Data(L.LightningDataModule):
 def test_a_method_of_the_data_module_and_its_hooks(kind: type[Any]) -> None:
     evaluation = NoGradEvaluation("extra", MulticlassAccuracy(3), at_end=True, limit_batches=3, collect=True)
     module = made()
-    kind(**QUIET, max_epochs=1, callbacks=[evaluation]).fit(module, datamodule=Data())
+    quiet(kind, callbacks=[evaluation]).fit(module, datamodule=Data())
     assert evaluation.results[0].batches == 3
     features, labels = samples(20).tensors
     predictions, _ = by_hand(module, TensorDataset(features[:15] * 2, labels[:15]))
@@ -448,7 +438,7 @@ def test_a_function_is_called_once_in_a_run() -> None:
         return DataLoader(samples(20), batch_size=5)
 
     evaluation = NoGradEvaluation(make, MulticlassAccuracy(3))
-    trainer = Trainer(**QUIET, max_epochs=3, callbacks=[evaluation])
+    trainer = quiet(max_epochs=3, callbacks=[evaluation])
     trainer.fit(made(), DataLoader(samples(12), batch_size=4))
     assert (len(calls), len(evaluation.results)) == (1, 3)
     trainer.fit_loop.max_epochs = 4
@@ -468,9 +458,7 @@ def test_a_mapping_of_arguments_and_values_of_several_names() -> None:
 @pytest.mark.parametrize("kind", [Trainer, L.Trainer])
 def test_a_trial_run_takes_few_batches(kind: type[Any]) -> None:
     evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), MulticlassAccuracy(3), every_n_steps=1)
-    kind(**{**QUIET, "logger": None}, fast_dev_run=2, callbacks=[evaluation]).fit(
-        made(), DataLoader(samples(12), batch_size=4)
-    )
+    quiet(kind, logger=None, fast_dev_run=2, callbacks=[evaluation]).fit(made(), DataLoader(samples(12), batch_size=4))
     assert [(result.step, result.batches) for result in evaluation.results] == [(1, 2), (2, 2)]
 
 
@@ -490,7 +478,7 @@ def test_optimisers_that_step_together_pass_over_multiples(kind: type[Any]) -> N
             return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
     evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), MulticlassAccuracy(3), every_n_steps=3)
-    kind(**QUIET, max_epochs=1, callbacks=[evaluation]).fit(Manual(), DataLoader(samples(24), batch_size=4))
+    quiet(kind, callbacks=[evaluation]).fit(Manual(), DataLoader(samples(24), batch_size=4))
     assert [result.step for result in evaluation.results] == [4, 6, 10, 12]
 
 
@@ -498,7 +486,7 @@ def test_a_resumed_run_has_its_history(tmp_path: Path) -> None:
     def run(epochs: int, path: Path | None = None) -> Any:
         one = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), name="one", every_n_steps=2)
         two = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), name="two")
-        trainer = Trainer(**QUIET, max_epochs=epochs, callbacks=[one, two])
+        trainer = quiet(max_epochs=epochs, callbacks=[one, two])
         trainer.fit(made(), DataLoader(samples(12), batch_size=4), ckpt_path=path)
         return trainer, one.results, two.results
 
@@ -641,7 +629,7 @@ def test_gradients_of_an_unfinished_window_are_left_alone() -> None:
 
     evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy())
     module = Watching()
-    Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=3).fit(module, DataLoader(samples(12), batch_size=4))
+    quiet(accumulate_grad_batches=3).fit(module, DataLoader(samples(12), batch_size=4))
     assert len(seen) == 3
     assert all(gradient is not None for gradient in seen[0])
 
@@ -680,7 +668,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_what_only_a_run_can_tell(given: Any, error: type[Exception], message: str) -> None:
-    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[NoGradEvaluation(given, MulticlassAccuracy(3))])
+    trainer = quiet(callbacks=[NoGradEvaluation(given, MulticlassAccuracy(3))])
     with pytest.raises(error, match=message):
         trainer.fit(made(), datamodule=Data())
 

@@ -15,8 +15,9 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, Pearso
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import NoGradEvaluation, StepError, Trainer
-from tests.callbacks.evaluation.test_no_grad_evaluation import QUIET, Plain, assert_same, samples, trained
+from tests.callbacks.evaluation.test_no_grad_evaluation import Plain, assert_same, samples, trained
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples", ".*use_libuv", ".*fork")
 
@@ -76,8 +77,8 @@ class Floats(PearsonCorrCoef):
 def fit(evaluations: list[Any], processes: int, epochs: int = 1, count: int = 12, kind: type[Any] = Normalised) -> Any:
     torch.manual_seed(5)
     module = kind()
-    options = {**QUIET, "precision": "64-true", "strategy": "ddp", "devices": ["cpu"] * processes}
-    trainer = Trainer(**options, max_epochs=epochs, callbacks=evaluations)
+    options = {"precision": "64-true", "strategy": "ddp", "devices": processes}
+    trainer = quiet(**options, max_epochs=epochs, callbacks=evaluations)
     trainer.fit(module, DataLoader(samples(count), batch_size=2))
     return module, trainer
 
@@ -168,8 +169,8 @@ class Distributed(L.LightningDataModule):
 )
 def test_torchs_sampler_gives_no_sample_twice(count: int, options: Any, left_out: int) -> None:
     evaluation = NoGradEvaluation("extra", MeanMetric(), forward=labels, collect=True)
-    given = {**QUIET, "precision": "64-true", "strategy": "ddp", "devices": ["cpu"] * 3, "max_epochs": 1}
-    Trainer(**given, callbacks=[evaluation]).fit(Linear(), datamodule=Distributed(count, **options))
+    run = quiet(precision="64-true", strategy="ddp", devices=3, callbacks=[evaluation])
+    run.fit(Linear(), datamodule=Distributed(count, **options))
     seen = evaluation.concatenated()["value"].tolist()
     assert len(set(seen)) == len(seen) == count - left_out
     assert evaluation.results[0].values["MeanMetric"] == pytest.approx(sum(seen) / len(seen))
@@ -243,8 +244,8 @@ def compare_under_lightning(make: Any, count: int) -> None:
     for processes in (1, 2):
         torch.manual_seed(5)
         evaluation = NoGradEvaluation(make(count), several())
-        options = {**QUIET, "strategy": "ddp_fork", "devices": 2} if processes == 2 else QUIET
-        trainer = L.Trainer(**options, max_epochs=1, callbacks=[evaluation])
+        options = {"strategy": "ddp_fork", "devices": 2} if processes == 2 else {"devices": 1}
+        trainer = quiet(L.Trainer, **options, callbacks=[evaluation])
         trainer.fit(Linear(), DataLoader(samples(8), batch_size=4 // processes))
         found[processes] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found[1] == pytest.approx(found[2])

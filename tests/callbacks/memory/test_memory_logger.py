@@ -19,19 +19,13 @@ from equipoise.callbacks.memory import phase_readings
 from equipoise.extensions.leaks import watch
 from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
 from tests.conftest import ignoring
+from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = [
     *ignoring("The number of training batches .* is smaller than the logging interval"),
     pytest.mark.usefixtures("full_collections"),
 ]
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 OURS = ["batch to device", "forward", "backward", "optimizer step"]
 
 
@@ -74,9 +68,9 @@ def data(batches: int = 10, size: int = 4) -> DataLoader[Any]:
 
 
 def fit(memory: MemoryLogger, module: L.LightningModule | None = None, **options: Any) -> Any:
-    trainer_type = options.pop("trainer_type", Trainer)
-    given = {"max_epochs": 1, "logger": False, "devices": 1, **QUIET, **options}
-    trainer = trainer_type(callbacks=[memory, *given.pop("callbacks", [])], **given)
+    cls = options.pop("trainer_type", Trainer)
+    callbacks = [memory, *options.pop("callbacks", [])]
+    trainer = quiet(cls, callbacks=callbacks, **{"num_sanity_val_steps": 0, **options})
     trainer.fit(module or Model(), data(), data(2))
     return trainer
 
@@ -133,7 +127,7 @@ def test_the_progress_bar_shows_the_fullest_device(trainer_type: Any) -> None:
 
 def test_evaluations_alone_are_read() -> None:
     memory = MemoryLogger()
-    trainer = Trainer(callbacks=[memory], logger=False, **QUIET)
+    trainer = quiet(callbacks=[memory])
     trainer.validate(Model(), data(2), verbose=False)
     assert [point.phase for point in memory.timeline] == ["evaluation"]
 
@@ -221,7 +215,7 @@ def test_a_step_in_detail(trainer_type: Any) -> None:
 @pytest.mark.parametrize("module_type", [Model, ByHand])
 def test_training_does_not_notice(trainer_type: Any, module_type: type[Model]) -> None:
     def weights(callbacks: list[Any]) -> list[Tensor]:
-        trainer = trainer_type(callbacks=callbacks, max_epochs=2, logger=False, devices=1, **QUIET)
+        trainer = quiet(trainer_type, callbacks=callbacks, max_epochs=2, num_sanity_val_steps=0)
         module = module_type()
         torch.manual_seed(7)
         trainer.fit(module, data(), data(2))
@@ -347,7 +341,7 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
             return (self.seen[index][0],)
 
     memory, data = MemoryLogger(), Remembers()
-    trainer = Trainer(callbacks=[memory], max_epochs=1, limit_val_batches=0, logger=False, devices=1, **QUIET)
+    trainer = quiet(callbacks=[memory], limit_val_batches=0)
     trainer.fit(Model(), DataLoader(data, batch_size=4))
     assert sum(tensor.untyped_storage().nbytes() for tensor in data.seen.values()) > 2**27
     assert not memory.leaks
@@ -471,6 +465,6 @@ def test_the_hook_before_a_batch_goes_to_its_device() -> None:
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     notes = Notes()
-    trainer = Trainer(callbacks=[notes], max_steps=2, logger=False, devices=1, **QUIET)
+    trainer = quiet(callbacks=[notes], max_steps=2, num_sanity_val_steps=0)
     trainer.fit(Transfers(), data(), data(1))
     assert notes.seen == [step for index in (0, 1) for step in (("read", index), ("transfer", -1), ("start", index))]
