@@ -79,11 +79,14 @@ class Layout:
         # 1. Draw the first layout that fits, from the last choice on. The last one is taken even if it does not fit.
         # Without a total there are fewer layouts.
         last = len(layouts) - 1
-        choice = min(self._choices.get(index, 0), last)
-        line, columns = self._line(track, label, layouts[choice])
-        while line.cell_len > self._width and choice < last:
-            choice += 1
-            line, columns = self._line(track, label, layouts[choice])
+        last_choice = self._choices.get(index, 0)
+        for choice in range(min(last_choice, last), last + 1):
+            bar, columns = layouts[choice]
+            drawn_bar = self._bar(track, bar)
+            parts = [label, drawn_bar, *columns]
+            line = _SPACE.join(filter(None, parts))
+            if line.cell_len <= self._width:
+                break
         self._choices[index] = choice
         self._shorten(line)
         lines = [line]
@@ -93,12 +96,6 @@ class Layout:
             self._shorten(second_line)
             lines.append(second_line)
         return lines
-
-    def _line(self, track: Track, label: Text, layout: Form) -> tuple[Text, Columns]:
-        """Return a line in a layout, and its columns."""
-        bar, columns = layout
-        parts = [label, self._bar(track, bar), *columns]
-        return _SPACE.join(filter(None, parts)), columns
 
     def _bar(self, track: Track, width: int) -> Text:
         """Draw the bar, with a resolution of half a cell except in ASCII."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import ChainMap, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -174,8 +175,10 @@ class EvaluationLoop(SentState):
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
         for index, stream in enumerate(streams):
+            after: Callable[[Any], None] = partial(self._after_batch, context, index)
             # A sanity check counts and logs nothing. Asking for the stage in each batch would take 2 µs.
-            after = _ignore if sanity_checking else partial(self._after_batch, context, index)
+            if sanity_checking:
+                after = _ignore
             run_steps(context, self.stage, stream, self.progress, index, len(streams), after=after)
             context.logs.end_batches(show=not sanity_checking)
             # Values of a sanity check are not shown.

@@ -90,7 +90,7 @@ class Absent(nn.Linear):
 
 
 def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """What a module computes, and the gradients of its parameters."""
+    """Results of a module, and the gradients of its parameters."""
     torch.manual_seed(4)
     output = module(x)
     output = output[0] if isinstance(output, tuple) else output
@@ -192,7 +192,7 @@ def change_attributes(module: Whole, replica: Whole) -> None:
 
 
 def set_in_the_copy(module: Whole, replica: Whole) -> None:
-    """What a copy set itself is forgotten."""
+    """Attributes that a copy set itself are forgotten."""
     replica.number, replica.cache, replica.layers, replica.first.seen = 3.5, torch.zeros(2), [], True
 
 

@@ -205,7 +205,8 @@ class BatchedCall:
             call: The arguments.
         """
         args, kwargs = call
-        return self._forward(self.networks[member], *args, **kwargs)
+        network = self.networks[member]
+        return self._forward(network, *args, **kwargs)
 
     def __call__(self, tree: Any, tensors: TensorsOfMembers, randomness: str) -> list[Any]:
         """Compute the calls of all members together.
@@ -224,10 +225,11 @@ class BatchedCall:
         """
         stacked = _stacked(tree, tensors)
         # The steps may have given the networks of members other attributes.
-        others = range(1, len(tensors))
-        if any(map(self.has_own_attributes, others)):
-            raise NotBatchable("the members have set different attributes of it", passes=True)
-        kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
+        for member in range(1, len(tensors)):
+            if self.has_own_attributes(member):
+                raise NotBatchable("the members have set different attributes of it", passes=True)
+        structure = repr(tree)
+        kind = (self._network.training, torch.is_grad_enabled(), structure)
         if kind in self._compared:
             return self._guarded(stacked, randomness)
         try:
@@ -290,7 +292,10 @@ class BatchedCall:
         dims = self._dims + calls.dims
         outputs = compute_batched(compute, arguments, dims, calls.members, randomness)
         # The output of each member.
-        rows = [output.unbind() for output in outputs]
+        rows = []
+        for output in outputs:
+            rows_of_output = output.unbind()
+            rows.append(rows_of_output)
         if output_tree is None:
             return list(rows[0])
         outputs_of_members = []
@@ -314,15 +319,21 @@ class BatchedCall:
             for member, column in enumerate(tensors):
                 call = _arguments(stacked.tree, column)
                 expected.append(self.alone(member, call))
-        if not _are_close((expected, self._buffers), (outputs, computed.buffers)):
+        one_by_one = (expected, self._buffers)
+        together = (outputs, computed.buffers)
+        if not _are_close(one_by_one, together):
             self._restore(noted)
             raise NotBatchable("the results differ from those of members computed one by one")
         self._restore(computed)
         return outputs
 
     def _note(self) -> _Noted:
-        attributes = [dict(vars(part)) for part in self._parts]
-        return _Noted(self.buffers_now(), attributes)
+        attributes = []
+        for part in self._parts:
+            attributes_of_part = dict(vars(part))
+            attributes.append(attributes_of_part)
+        buffers = self.buffers_now()
+        return _Noted(buffers, attributes)
 
     def _restore(self, noted: _Noted) -> None:
         """Restore what a call has changed."""

@@ -45,7 +45,10 @@ class EarlyCall:
         self._outputs: list[Any] = network(tree, tensors, randomness)
         # The step of a member may change its arguments or its network before the call.
         members = range(len(tensors))
-        self._versions = [self._versions_of(member) for member in members]
+        self._versions = []
+        for member in members:
+            versions_of_member = self._versions_of(member)
+            self._versions.append(versions_of_member)
         self._has_gradients = torch.is_grad_enabled()
 
     def take_first(self) -> Any:
@@ -130,7 +133,11 @@ def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[
     # In inference mode there are no versions.
     if versions(tensors) is None:
         return None
-    return [[parts[index] for index in indices] for parts in tensors_of_batches]
+    tensors_of_members = []
+    for tensors_of_batch in tensors_of_batches:
+        parts = [tensors_of_batch[index] for index in indices]
+        tensors_of_members.append(parts)
+    return tensors_of_members
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:

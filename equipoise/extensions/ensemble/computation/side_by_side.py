@@ -86,7 +86,9 @@ class SideBySide:
                 self._note_reason(name, reason)
             else:
                 self._calls[name] = BatchedCall(name, members, self._computing)
-        self._interceptors = {name: self._interceptor(name) for name in self._calls}
+        self._interceptors = {}
+        for name in self._calls:
+            self._interceptors[name] = self._interceptor(name)
 
     def run(self, steps: Sequence[Callable[[], T]], batches: Sequence[Any]) -> list[T]:
         """Run a step of each member and return the results in order.
@@ -148,9 +150,10 @@ class SideBySide:
         """Run all other steps to their first calls."""
         self._has_begun = True
         if not self._threads:
-            others = range(1, len(self._steps))
-            self._threads = [StepThread(f"equipoise-member-{member}") for member in others]
-            self._member_of_thread = {thread.ident: member for member, thread in enumerate(self._threads, start=1)}
+            for member in range(1, len(self._steps)):
+                thread = StepThread(f"equipoise-member-{member}")
+                self._threads.append(thread)
+                self._member_of_thread[thread.ident] = member
         for thread, step in zip(self._threads, self._steps[1:], strict=True):
             thread.start(step, self._state)
 
@@ -201,7 +204,8 @@ class SideBySide:
         if is_known:
             return output
         if member_of_thread is not None:
-            output = self._threads[member - 1].pause((name, call))
+            thread = self._threads[member - 1]
+            output = thread.pause((name, call))
         elif member == 0:
             output = self._meet(name, call)
         else:
@@ -264,16 +268,19 @@ class SideBySide:
         # 1. The others arrive. Those that wait since the last call get its output first.
         if not self._has_begun:
             self._begin()
-        waiting = [thread.call for thread in self._threads]
-        if any(other is None or other[0] != name for other in waiting):
-            return self._let_others_go(_ALONE, name)
+        calls = [call]
+        for thread in self._threads:
+            arguments = _call_of(thread, name)
+            if arguments is None:
+                return self._let_others_go(_ALONE, name)
+            calls.append(arguments)
 
         # 2. All calls together.
-        calls = [call] + [arguments for _, arguments in waiting]
+        network = self._calls[name]
         try:
             tree, tensors = taken_apart(calls)
             with self._without_logs():
-                outputs = self._calls[name](tree, tensors, self._randomness)
+                outputs = network(tree, tensors, self._randomness)
         except NotBatchable as error:
             self._note_failure(name, error)
             return self._let_others_go(_ALONE, name)
@@ -285,10 +292,7 @@ class SideBySide:
     def _let_others_go(self, reply: Any, name: str) -> Any:
         """Let the steps that wait with a call of the same network continue to their next calls."""
         for thread in self._threads:
-            if thread.call is None:
-                continue
-            network, _ = thread.call
-            if network == name:
+            if _call_of(thread, name) is not None:
                 thread.resume(reply)
         return reply
 
@@ -320,6 +324,17 @@ class SideBySide:
         self.reasons[name] = reason
         title = name or "The module"
         rank_zero_info(f"{title} is computed member by member: {reason}.")
+
+
+def _call_of(thread: StepThread, name: str) -> Call | None:
+    """Return the arguments with which a step waits for a network; None if it waits for another one, or has ended."""
+    if thread.call is None:
+        return None
+    network, arguments = thread.call
+    if network != name:
+        return None
+    call: Call = arguments
+    return call
 
 
 def _networks(module: nn.Module) -> list[str]:

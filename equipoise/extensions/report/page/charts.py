@@ -5,7 +5,8 @@ percentages. Down, everything is a number of pixels.
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from equipoise.extensions.report.page.markup import CHARACTER, Markup, heading, join, legend, tag, word_column
@@ -110,7 +111,8 @@ def line_chart(
         most_points: Maximum number of points of a line; a longer one is thinned. Default: 1000.
     """
     head = tag("figcaption", heading("h3", title, note), _legend(lines))
-    drawable = [_drawable(line, most_points) for line in lines]
+    place = _magnitude if log_across else float
+    drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)
     if not finite:
         empty = tag("p", "No value is a finite number.", class_="hint")
@@ -150,13 +152,18 @@ def line_chart(
     return tag("figure", head, axes, class_="chart")
 
 
-def _drawable(line: Line, most: int) -> Line:
+def _magnitude(x: float) -> float:
+    """Return the place of a value on a logarithmic axis."""
+    return math.log10(max(x, sys.float_info.min))
+
+
+def _drawable(line: Line, most: int, place: Callable[[float], float]) -> Line:
     """Return a thinned line without the points that have no position across."""
     points = []
     for x, y in line.points:
         if math.isfinite(x):
             points.append((float(x), float(y)))
-    return Line(label=line.label, style=line.style, points=thin(points, most))
+    return Line(label=line.label, style=line.style, points=thin(points, most, place))
 
 
 def _finite_points(lines: Sequence[Line]) -> list[Point]:

@@ -1,7 +1,8 @@
 """Axis marks, and thinned time lines."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from equipoise.formats import Unit
@@ -188,15 +189,15 @@ def _first_from(span: float, steps: Sequence[int], size: float) -> float:
     raise AssertionError(f"No step is as long as {span}.")
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
+def thin(points: Sequence[Point], most: int, across: Callable[[float], float] = float) -> list[Point]:
     """Take points out of a long line without a visible change.
 
-    Of each stretch of points the least and the greatest value stay, and the first that is no finite number. So do both
-    ends.
+    Of each stretch across stay the least and the greatest value and the first that is no finite number. Both ends stay.
 
     Args:
         points: Points ordered by x.
         most: Maximum number of points in the result; at least 5.
+        across: Returns the place of an x across the chart, in any unit. Default: `float`, that of a linear axis.
 
     Example:
         >>> line = [(float(x), float(x == 617)) for x in range(1000)]
@@ -206,18 +207,23 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    inner = len(points) - 2
+    first = across(points[0][0])
+    length = across(points[-1][0]) - first
     # Three points of each stretch stay, and both ends.
     stretches = (most - 2) // 3
+    by_stretch: dict[int, list[int]] = defaultdict(list)
+    for index, (x, _) in enumerate(points):
+        number = 0
+        if length:
+            number = int(stretches * (across(x) - first) / length)
+        by_stretch[min(number, stretches - 1)].append(index)
     indices = {0, len(points) - 1}
-    for number in range(stretches):
-        start = 1 + number * inner // stretches
-        end = 1 + (number + 1) * inner // stretches
-        indices |= _landmarks(points, range(start, end))
+    for stretch in by_stretch.values():
+        indices |= _landmarks(points, stretch)
     return [points[index] for index in sorted(indices)]
 
 
-def _landmarks(points: Sequence[Point], stretch: range) -> set[int]:
+def _landmarks(points: Sequence[Point], stretch: Sequence[int]) -> set[int]:
     """Return the indices of the least, the greatest and the first value that is no finite number."""
 
     def value(index: int) -> float:
