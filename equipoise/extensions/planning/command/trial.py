@@ -3,7 +3,7 @@
 The data are real, and the first batch is read. The module is built and traced without memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from equipoise.app.build import build
 from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
@@ -45,11 +44,15 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     example = first_batch(values)
     batch_size = size_of_batch(example)
     settings = settings_of(values["trainer"], devices)
-    planner = _Planner(values, example, _strategies(values["strategy"]), devices)
+    strategies = _strategies(values["strategy"])
+
+    def plans_with(changed: StepSettings) -> list[StrategyPlan]:
+        prediction, module = predict_configured(values, example, changed)
+        return plan_strategies(prediction, module, strategies, devices)
 
     # 2. The plans.
-    prediction, module = planner.predict(settings)
-    plans = planner.plans(prediction, module)
+    prediction, module = predict_configured(values, example, settings)
+    plans = plan_strategies(prediction, module, strategies, devices)
     result = {
         "title": type(module).__name__,
         "batch_size": batch_size,
@@ -64,8 +67,8 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     accumulated: list[StrategyPlan] = []
     if not any(plan.fits for plan in plans):
         if settings.accumulate_grad_batches == 1:
-            accumulated = planner.plans(*planner.predict(replace(settings, accumulate_grad_batches=2)))
-        result["alternatives"] = _alternatives(planner, settings, module)
+            accumulated = plans_with(replace(settings, accumulate_grad_batches=2))
+        result["alternatives"] = _alternatives(plans_with, settings, module)
     advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches)
     result["recommendation"] = asdict(_with_known_keys(advice, values))
 
@@ -73,37 +76,6 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     if with_curves:
         result["curves"] = _curves(plans, batch_size)
     return result
-
-
-class _Planner:
-    """Makes plans of the configured step with other settings.
-
-    Args:
-        values: The configuration.
-        example: A batch.
-        strategies: The strategies.
-        devices: The devices.
-    """
-
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        example: Any,
-        strategies: Sequence[Strategy],
-        devices: Sequence[PlannedDevice],
-    ) -> None:
-        self._values = values
-        self._example = example
-        self._strategies = strategies
-        self._devices = devices
-
-    def plans(self, prediction: MemoryPrediction, module: nn.Module) -> list[StrategyPlan]:
-        """Return the plan of each strategy."""
-        return plan_strategies(prediction, module, self._strategies, self._devices)
-
-    def predict(self, settings: StepSettings) -> tuple[MemoryPrediction, nn.Module]:
-        """Return the prediction of a step, and the module that was traced."""
-        return predict_configured(self._values, self._example, settings)
 
 
 def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recommendation:
@@ -155,7 +127,9 @@ def _strategies(configured: Any) -> list[Strategy]:
     return strategies
 
 
-def _alternatives(planner: _Planner, settings: StepSettings, module: nn.Module) -> list[dict[str, Any]]:
+def _alternatives(
+    plans_with: Callable[[StepSettings], list[StrategyPlan]], settings: StepSettings, module: nn.Module
+) -> list[dict[str, Any]]:
     """Return the plans with what needs less memory: activation checkpointing, bf16-mixed, both."""
     # 1. The overrides to try.
     blocks = tuple(settings.activation_checkpointing or repeated_blocks(module))
@@ -169,7 +143,7 @@ def _alternatives(planner: _Planner, settings: StepSettings, module: nn.Module) 
     alternatives = []
     for precision, patterns in sorted(variants, key=lambda variant: (str(variant[0]), len(variant[1]))):
         changed = replace(settings, precision=precision, activation_checkpointing=patterns)
-        plans = planner.plans(*planner.predict(changed))
+        plans = plans_with(changed)
         overrides = []
         if precision != settings.precision:
             overrides.append(f"trainer.precision={precision}")

@@ -4,16 +4,33 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
-from equipoise.extensions.planning.curve.replay import EventArrays, Replay, event_arrays
+from equipoise.extensions.planning.curve.replay import Replay, numbers_of
 from equipoise.extensions.planning.curve.sizes import Size, Span
 from equipoise.extensions.planning.curve.stages import StagesOfStep, StepTrace
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.memory.records import Category
 
 __all__ = ["MemoryCurve"]
+
+
+class _EventArrays(NamedTuple):
+    """Events of a step as arrays, each with an entry for every event.
+
+    Attributes:
+        holders: Indices of the storages.
+        signs: 1 for an allocation, -1 for a release.
+        parts: Numbers of their parts; see `numbers_of`.
+    """
+
+    holders: NDArray[np.int64]
+    signs: NDArray[np.int64]
+    parts: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +80,10 @@ class MemoryCurve:
         if load.work is not None:
             return self._peak_of_stages(load.work, batch_size, rounding)
         nbytes = self._nbytes(load.samples(batch_size), rounding)
-        replay = Replay(self._events, self.phases, nbytes, load)
+        arrays = self._arrays
+        sizes = np.array(nbytes, dtype=np.int64)
+        changes = arrays.signs * sizes[arrays.holders]
+        replay = Replay(arrays.parts, changes, self.phases, load)
         return replay.peak()
 
     def _peak_of_stages(self, work: StageWork, batch_size: int, rounding: int) -> PredictedPeak:
@@ -108,8 +128,18 @@ class MemoryCurve:
         return {}
 
     @cached_property
-    def _events(self) -> EventArrays:
-        return event_arrays(self.events, self.holders)
+    def _arrays(self) -> _EventArrays:
+        # 1. The part of each storage, as its number.
+        parts = numbers_of([holder.category for holder in self.holders])
+
+        # 2. The storage of each event. Storage n has the events n + 1 and -(n + 1).
+        signed = np.array(self.events, dtype=np.int64)
+        holders = np.abs(signed) - 1
+        return _EventArrays(
+            holders=holders,
+            signs=np.sign(signed),
+            parts=parts[holders],
+        )
 
     @cached_property
     def totals(self) -> Mapping[Category, int]:

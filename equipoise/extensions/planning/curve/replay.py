@@ -2,51 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.extensions.planning.curve.parts import PhaseStart, PredictedPeak
 from equipoise.extensions.planning.description.loads import DeviceLoad, Part
 from equipoise.memory.records import CATEGORIES
 
-__all__ = ["EventArrays", "Replay", "event_arrays"]
+__all__ = ["Replay", "numbers_of"]
+
+# The parts by number; the last two exist under several devices only.
+_PARTS: tuple[Part, ...] = (*CATEGORIES, "bucket", "copy")
 
 
-class EventArrays(NamedTuple):
-    """Events of a step as arrays, each with an entry for every event.
-
-    Attributes:
-        holders: Indices of the storages.
-        signs: 1 for an allocation, -1 for a release.
-        categories: Indices of their categories in `CATEGORIES`.
-    """
-
-    holders: NDArray[np.int64]
-    signs: NDArray[np.int64]
-    categories: NDArray[np.int64]
-
-
-def event_arrays(events: Sequence[int], holders: Sequence[Holder]) -> EventArrays:
-    """Return events as arrays.
-
-    Args:
-        events: Allocations and releases; see `MemoryCurve`.
-        holders: The storages.
-    """
-    # 1. The category of each storage, as its index.
-    of_holders = [CATEGORIES.index(holder.category) for holder in holders]
-    categories = np.array(of_holders, dtype=np.int64)
-
-    # 2. The storage of each event. Storage n has the events n + 1 and -(n + 1).
-    signed = np.asarray(events, dtype=np.int64)
-    indices = np.abs(signed) - 1
-    return EventArrays(
-        holders=indices,
-        signs=np.sign(signed),
-        categories=categories[indices],
-    )
+def numbers_of(parts: Sequence[Part]) -> NDArray[np.int64]:
+    """Return parts as the numbers that `Replay` takes."""
+    numbers = [_PARTS.index(part) for part in parts]
+    return np.array(numbers, dtype=np.int64)
 
 
 class Replay:
@@ -55,26 +28,24 @@ class Replay:
     Steps of large models have tens of thousands of events, and a search replays them often, so this is done by arrays.
 
     Args:
-        events: The events of the step.
-        phases: The beginnings of its phases, in order.
-        nbytes: Bytes of each storage on one device that has all of it.
+        categories: The number of the part of each event; see `numbers_of`.
+        changes: Bytes by which it changes what is alive on one device that has all of the step.
+        starts: The beginnings of the phases, in order.
         load: The part of the step that the device has.
     """
 
     def __init__(
         self,
-        events: EventArrays,
-        phases: Sequence[PhaseStart],
-        nbytes: Sequence[int],
+        categories: NDArray[np.int64],
+        changes: NDArray[np.int64],
+        starts: Sequence[PhaseStart],
         load: DeviceLoad,
     ) -> None:
-        self._starts = phases
+        self._starts = starts
         self._load = load
-        self._categories = events.categories
-        sizes = np.asarray(nbytes, dtype=np.int64)
-        # Bytes by which each event changes what is alive.
-        self._changes = events.signs * sizes[events.holders]
-        are_momentary = [category in load.momentary for category in CATEGORIES]
+        self._categories = categories
+        self._changes = changes
+        are_momentary = [part in load.momentary for part in _PARTS]
         self._are_momentary = np.array(are_momentary)
 
     def peak(self) -> PredictedPeak:
@@ -134,13 +105,15 @@ class Replay:
     def _factors(self, phase: str) -> NDArray[np.float64]:
         """Return the share of each category that the device holds."""
         factors = [self._load.factor(category, phase) for category in CATEGORIES]
+        # The device has the others for itself.
+        factors += [1.0] * (len(_PARTS) - len(CATEGORIES))
         return np.array(factors, dtype=np.float64)
 
     def _alive(self, moment: int) -> NDArray[np.float64]:
         """Return the bytes of each category after a number of events."""
         categories = self._categories[:moment]
         changes = self._changes[:moment]
-        alive = np.bincount(categories, weights=changes, minlength=len(CATEGORIES))
+        alive = np.bincount(categories, weights=changes, minlength=len(_PARTS))
         return alive.astype(np.float64)
 
     def _parts(self, phase: str, moment: int) -> dict[Part, int]:
@@ -149,13 +122,13 @@ class Replay:
         parts: dict[Part, int] = defaultdict(int)
         factors = self._factors(phase)
         alive = factors * self._alive(moment)
-        for category, nbytes in zip(CATEGORIES, alive.tolist(), strict=True):
-            parts[category] = round(nbytes)
+        for part, nbytes in zip(_PARTS, alive.tolist(), strict=True):
+            parts[part] = round(nbytes)
         newest = int(self._categories[moment - 1])
         if self._are_momentary[newest]:
             # The part of it that the device does not hold otherwise.
             nbytes = (1 - factors[newest]) * self._changes[moment - 1]
-            parts[CATEGORIES[newest]] += round(float(nbytes))
+            parts[_PARTS[newest]] += round(float(nbytes))
 
         # 2. What the device has beside them.
         for addition in self._load.additions:

@@ -8,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
-from equipoise.extensions.planning.description.loads import Part, StageAction
+from equipoise.extensions.planning.curve.replay import Replay, numbers_of
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, Part, StageAction
 from equipoise.memory.records import Category
 
 __all__ = ["StagesOfStep", "StepTrace"]
@@ -142,10 +145,10 @@ class StagesOfStep:
         for stage in stages:
             for index in self._before[stage]:
                 category = self._holders[index].category
-                device.keep(category, whole_batch[index])
+                device.change(category, whole_batch[index])
             to_next = self._passing(stage, nbytes)
             to_previous = self._passing(stage - 1, nbytes)
-            device.keep("copy", to_next + to_previous)
+            device.change("copy", to_next + to_previous)
 
         # 2. The actions.
         with_gradients: set[int] = set()
@@ -174,8 +177,14 @@ class StagesOfStep:
         device.begin(_OPTIMIZER_STEP)
         share = self._share(nbytes, stages)
         most = _most(self._last_events, nbytes)
-        device.add_for_a_moment(round(share * most))
-        return device.peak()
+        device.change("temporary", round(share * most))
+        replay = Replay(
+            numbers_of(device.parts),
+            np.array(device.changes, dtype=np.int64),
+            device.starts,
+            WHOLE_STEP,
+        )
+        return replay.peak()
 
     def _passing(self, stage: int, nbytes: Sequence[int]) -> int:
         """Return the bytes that a stage hands over to the next one; 0 for the last stage, and before the first."""
@@ -204,43 +213,49 @@ class StagesOfStep:
 
 
 class _Device:
-    """Memory of a device, one action after the other.
+    """What changes in the memory of a device, one action after the other.
 
     Args:
         holders: The storages of the step.
         nbytes: Their bytes with one micro-batch.
+
+    Attributes:
+        parts: The part of each change.
+        changes: Its bytes, negative for a release.
+        starts: The beginnings of the phases.
     """
 
     def __init__(self, holders: Sequence[Holder], nbytes: Sequence[int]) -> None:
+        self.parts: list[Part] = []
+        self.changes: list[int] = []
+        self.starts: list[PhaseStart] = []
         self._holders = holders
         self._nbytes = nbytes
-        self._phase = "forward"
-        self._running = 0
-        self._live: dict[Part, int] = defaultdict(int)
+        self._gradients = 0
         # Storages of each stage and micro-batch that are in flight.
         self._in_flight: dict[tuple[int, int], set[int]] = defaultdict(set)
         # Bytes of their inputs, where these are copied.
         self._received: dict[tuple[int, int], int] = {}
-        self._peaks: dict[str, int] = {}
-        self._parts: dict[str, dict[Part, int]] = {}
 
     def begin(self, phase: str) -> None:
         """Begin a phase."""
-        self._phase = phase
-        self._note()
+        self.starts.append(PhaseStart(phase, len(self.changes)))
 
-    def keep(self, part: Part, nbytes: int) -> None:
-        """Add bytes that stay."""
-        self._change(part, nbytes)
+    def change(self, part: Part, nbytes: int) -> None:
+        """Add bytes, or release them if they are negative."""
+        self.parts.append(part)
+        self.changes.append(nbytes)
+        if part == "gradient":
+            self._gradients += nbytes
 
     def receive(self, nbytes: int, action: StageAction) -> None:
         """Add a copy of what a stage receives for a micro-batch."""
         self._received[action.stage, action.micro_batch] = nbytes
-        self._change("copy", nbytes)
+        self.change("copy", nbytes)
 
     def forget_gradients(self) -> None:
         """Release the gradients of the last step."""
-        self._change("gradient", -self._live["gradient"])
+        self.change("gradient", -self._gradients)
 
     def compute(
         self,
@@ -265,58 +280,22 @@ class _Device:
             if event < 0:
                 if index in alive:
                     alive.remove(index)
-                    self._change(category, -nbytes)
+                    self.change(category, -nbytes)
                 continue
-            self._change(category, nbytes)
+            self.change(category, nbytes)
             if category != "gradient":
                 alive.add(index)
             elif has_gradients:
-                self._note()
-                self._change(category, -nbytes)
-            self._note()
+                self.change(category, -nbytes)
 
     def end(self, action: StageAction) -> None:
         """Release what the backward of a micro-batch has left of its forward."""
         key = (action.stage, action.micro_batch)
         for index in self._in_flight.pop(key):
             category = self._holders[index].category
-            self._change(category, -self._nbytes[index])
+            self.change(category, -self._nbytes[index])
         received = self._received.pop(key, 0)
-        self._change("copy", -received)
-
-    def add_for_a_moment(self, nbytes: int) -> None:
-        """Add bytes of temporaries, and release them again."""
-        self._change("temporary", nbytes)
-        self._note()
-        self._change("temporary", -nbytes)
-
-    def peak(self) -> PredictedPeak:
-        """Return the peak until now."""
-        largest = max(self._peaks, key=lambda phase: self._peaks[phase])
-        parts = []
-        for part, nbytes in self._parts[largest].items():
-            if nbytes:
-                parts.append((part, nbytes))
-        # The largest part first.
-        parts.sort(key=lambda item: -item[1])
-        return PredictedPeak(
-            nbytes=self._peaks[largest],
-            phase=largest,
-            parts=dict(parts),
-            phases=self._peaks,
-        )
-
-    def _change(self, part: Part, nbytes: int) -> None:
-        self._running += nbytes
-        self._live[part] += nbytes
-
-    def _note(self) -> None:
-        """Note a peak."""
-        phase = self._phase
-        highest = self._peaks.get(phase, -1)
-        if self._running > highest:
-            self._peaks[phase] = self._running
-            self._parts[phase] = dict(self._live)
+        self.change("copy", -received)
 
 
 # The cut.

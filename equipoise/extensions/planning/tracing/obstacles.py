@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,48 +83,8 @@ def _user_line(frame: FrameType | None) -> str:
     return ""
 
 
-class _Guard:
-    """Hook of Python's audit, which cannot be removed again and so is added once.
-
-    Attributes:
-        is_active: True while a step may leave nothing behind.
-    """
-
-    def __init__(self) -> None:
-        self.is_active = False
-        self._is_added = False
-
-    def add(self) -> None:
-        """Add the hook, once."""
-        if not self._is_added:
-            self._is_added = True
-            sys.addaudithook(self._check)
-
-    def start(self) -> None:
-        """Begin to refuse."""
-        self.is_active = True
-
-    def stop(self) -> None:
-        """Allow everything again."""
-        self.is_active = False
-
-    def _check(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.is_active:
-            return
-        effect = _SIDE_EFFECTS.get(event)
-        if event == "open" and _writes(args):
-            effect = "writes the file"
-        if effect is None:
-            return
-        place = _user_line(inspect.currentframe())
-        if place:
-            raise ConfigurationError(
-                f"The training step {effect} {args[0]!r} at {place}, but a plan runs it several times and must"
-                " leave nothing behind. Do so in a callback."
-            )
-
-
-_guard = _Guard()
+# One entry for each step that may leave nothing behind now.
+_guarded: list[object] = []
 
 
 @contextmanager
@@ -133,12 +94,36 @@ def refuse_side_effects() -> Iterator[None]:
     Raises:
         ConfigurationError: Where the code begins one; the message names the line.
     """
-    _guard.add()
-    _guard.start()
+    _add_hook()
+    step = object()
+    _guarded.append(step)
     try:
         yield
     finally:
-        _guard.stop()
+        _guarded.remove(step)
+
+
+@cache
+def _add_hook() -> None:
+    """Add the hook of Python's audit, once, because it cannot be removed again."""
+    sys.addaudithook(_check)
+
+
+def _check(event: str, args: tuple[Any, ...]) -> None:
+    """Refuse what leaves something behind."""
+    if not _guarded:
+        return
+    effect = _SIDE_EFFECTS.get(event)
+    if event == "open" and _writes(args):
+        effect = "writes the file"
+    if effect is None:
+        return
+    place = _user_line(inspect.currentframe())
+    if place:
+        raise ConfigurationError(
+            f"The training step {effect} {args[0]!r} at {place}, but a plan runs it several times and must leave"
+            " nothing behind. Do so in a callback."
+        )
 
 
 def _writes(args: tuple[Any, ...]) -> bool:
