@@ -38,6 +38,7 @@ class DeviceProbe(Callback):
 
     Attributes:
         weights: The parameters after `compared_step` steps, on the CPU; empty before.
+        peaks: The peak of each device of this process in bytes, by name; empty before it is measured.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class DeviceProbe(Callback):
         self._last_timed_step = settling_steps + 1 + timed_steps
         self._compared_step = compared_step
         # Measurements of this process.
-        self._peaks: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
         self._seconds: list[float] = []
         self._samples: list[int | None] = []
         self._idle: float | None = None
@@ -148,23 +149,23 @@ class DeviceProbe(Callback):
         elif self._settling_steps + 1 < self._steps <= self._last_timed_step:
             self._end_timed_step()
         elif self._profile is not None:
-            self._wait()
+            self.wait()
             self._idle = self._profile.idle(trainer.strategy)
             self._profile = None
             trainer.should_stop = True
         self._samples_of_step = 0
         if self._steps == self._compared_step and trainer.world_size == 1:
             self.weights = parameters_of(pl_module)
-        self._wait()
-        if self._steps == self._last_timed_step:
-            # One more step shows where devices wait.
+        self.wait()
+        if self._steps == self._last_timed_step and trainer.global_step < trainer.max_steps:
+            # One more step, if there is one, shows where devices wait.
             is_alone = trainer.world_size == 1
             self._profile = StepProfile(self._devices, self._root, is_alone=is_alone)
         self._step_end = perf_counter()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Write the measurements of this process."""
-        result = {"peaks": self._peaks, "seconds": self._seconds, "samples": self._samples, "idle": self._idle}
+        result = {"peaks": self.peaks, "seconds": self._seconds, "samples": self._samples, "idle": self._idle}
         path = self._folder / f"rank-{trainer.global_rank}.json"
         path.write_text(json.dumps(result), encoding="utf-8")
 
@@ -189,15 +190,15 @@ class DeviceProbe(Callback):
     def _end_memory(self) -> None:
         """Note the peaks, and stop to record."""
         for name, watch in self._watches.items():
-            self._peaks[name] = watch.peak()
+            self.peaks[name] = watch.peak()
         ledger = self._ledger
         self._stop()
         if ledger is not None:
             for name in ledger.devices():
-                self._peaks[name] = ledger.peak(name).nbytes
+                self.peaks[name] = ledger.peak(name).nbytes
 
     def _end_timed_step(self) -> None:
-        self._wait()
+        self.wait()
         self._seconds.append(perf_counter() - self._step_end)
         self._samples.append(self._samples_of_step)
 
@@ -212,7 +213,7 @@ class DeviceProbe(Callback):
         self._places = None
         self._watches = {}
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for the devices, whose work the time would not contain otherwise."""
         for device in self._devices:
             if device.type == "cuda":

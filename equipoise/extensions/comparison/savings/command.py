@@ -110,6 +110,7 @@ class _Trials:
             if saver is SAVERS[0] and measured.get("is_configuration"):
                 raise ConfigurationError(reason)
             return replace(result, reason=reason)
+        numbers = compare(measured, self._first)
         if saver is SAVERS[0]:
             self._first = measured
         self.device = measured["device"]
@@ -118,5 +119,5 @@ class _Trials:
             overrides=[*trial.overrides, *measured["overrides"]],
             peak=measured["peak"],
             seconds=measured["seconds"],
-            numbers=None if saver is SAVERS[0] else compare(measured, self._first),
+            numbers=numbers,
         )

@@ -7,7 +7,7 @@ from typing import Any
 from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
-from equipoise.extensions.comparison.savings.probe import TIMED_STEPS, WARM_STEPS, Probe, digest_of
+from equipoise.extensions.comparison.savings.probe import STEPS, SaverProbe, digest_of
 from equipoise.extensions.comparison.savings.savers import Trial
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 
@@ -27,7 +27,7 @@ def measure(trial: Trial, folder: Path) -> dict[str, Any]:
 
     # 2. The trainer, without loggers and callbacks of the user.
     overrides = []
-    limit_to_steps(values, WARM_STEPS + 1 + TIMED_STEPS, folder)
+    limit_to_steps(values, STEPS, folder)
     # The blocks are known once the module is built.
     if trial.chooses_blocks:
         patterns = repeated_blocks(module)
@@ -41,15 +41,16 @@ def measure(trial: Trial, folder: Path) -> dict[str, Any]:
     _check_device(trainer, needs_device=trial.needs_device)
 
     # 3. The steps.
-    probe = Probe()
+    device = trainer.strategy.root_device
+    probe = SaverProbe(folder, device)
     trainer.callbacks.append(probe)
     trainer.fit(module, datamodule=data)
-    if not probe.seconds:
+    if not probe.seconds_of_steps:
         raise ConfigurationError("The training ended before the steps were measured: there are too few batches.")
     return {
-        "device": str(probe.device),
-        "peak": probe.peak,
-        "seconds": median(probe.seconds),
+        "device": str(device),
+        "peak": sum(probe.peaks.values()),
+        "seconds": median(probe.seconds_of_steps),
         "losses": probe.losses,
         "digest": digest_of(module),
         "overrides": overrides,
