@@ -9,35 +9,35 @@ from equipoise.errors import ConfigurationError
 
 __all__ = ["Options"]
 
-_TIMEOUT = 600.0
-_STEPS = 5
+# Flags whose fields have other names.
+_FIELDS = {"--largest": "bound", "--json": "as_json"}
 _TAKES = (
     "equipoise compare takes overrides, --config-dir FOLDER, --strategies=NAME,NAME, --steps=N, --largest[=N],"
     " --timeout=SECONDS, --output=FOLDER and --json"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of the command.
 
     Attributes:
-        strategies: Names of the strategies; None for the usual ones.
-        steps: Number of steps whose time is measured.
-        searches_largest: Whether the largest batch is looked for.
-        bound: The largest batch to try; None for a multiple of the configured one.
-        timeout: Seconds for each trial.
-        output: The folder for files; None for a new one under outputs.
-        as_json: Whether the output is JSON.
+        strategies: Names of the strategies. Default: None, the usual ones.
+        steps: Number of steps whose time is measured. Default: 5.
+        searches_largest: Whether the largest batch is looked for. Default: False.
+        bound: The largest batch to try. Default: None, a multiple of the configured one.
+        timeout: Seconds for each trial. Default: 600.
+        output: The folder for files. Default: None, a new one under outputs.
+        as_json: Whether the output is JSON. Default: False.
     """
 
-    strategies: list[str] | None
-    steps: int
-    searches_largest: bool
-    bound: int | None
-    timeout: float
-    output: Path | None
-    as_json: bool
+    strategies: list[str] | None = None
+    steps: int = 5
+    searches_largest: bool = False
+    bound: int | None = None
+    timeout: float = 600.0
+    output: Path | None = None
+    as_json: bool = False
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> tuple["Options", list[str]]:
@@ -51,16 +51,8 @@ class Options:
             "--json": present,
         }
         overrides, flags = read_flags(arguments, readers, _TAKES)
-        options = cls(
-            strategies=flags.get("--strategies"),
-            steps=flags.get("--steps", _STEPS),
-            searches_largest="--largest" in flags,
-            bound=flags.get("--largest"),
-            timeout=flags.get("--timeout", _TIMEOUT),
-            output=flags.get("--output"),
-            as_json="--json" in flags,
-        )
-        return options, overrides
+        values = {_FIELDS.get(name, name.lstrip("-")): value for name, value in flags.items()}
+        return cls(**values, searches_largest="--largest" in flags), overrides
 
 
 def _bound(name: str, text: str | None) -> int | None:

@@ -80,14 +80,13 @@ class Trials:
         """
         display = ComparisonDisplay(self.comparison)
         with display.shown():
-            display.begin_prediction()
+            display.begin("predicting the peaks")
             predicted = self._predict()
-            display.end_prediction()
             for attempt, row in self._attempts:
                 if attempt.reason is not None:
                     row.refuse(attempt.reason)
                 else:
-                    display.begin(row)
+                    display.begin(f"measuring {row.label}")
                     row.begin(predicted.get(row.label))
                     self._run_one(attempt, row)
 

@@ -49,7 +49,7 @@ class ComparisonDisplay:
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
         self._console = Console(stderr=True)
-        self._is_predicting = False
+        self._activity = ""
         self._live = LiveTable(self._table, self._console, is_shown=sys.stderr.isatty())
 
     @contextmanager
@@ -60,27 +60,14 @@ class ComparisonDisplay:
 
     def _table(self) -> Table:
         table = comparison_table(self._comparison, is_live=True)
-        if self._is_predicting:
-            table.caption = "predicting the peaks ..."
+        table.caption = self._activity
         return table
 
-    def begin_prediction(self) -> None:
-        """Show that peaks are predicted, before the first strategy begins."""
-        self._is_predicting = True
+    def begin(self, activity: str) -> None:
+        """Show what begins now."""
+        self._activity = f"{activity} ..."
         if not self._live.is_shown:
-            self._print("equipoise: predicting the peaks ...")
-
-    def end_prediction(self) -> None:
-        """Show that the prediction has ended."""
-        self._is_predicting = False
-
-    def begin(self, row: Row) -> None:
-        """Show that a strategy begins."""
-        if not self._live.is_shown:
-            self._print(f"equipoise: measuring {row.label} ...")
-
-    def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(f"equipoise: {self._activity}"), soft_wrap=True)
 
 
 def comparison_table(comparison: Comparison, *, is_live: bool = False) -> Table:

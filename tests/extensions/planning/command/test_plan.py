@@ -75,8 +75,8 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_the_plan_as_json(net: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("plan", "--json", "trainer.devices=[24GiB,12GiB]")
+def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "--html=pages/plan.html", "trainer.devices=[24GiB,12GiB]")
     assert code == 0, err
     plan = json.loads(out)
     assert plan["batch_size"] == 64
@@ -87,7 +87,10 @@ def test_the_plan_as_json(net: Path, equipoise: Any) -> None:
     assert [device["samples"] for device in entries["dp"]["devices"]] == [32, 32]
     assert plan["recommendation"]["overrides"] == ["strategy=balanced"]
     assert plan["alternatives"] == []
-    assert sorted(path.name for path in net.iterdir()) == ["conf", "net"]
+    assert sorted(path.name for path in net.iterdir()) == ["conf", "net", "pages"]
+    page = (net / "pages" / "plan.html").read_text()
+    for text in ("balanced (recommended)", "usable on 24 GiB", "usable on 12 GiB", "strategy=balanced", "Net"):
+        assert text in page
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -108,16 +111,6 @@ def test_what_helps_if_nothing_fits(net: Path, equipoise: Any) -> None:
     assert "does not fit" in out
     assert "trainer.activation_checkpointing=[blocks.*]" in out
     assert "trainer.precision=bf16-mixed" in out
-
-
-@pytest.mark.usefixtures("without_processes")
-def test_the_page(net: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("plan", "--html=pages/plan.html", "trainer.devices=[24GiB,12GiB]")
-    assert code == 0, err
-    assert "Take balanced" in out
-    page = (net / "pages" / "plan.html").read_text()
-    for text in ("balanced (recommended)", "usable on 24 GiB", "usable on 12 GiB", "strategy=balanced", "Net"):
-        assert text in page
 
 
 @pytest.mark.usefixtures("without_processes")
