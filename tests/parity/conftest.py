@@ -1,4 +1,4 @@
-"""One thread, quiet loggers, and generators left as they were: a parity run changes nothing for the tests after it."""
+"""Quiet loggers, and generators left as they were: a parity run changes nothing for the tests after it."""
 
 import logging
 import os
@@ -14,11 +14,9 @@ QUIET = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     interrupt = signal.getsignal(signal.SIGINT)
     levels = {name: logging.getLogger(name).level for name in QUIET}
-    torch.set_num_threads(1)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # what a power cut would leave is tested elsewhere
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -27,6 +25,4 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)  # Lightning ignores interrupts after the first one
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    torch.set_num_threads(threads)
-    torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)

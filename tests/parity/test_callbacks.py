@@ -8,14 +8,12 @@ from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BaseFinetuning,
     DeviceStatsMonitor,
     EMAWeightAveraging,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    ModelSummary,
     RichModelSummary,
     RichProgressBar,
     SpikeDetection,
@@ -64,17 +62,6 @@ class WithBackbone(Classifier):
         return SGD(filter(lambda p: p.requires_grad, self.parameters()), 0.1)
 
 
-class Unfreeze(BaseFinetuning):
-    """Freezes the backbone and sets it free in the second epoch, with a rate of its own."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone, train_bn=False)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
-
-
 class EveryOther(WeightAveraging):
     """Averages after every second step and at the end of epochs."""
 
@@ -110,14 +97,6 @@ class Stateful(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["from_callback"] = torch.tensor(self.batches)
-
-
-class InsertsAnother(Callback):
-    """Changes the list of callbacks before the run begins."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if not any(isinstance(callback, Stateful) for callback in trainer.callbacks):
-            trainer.callbacks.append(Stateful())
 
 
 class OwnCallbacks(Classifier):
@@ -171,11 +150,6 @@ CASES = [
         callbacks=lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
         options={"log_every_n_steps": 2},
     ),
-    Case(name="rates-by-epoch", module=with_optimizers(scheduled), callbacks=lambda: [LearningRateMonitor("epoch")]),
-    Case(name="rates-without-scheduler", callbacks=lambda: [LearningRateMonitor("epoch", log_momentum=True)]),
-    Case(
-        name="swa", callbacks=averaging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2), options={"max_epochs": 5}
-    ),
     Case(
         name="swa-with-batch-norm",
         module=normed,
@@ -191,21 +165,10 @@ CASES = [
     ),
     Case(name="ema", module=normed, callbacks=lambda: [EMAWeightAveraging(decay=0.7)]),
     Case(
-        name="ema-late-and-seldom",
-        callbacks=lambda: [EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=2)],
-    ),
-    Case(
         name="weight-averaging",
         module=normed,
         callbacks=lambda: [EveryOther(use_buffers=False)],
         options={"val_check_interval": 3},
-    ),
-    Case(
-        name="finetuning",
-        module=WithBackbone,
-        callbacks=lambda: [Unfreeze()],
-        options={"max_epochs": 3},
-        proves=lambda r: len(r["optimizers"][0]["param_groups"]) == 2,
     ),
     Case(
         name="backbone-finetuning",
@@ -215,24 +178,9 @@ CASES = [
         proves=lambda r: len(r["optimizers"][0]["param_groups"]) == 2,
     ),
     Case(name="pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)]),
-    Case(
-        name="pruning-structured",
-        callbacks=lambda: [
-            ModelPruning(
-                "ln_structured",
-                amount=0.2,
-                pruning_dim=0,
-                pruning_norm=2,
-                use_global_unstructured=False,
-                parameter_names=["weight"],
-            )
-        ],
-    ),
     Case(name="lambda", callbacks=prints, proves=lambda r: "calls" in columns(r)),
     Case(name="stateful", callbacks=lambda: [Stateful()]),
-    Case(name="inserted-in-setup", callbacks=lambda: [InsertsAnother()], watch=False),
     Case(name="of-the-module", module=OwnCallbacks, callbacks=lambda: [ModelCheckpoint(filename="of-the-trainer")]),
-    Case(name="model-summary", callbacks=lambda: [ModelSummary(max_depth=-1)]),
     Case(
         name="rich-summary", callbacks=lambda: [RichModelSummary(max_depth=2)], options={"enable_model_summary": True}
     ),
@@ -250,12 +198,6 @@ CASES = [
         observe=bars,
         data=data.several_val,
     ),
-    Case(name="rich-bar-unsized", callbacks=lambda: [RichProgressBar()], options=SHOWS, data=data.unsized),
-    Case(
-        name="tqdm-bar-max-steps",
-        callbacks=lambda: [TQDMProgressBar(leave=True)],
-        options={**SHOWS, "max_epochs": -1, "max_steps": 8},
-    ),
     Case(
         name="device-statistics",
         callbacks=lambda: [DeviceStatsMonitor(cpu_stats=True)],
@@ -272,7 +214,6 @@ CASES = [
         watch=False,
     ),
     Case(name="spike", module=Spikes, callbacks=lambda: [SpikeDetection(warmup=1)], raises=TrainingSpikeException),
-    Case(name="no-spike", callbacks=lambda: [SpikeDetection(warmup=1, atol=1000.0)]),
     Case(
         name="many-together",
         module=with_optimizers(scheduled, batch_norm=True),

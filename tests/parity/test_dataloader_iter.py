@@ -13,7 +13,7 @@ from torch import Tensor
 from . import data
 from .harness import Case, Record, column, parity
 from .modules import Classifier, with_optimizers
-from .resumption import by_epoch, by_plateau, by_step
+from .resumption import by_plateau, by_step
 from .test_evaluation import everything
 
 
@@ -74,19 +74,6 @@ class Combined(Pulls):
         self.log("index", float(batch_idx), batch_size=1)
         losses = [self.loss(batch) for batches in given for batch in batches.values() if batch is not None]
         return torch.stack(losses).mean()
-
-
-class Converts(Pulls):
-    """Converts and moves its batches by itself."""
-
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
-        features, labels = next(dataloader_iter)[0]
-        loss = self.loss((features.to(self.device, self.dtype), labels.to(self.device)))
-        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(labels))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.loss(batch))
 
 
 class PullsByHand(Pulls):
@@ -175,17 +162,13 @@ CASES = [
     Case(name="a short last step", module=pulls(4), proves=lambda record: indices(record) == [3, 5] * 2),
     Case(name="a short last batch", module=pulls(2), data=lambda: data.sized(5, odd=3)),
     Case(name="all batches in one step", module=Exhausts),
-    Case(name="shuffled with dropout", module=pulls(2, 0.3), data=data.shuffled),
     Case(name="combined loaders", module=Combined, data=lambda: data.combined("max_size_cycle")),
-    Case(name="combined loaders, the shorter ends", module=Combined, data=lambda: data.combined("min_size")),
     Case(
         name="limited to a number",
         module=pulls(2),
         options={"limit_train_batches": 5},
         proves=lambda record: indices(record) == [1, 3, 4] * 2,
     ),
-    Case(name="limited to a fraction", module=pulls(1), options={"limit_train_batches": 0.5}),
-    Case(name="fast_dev_run", module=pulls(1), options={"fast_dev_run": 2}),
     Case(name="prefetching", module=Prefetches, data=only_training),
     Case(name="by hand", module=PullsByHand),
     Case(name="skipped steps", module=Skips),
@@ -194,11 +177,7 @@ CASES = [
     Case(name="max_steps", module=pulls(2), options={"max_steps": 4, "max_epochs": -1}),
     Case(name="validation inside", module=pulls(1), options={"val_check_interval": 2}),
     Case(name="validation inside, by steps of two", module=pulls(2), options={"val_check_interval": 2}),
-    Case(name="clipping", module=pulls(2), options={"gradient_clip_val": 0.1}),
-    Case(name="float64", module=Converts, options={"precision": "64-true"}),
-    Case(name="bf16", module=pulls(2), options={"precision": "bf16-mixed"}),
     Case(name="scheduler by step", module=with_optimizers(by_step, Pulls, batches=2)),
-    Case(name="scheduler by epoch", module=with_optimizers(by_epoch, Pulls)),
     Case(name="scheduler by a value", module=with_optimizers(by_plateau, Pulls, batches=2), options={"max_epochs": 4}),
     Case(
         name="checkpoints and early stopping",
@@ -245,25 +224,9 @@ COUNTERS = ["_progress"]
 OVERDRAWN = [
     Case(name="sized", module=pulls(4, base=Overdraws), data=lambda: only_training(6), ignore=COUNTERS, watch=False),
     Case(
-        name="limited",
-        module=pulls(2, base=Overdraws),
-        data=only_training,
-        options={"limit_train_batches": 3},
-        ignore=COUNTERS,
-        watch=False,
-    ),
-    Case(
         name="unsized",
         module=pulls(1, base=Overdraws),
         data=lambda: {"train_dataloaders": data.unsized()["train_dataloaders"]},
-        ignore=COUNTERS,
-        watch=False,
-    ),
-    Case(
-        name="unsized and limited",
-        module=pulls(2, base=Overdraws),
-        data=lambda: {"train_dataloaders": data.unsized()["train_dataloaders"]},
-        options={"limit_train_batches": 3},
         ignore=COUNTERS,
         watch=False,
     ),

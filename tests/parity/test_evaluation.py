@@ -153,7 +153,6 @@ CASES = [
         proves=lambda r: r["returned"][0]["inference"] == 0,
     ),
     Case(name="validate-unsized", run=validate, data=data.unsized),
-    Case(name="validate-fast", run=validate, options={"fast_dev_run": 2}),
     Case(name="test", run=run_test, proves=lambda r: set(r["returned"][0]) == {"test_loss"}),
     Case(name="test-by-step", module=ByStep, run=run_test, data=data.several_val),
     Case(name="test-shuffled", run=run_test, data=shuffled_two, options={"limit_test_batches": 0.7}),
@@ -168,8 +167,6 @@ CASES = [
     Case(name="predict-by-forward", module=DefaultPredict, run=predict),
     Case(name="predict-nothing-for-some", module=PredictsSome, run=predict),
     Case(name="predict-without-returning", run=predict_without_returning, proves=lambda r: r["returned"] is None),
-    Case(name="predict-with-limit", run=predict, data=data.several_val, options={"limit_predict_batches": 1}),
-    Case(name="predict-with-dropout", module=lambda: Classifier(dropout=0.5, batch_norm=True), run=predict),
     *(
         Case(
             name=f"predictions-written-by-{interval}",
@@ -195,12 +192,6 @@ CASES = [
     Case(
         name="test-last-after-fit",
         run=after_fit("test", ckpt_path="last", verbose=False),
-        callbacks=best,
-        ignore=["metrics.csv"],
-    ),
-    Case(
-        name="validate-best-after-fit",
-        run=after_fit("validate", ckpt_path="best", verbose=False),
         callbacks=best,
         ignore=["metrics.csv"],
     ),

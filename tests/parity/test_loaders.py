@@ -160,16 +160,8 @@ CASES = [
         proves=lambda r: batches(r) == 5,
     ),
     Case(name="cycled-combined", module=OverMapping, data=lambda: data.combined("max_size_cycle")),
-    Case(
-        name="combined-with-limit",
-        module=OverMapping,
-        data=lambda: data.combined("max_size_cycle"),
-        options={"limit_train_batches": 2},
-    ),
-    Case(name="shuffled", data=data.shuffled, options={"max_epochs": 3}),
     Case(name="shuffled-by-its-own-generator", data=generator_of_its_own),
     Case(name="shuffled-with-dropout", module=Dropping, data=data.shuffled, options={"val_check_interval": 2}),
-    Case(name="augmented-with-dropout", module=Dropping, data=noisy()),
     Case(
         name="one-worker", module=Dropping, data=noisy(num_workers=1), options={"num_sanity_val_steps": 1}, watch=False
     ),
@@ -177,8 +169,6 @@ CASES = [
     Case(name="last-batch-dropped", data=lambda: {"train_dataloaders": data.loader(3, odd=2, drop_last=True)}),
     Case(name="last-batch-short", data=lambda: data.sized(4, 2, odd=1)),
     Case(name="unsized", data=data.unsized, options={"max_epochs": 3}),
-    Case(name="unsized-with-dropout", module=Dropping, data=data.unsized),
-    Case(name="unsized-with-limit", data=data.unsized, options={"limit_train_batches": 4, "limit_val_batches": 2}),
     Case(
         name="unsized-and-empty-in-the-second-epoch",
         module=with_optimizers(with_scheduler),
@@ -204,15 +194,10 @@ CASES = [
         proves=lambda r: r["counters"]["global_step"] == 10,
     ),
     Case(
-        name="endless-with-max-steps", data=endless, options={"max_epochs": -1, "max_steps": 7, "val_check_interval": 3}
-    ),
-    Case(
         name="limit-count", options={"limit_train_batches": 3, "limit_val_batches": 2}, proves=lambda r: batches(r) == 3
     ),
     Case(name="limit-fraction", options={"limit_train_batches": 0.5}, proves=lambda r: batches(r) == 3),
-    Case(name="limit-above-length", options={"limit_train_batches": 100}, proves=lambda r: batches(r) == 6),
     Case(name="limit-zero", options={"limit_train_batches": 0}, proves=lambda r: r["counters"]["global_step"] == 0),
-    Case(name="limit-whole-as-float", options={"limit_train_batches": 1.0}, proves=lambda r: batches(r) == 6),
     Case(name="overfit-count", data=data.shuffled, options={"overfit_batches": 2}, proves=lambda r: batches(r) == 2),
     Case(name="overfit-fraction", data=data.sized, options={"overfit_batches": 0.5}, proves=lambda r: batches(r) == 3),
     Case(name="fast-dev-run", options={"fast_dev_run": True}, proves=lambda r: r["counters"]["global_step"] == 1),

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -129,16 +128,6 @@ class LooksLikeALogger:
         self.calls.append(("finalize", status))
 
 
-def mock_of_a_logger() -> Any:
-    mocked = Mock(save_dir=None, version=0)
-    mocked.name = "mocked"
-    return mocked
-
-
-def metrics_of_mock(trainer: Any) -> Any:
-    return [[dict(call.kwargs["metrics"]), call.kwargs["step"]] for call in trainer.logger.log_metrics.call_args_list]
-
-
 class Fails(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 3:
@@ -190,13 +179,6 @@ CASES = [
         name="tensorboard-hyperparameters", module=Parameters, logger=lambda root: board(root, default_hp_metric=False)
     ),
     Case(
-        name="tensorboard-several-loaders",
-        logger=board,
-        data=data.several_val,
-        options={"log_every_n_steps": 2, "val_check_interval": 2},
-    ),
-    Case(name="tensorboard-after-evaluation", logger=board, run=evaluate_after),
-    Case(
         name="both",
         logger=lambda root: [board(root, sub_dir="here"), CSVLogger(root, name="csv", version=0)],
         observe=folders,
@@ -207,22 +189,9 @@ CASES = [
         name="own-after-an-error", module=Fails, logger=lambda root: Recording(), observe=calls, raises=ArithmeticError
     ),
     Case(
-        name="own-with-accumulation",
-        logger=lambda root: Recording(),
-        observe=calls,
-        options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
-    ),
-    Case(
         name="looks-like-a-logger",
         logger=lambda root: LooksLikeALogger(),
         observe=calls,
-        options={"enable_checkpointing": False},
-        proves=lambda r: len(r["observed"]) > 12,
-    ),
-    Case(
-        name="mock-of-a-logger",
-        logger=lambda root: mock_of_a_logger(),
-        observe=metrics_of_mock,
         options={"enable_checkpointing": False},
         proves=lambda r: len(r["observed"]) > 12,
     ),

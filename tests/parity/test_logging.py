@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -105,11 +104,6 @@ def twice_equal(module: Any, loss: Tensor, index: int) -> None:
     module.log("value", loss * 2, on_epoch=True)
 
 
-def twice_unequal(module: Any, loss: Tensor, index: int) -> None:
-    module.log("value", loss, on_epoch=True)
-    module.log("value", loss, on_epoch=False)
-
-
 def with_graph(module: Any, loss: Tensor, index: int) -> None:
     module.log("with_graph", loss, enable_graph=True)
     module.log("rank_zero", loss, rank_zero_only=True)
@@ -166,8 +160,6 @@ def simple(module: Any, loss: Tensor, index: int) -> None:
 
 CASES = [
     Case(name="defaults", module=both(lambda m, loss, i: m.log("loss", loss)), proves=lambda r: "loss" in columns(r)),
-    Case(name="step-only", module=both(lambda m, loss, i: m.log("loss", loss, on_step=True, on_epoch=False))),
-    Case(name="epoch-only", module=both(lambda m, loss, i: m.log("loss", loss, on_step=False, on_epoch=True))),
     Case(
         name="step-and-epoch",
         module=both(lambda m, loss, i: m.log("loss", loss, on_step=True, on_epoch=True)),
@@ -175,71 +167,24 @@ CASES = [
     ),
     Case(name="destinations", module=both(destinations), proves=lambda r: "bar_only_step" not in columns(r)),
     Case(name="reductions", module=logging_module(reductions)),
-    Case(name="reductions-in-validation", module=logging_module(val=reductions), data=data.odd),
     Case(name="not-finite", module=both(extremes)),
     Case(name="kinds-of-values", module=both(kinds)),
     Case(name="changed-in-place-afterwards", module=both(changed_afterwards)),
     Case(name="unequal-batches", module=both(weights), data=data.odd),
-    Case(
-        name="neither-level",
-        module=logging_module(lambda m, loss, i: m.log("loss", loss, on_step=False, on_epoch=False)),
-        raises=MisconfigurationException,
-    ),
     Case(name="log-dict", module=both(dictionaries)),
     Case(name="not-in-every-step", module=both(sometimes)),
     Case(name="own-step-axis", module=logging_module(axes), proves=lambda r: "step" in columns(r)),
-    Case(name="own-step-axis-in-validation", module=logging_module(simple, axes)),
     Case(name="logged-twice", module=logging_module(twice_equal)),
     Case(name="graph-and-ranks", module=both(with_graph)),
     Case(name="own-log", module=OwnLog, observe=lambda trainer: trainer.lightning_module.names),
     Case(name="batches-as-dictionaries", module=Mapped, data=collated(lambda **parts: {"name": "batch", **parts})),
     Case(name="batches-as-dataclasses", module=FromDataclass, data=collated(Pair)),
     Case(name="two-validation-loaders", module=logging_module(simple, simple), data=data.several_val),
-    Case(
-        name="two-validation-loaders-without-index",
-        module=logging_module(val=lambda m, loss, i: m.log("loss", loss, add_dataloader_idx=False)),
-        data=data.several_val,
-        raises=MisconfigurationException,
-    ),
     Case(name="without-logger", module=both(simple), logger=lambda root: False),
     Case(
         name="two-loggers",
         module=both(simple),
         logger=lambda root: [CSVLogger(root, name="a", version=0), CSVLogger(root, name="b", version="x", prefix="p")],
-    ),
-    Case(
-        name="logger-flushes-late",
-        module=both(simple),
-        logger=lambda root: CSVLogger(root, "csv", 0, flush_logs_every_n_steps=5),
-    ),
-    Case(
-        name="same-options-twice",
-        module=logging_module(twice_unequal),
-        raises=MisconfigurationException,
-    ),
-    Case(
-        name="unknown-reduction",
-        module=logging_module(lambda m, loss, i: m.log("loss", loss, reduce_fx="median")),
-        raises=MisconfigurationException,
-    ),
-    Case(
-        name="own-reduction",
-        module=logging_module(lambda m, loss, i: m.log("loss", loss, on_epoch=True, reduce_fx=torch.std)),
-        raises=MisconfigurationException,
-    ),
-    Case(
-        name="value-with-several-elements",
-        module=logging_module(lambda m, loss, i: m.log("x", torch.ones(2))),
-        raises=ValueError,
-    ),
-    Case(name="value-is-text", module=logging_module(lambda m, loss, i: m.log("x", "high")), raises=ValueError),
-    Case(
-        name="value-is-dictionary", module=logging_module(lambda m, loss, i: m.log("x", {"a": loss})), raises=ValueError
-    ),
-    Case(
-        name="reserved-name",
-        module=logging_module(lambda m, loss, i: m.log("x/dataloader_idx_0", loss)),
-        raises=MisconfigurationException,
     ),
     *(
         Case(

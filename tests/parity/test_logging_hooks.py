@@ -6,7 +6,6 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from . import data
 from .harness import Case, columns, parity
 from .modules import Classifier
 
@@ -149,12 +148,6 @@ CASES = [
             logging_hooks(Callback, [*BY_STEP, *BY_STEP_TOO], on_step=True, on_epoch=True, prog_bar=True)()
         ],
         options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
-    ),
-    Case(name="module-hooks-summed", module=logging_hooks(Classifier, HOOKS, reduce_fx="sum", on_epoch=True)),
-    Case(
-        name="callback-hooks-several-loaders",
-        callbacks=lambda: [logging_hooks(Callback, HOOKS)()],
-        data=data.several_val,
     ),
     Case(name="helper-methods", module=InSteps),
     Case(name="reads-metrics", module=ReadsMetrics),

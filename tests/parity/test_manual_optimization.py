@@ -27,13 +27,6 @@ class Manual(Classifier):
         return loss
 
 
-class Silent(Manual):
-    """Returns nothing."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
-
-
 class ReturnsDictionary(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
@@ -62,17 +55,6 @@ class Accumulates(Manual):
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             optimizer.step()
             optimizer.zero_grad()
-
-
-class ClipsByValue(Manual):
-    """Clips every element."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-        optimizer.step()
 
 
 class Unwrapped(Manual):
@@ -196,10 +178,8 @@ class OwnHooks(Manual):
 
 CASES = [
     Case(name="one", module=Manual, proves=lambda r: r["counters"]["global_step"] == 12),
-    Case(name="returns-nothing", module=Silent),
     Case(name="returns-dictionary", module=ReturnsDictionary),
     Case(name="closure", module=ByClosure),
-    Case(name="clips-by-value", module=ClipsByValue),
     Case(name="accumulates-and-clips", module=Accumulates, proves=lambda r: r["counters"]["global_step"] == 6),
     Case(name="unwrapped", module=Unwrapped, proves=lambda r: r["counters"]["global_step"] == 0),
     Case(name="schedulers-by-hand", module=Scheduled),
@@ -209,7 +189,6 @@ CASES = [
     Case(name="two-toggled-by-context", module=ToggledByContext),
     Case(name="second-every-third-batch", module=OneEveryThird),
     Case(name="hooks", module=OwnHooks),
-    Case(name="bf16-mixed", module=Manual, options={"precision": "bf16-mixed"}),
     Case(name="max-steps", module=Pair, options={"max_epochs": -1, "max_steps": 10}),
 ]
 

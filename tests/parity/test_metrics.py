@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
@@ -39,10 +38,6 @@ class ByStepAndEpoch(WithMetric):
     flags = {"on_step": True, "on_epoch": True, "prog_bar": True}
 
 
-class ByEpoch(WithMetric):
-    flags = {"on_step": False, "on_epoch": True}
-
-
 class Updated(WithMetric):
     """Updates without computing batch values."""
 
@@ -51,19 +46,6 @@ class Updated(WithMetric):
         self.train_accuracy.update(self(features), labels)
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return self.loss(batch)
-
-
-class LogsResult(WithMetric):
-    """Logs what the call returns, and computes and resets at the epoch's end by hand."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, labels = batch
-        self.log("train_accuracy_step", self.train_accuracy(self(features), labels))
-        return self.loss(batch)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("train_accuracy_epoch", self.train_accuracy.compute())
-        self.train_accuracy.reset()
 
 
 class LogsAtEpochEnd(WithMetric):
@@ -168,9 +150,7 @@ CASES = [
         data=data.odd,
         proves=lambda r: "val_accuracy_epoch" in columns(r),
     ),
-    Case(name="by-epoch", module=ByEpoch, data=data.odd),
     Case(name="updated-only", module=Updated, data=data.odd),
-    Case(name="result-logged", module=LogsResult, data=data.odd),
     Case(name="at-epoch-end", module=LogsAtEpochEnd, data=data.odd),
     Case(
         name="collections",
@@ -188,17 +168,7 @@ CASES = [
         proves=lambda r: len(r["observed"]) == 12,
     ),
     Case(name="validation-within-the-epoch", module=ByStepAndEpoch, options={"val_check_interval": 2}),
-    Case(name="double-precision", module=ByStepAndEpoch, options={"precision": "64-true"}),
     Case(name="not-a-scalar", module=Matrix, raises=ValueError),
-    Case(
-        name="tested",
-        module=ByStepAndEpoch,
-        run=lambda trainer, module, given: trainer.validate(module, given["val_dataloaders"], verbose=False),
-        data=data.odd,
-        proves=lambda r: (
-            torch.is_tensor(r["returned"][0]["val_accuracy_epoch"]) or r["returned"][0]["val_accuracy_epoch"] >= 0
-        ),
-    ),
 ]
 
 test_parity = parity(CASES)

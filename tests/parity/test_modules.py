@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from . import data
 from .data import CLASSES
 from .harness import Case, parity
 from .modules import Classifier, network
@@ -139,14 +138,6 @@ class Tied(Classifier):
         self.net[4].bias.requires_grad_(False)
 
 
-class Unused(Classifier):
-    """Has parameters that no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 3)
-
-
 class Buffers(Classifier):
     """Keeps running sums in buffers, one of them not saved."""
 
@@ -163,30 +154,10 @@ class Buffers(Classifier):
         return loss
 
 
-class Recurrent(Classifier):
-    """Carries its state from batch to batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(6, 6)
-        self.state: Tensor | None = None
-
-    def on_train_epoch_start(self) -> None:
-        self.state = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        state = torch.zeros(len(batch[0]), 6) if self.state is None else self.state
-        self.state = self.cell(batch[0], state)
-        loss = self.loss([self.state, batch[1]])
-        self.state = self.state.detach()
-        return loss
-
-
 CASES = [
     Case(name="nested", module=Outer),
     Case(name="nested-logging", module=lambda: Outer(LoggingInner), raises=MisconfigurationException),
     Case(name="compiled", module=lambda: compiled(Silent()), watch=False),
-    Case(name="compiled-with-dropout", module=lambda: compiled(Silent(dropout=0.3)), data=data.shuffled, watch=False),
     Case(name="compiled-part", module=CompiledPart),
     Case(name="compiled-forward", module=CompiledStep),
     Case(
@@ -199,9 +170,7 @@ CASES = [
     Case(name="hooks-on-the-instance", module=on_the_instance, observe=lambda t: t.lightning_module.seen, watch=False),
     Case(name="mixin", module=Mixed, observe=lambda t: t.lightning_module.epochs),
     Case(name="tied-and-frozen", module=Tied),
-    Case(name="unused-parameters", module=Unused),
     Case(name="buffers", module=Buffers, options={"accumulate_grad_batches": 2}),
-    Case(name="recurrent", module=Recurrent, data=lambda: {"train_dataloaders": data.loader(5)}),
 ]
 
 test_parity = parity(CASES)

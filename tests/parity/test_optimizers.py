@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
+from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from .harness import Case, Record, parity
@@ -139,7 +139,6 @@ def learning_rates(record: Record) -> list[float]:
 
 
 CASES = [
-    Case(name="single", module=with_optimizers(sgd)),
     Case(name="list-of-one", module=with_optimizers(lambda m: [sgd(m)])),
     Case(name="tuple-of-one", module=with_optimizers(lambda m: (sgd(m),))),
     Case(name="two-lists", module=with_optimizers(two_lists), proves=lambda r: learning_rates(r) == [0.025]),
@@ -157,9 +156,6 @@ CASES = [
     Case(name="none", module=Untrained, proves=lambda r: r["optimizers"] == [{}]),
     Case(name="estimated-stepping-batches", module=Complete, proves=lambda r: learning_rates(r)[0] < 0.002),
     Case(name="parameter-groups", module=with_optimizers(parameter_groups)),
-    Case(name="adam", module=with_optimizers(lambda m: Adam(m.parameters(), 0.01))),
-    Case(name="adamw-amsgrad", module=with_optimizers(lambda m: AdamW(m.parameters(), 0.01, amsgrad=True))),
-    Case(name="rmsprop", module=with_optimizers(lambda m: RMSprop(m.parameters(), 0.01, momentum=0.5))),
     Case(name="lbfgs", module=with_optimizers(lambda m: LBFGS(m.parameters(), 0.1, max_iter=3))),
     Case(name="closure-twice", module=with_optimizers(lambda m: Twice(m.parameters(), 0.1))),
     Case(name="own-step", module=with_optimizers(lambda m: PlainStep(m.parameters(), 0.1))),

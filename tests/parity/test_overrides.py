@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import SGD
 
-from . import data
 from .harness import Case, parity
-from .modules import Classifier, with_optimizers
+from .modules import Classifier
 
 
 class CallsSuper(Classifier):
@@ -93,13 +91,6 @@ class ClipsMore(Classifier):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         self.clip_gradients(optimizer, 0.1 / (1 + self.current_epoch), "norm")
-
-
-class ClipsByValue(Classifier):
-    """Clips every element by its own means."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
 class ClipsFirstLayer(Classifier):
@@ -206,18 +197,15 @@ CASES = [
     ),
     Case(name="optimizer-step-closure-first", module=ClosureFirst),
     Case(name="backward-own", module=OwnBackward),
-    Case(name="backward-own-accumulated", module=OwnBackward, options={"accumulate_grad_batches": 3}),
     Case(name="backward-keeps-graph", module=KeepsGraph),
     Case(name="zero-grad-own", module=OwnZeroGrad),
     Case(name="zero-grad-never", module=NeverZeroes),
     Case(name="clipping-own", module=ClipsMore),
-    Case(name="clipping-own-by-value", module=ClipsByValue),
     Case(name="clipping-own-of-some", module=ClipsFirstLayer, options=CLIPPED),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
     Case(name="before-zero-grad", module=ZeroGradHook, observe=seen("seen"), proves=lambda r: any(r["observed"])),
     Case(name="backward-hooks", module=BackwardHooks, observe=seen("losses"), options={"accumulate_grad_batches": 2}),
     Case(name="before-optimizer-step", module=StepHook, options=CLIPPED),
-    Case(name="everything-overridden", module=Everything, observe=seen("losses"), options=CLIPPED),
     Case(
         name="everything-overridden-accumulated",
         module=Everything,
@@ -225,12 +213,7 @@ CASES = [
         options={**CLIPPED, "accumulate_grad_batches": 2},
     ),
     Case(name="training-step-returns-none", module=SkipsSome, observe=lambda trainer: trainer.global_step),
-    Case(
-        name="training-step-returns-none-with-momentum",
-        module=with_optimizers(lambda m: SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.1), SkipsSome),
-    ),
     Case(name="training-step-returns-none-always", module=SkipsAll),
-    Case(name="training-step-returns-none-always-accumulated", module=SkipsAll, options={"accumulate_grad_batches": 2}),
     Case(name="training-step-reads-optimizer", module=ReadsOptimizer),
     Case(name="training-step-returns-dictionary", module=ReturnsDictionary),
     Case(name="training-step-without-index", module=OnlyIndexFree),
@@ -243,9 +226,6 @@ CASES = [
         name="epoch-ended-by-minus-one-in-a-window",
         module=EndsEpochEarly,
         options={"max_epochs": 3, "accumulate_grad_batches": 2},
-    ),
-    Case(
-        name="epoch-ended-by-minus-one-shuffled", module=EndsEpochEarly, data=data.shuffled, options={"max_epochs": 3}
     ),
 ]
 

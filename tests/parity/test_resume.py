@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 from . import data
 from .comparison import assert_same
 from .harness import Record
-from .modules import Classifier, with_optimizers
+from .modules import with_optimizers
 from .resumption import (
     FINAL,
     TRAINERS,
@@ -22,7 +22,6 @@ from .resumption import (
     assert_same_parts,
     by_epoch,
     by_plateau,
-    by_step,
     every_epoch,
     every_two_steps,
     every_validation,
@@ -44,7 +43,6 @@ def last() -> Any:
 
 SCENARIOS = [
     scenario("epoch-end", "epoch=0.ckpt"),
-    scenario("epoch-end-later", "epoch=1.ckpt", module=with_optimizers(by_step)),
     scenario("epoch-end-scheduled", "epoch=0.ckpt", module=with_optimizers(by_epoch)),
     scenario("epoch-end-accumulated", "epoch=0.ckpt", options={"max_epochs": 3, "accumulate_grad_batches": 3}),
     # Lightning leaves a plateau scheduler out in the epoch it resumes.
@@ -53,11 +51,7 @@ SCENARIOS = [
     ),
     # Lightning loads the weights before it makes them double, and so rounds them.
     scenario("epoch-end-double", "epoch=0.ckpt", exact=False, options={"max_epochs": 2, "precision": "64-true"}),
-    scenario("epoch-end-half", "epoch=0.ckpt", options={"max_epochs": 2, "precision": "bf16-mixed"}),
-    scenario("epoch-end-manual", "epoch=0.ckpt", module=Manual),
-    scenario("epoch-end-batch-norm", "epoch=0.ckpt", module=lambda: Classifier(batch_norm=True)),
     scenario("epoch-end-without-validation", "epoch=0.ckpt", data=lambda: {"train_dataloaders": data.loader(4)}),
-    scenario("epoch-end-unsized", "epoch=0.ckpt", data=data.unsized),
     scenario(
         "epoch-end-validating-inside",
         "epoch=0.ckpt",
@@ -76,9 +70,6 @@ SCENARIOS = [
     scenario("last", "last.ckpt", total_epochs=4, callbacks=last),
     scenario("longer-than-planned", "epoch=2.ckpt", total_epochs=5, module=with_optimizers(by_epoch)),
     scenario("mid-epoch", "step=4.ckpt", data=resumable, callbacks=every_two_steps),
-    scenario(
-        "mid-epoch-later", "step=8.ckpt", data=resumable, callbacks=every_two_steps, module=with_optimizers(by_step)
-    ),
     scenario(
         "mid-epoch-plateau",
         "step=8.ckpt",

@@ -6,11 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
     LinearLR,
-    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -151,10 +147,6 @@ CASES = [
         module=schedule(plateau, SteppedWithMetric, monitor="val_loss"),
         options={"max_epochs": 3},
     ),
-    Case(name="one-cycle", module=schedule(lambda o: OneCycleLR(o, 0.5, total_steps=12), interval="step")),
-    Case(name="cyclic", module=schedule(lambda o: CyclicLR(o, 0.01, 0.1, 3), interval="step")),
-    Case(name="warm-restarts", module=schedule(lambda o: CosineAnnealingWarmRestarts(o, 4), interval="step")),
-    Case(name="lambda", module=schedule(lambda o: LambdaLR(o, lambda step: 0.9**step), interval="step")),
     Case(name="sequence", module=schedule(sequence, interval="step")),
     Case(
         name="own-scheduler",

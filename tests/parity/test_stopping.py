@@ -108,17 +108,11 @@ CASES = [
     Case(name="max-steps-within-epoch", options={"max_epochs": None, "max_steps": 8}, proves=lambda r: steps(r) == 8),
     Case(name="max-steps-at-epoch-end", options={"max_epochs": -1, "max_steps": 12}, proves=lambda r: steps(r) == 12),
     Case(name="max-steps-zero", options={"max_steps": 0}, ignore=["generators"], proves=lambda r: steps(r) == 0),
-    Case(name="max-steps-before-max-epochs", options={"max_epochs": 5, "max_steps": 7}),
-    Case(
-        name="max-epochs-before-max-steps", options={"max_epochs": 2, "max_steps": 70}, proves=lambda r: steps(r) == 12
-    ),
     Case(
         name="max-steps-with-accumulation",
         options={"max_epochs": -1, "max_steps": 4, "accumulate_grad_batches": 2},
         proves=lambda r: steps(r) == 4 and r["counters"]["current_epoch"] == 2,
     ),
-    Case(name="max-steps-with-interval", options={"max_epochs": -1, "max_steps": 9, "val_check_interval": 2}),
-    Case(name="max-steps-unsized", data=data.unsized, options={"max_epochs": -1, "max_steps": 9}),
     Case(name="should-stop-in-step", module=Stops, proves=lambda r: steps(r) == 3),
     Case(
         name="should-stop-at-epoch-start",
@@ -148,11 +142,6 @@ CASES = [
         options={"min_steps": 9, "max_epochs": 4},
         proves=lambda r: steps(r) == 9,
     ),
-    Case(
-        name="should-stop-but-min-epochs-and-steps",
-        module=Stops,
-        options={"min_steps": 3, "min_epochs": 1, "max_epochs": 4, "val_check_interval": 2},
-    ),
     Case(name="should-stop-with-validation-interval", module=Stops, options={"val_check_interval": 5, "max_epochs": 2}),
     Case(
         name="max-time-over-at-once",
@@ -171,12 +160,6 @@ CASES = [
         options={"max_epochs": 3},
         ignore=["Timer"],
         proves=lambda r: steps(r) == 6,
-    ),
-    Case(
-        name="timer-by-step-with-min-steps",
-        callbacks=lambda: [Timer(duration={"microseconds": 1})],
-        options={"min_steps": 3},
-        ignore=["Timer"],
     ),
     Case(name="error-in-training-step", module=fails("training_step"), raises=ArithmeticError),
     Case(name="error-in-validation-step", module=fails("validation_step"), raises=ArithmeticError),
