@@ -3,25 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from equipoise import Splitter, StepError, StepResult, Strategy, Trainer
-
-
-class Regression(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from equipoise import Splitter, StepError, StepResult, Strategy
+from tests.support.pipelines import quiet
+from tests.support.trainer_runs import Small
 
 
 class InParts(Strategy):
@@ -49,19 +37,10 @@ class InParts(Strategy):
 
 
 def fit(strategy: Any, accumulate: int) -> torch.Tensor:
-    module = Regression()
-    data = DataLoader(torch.randn(28, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), batch_size=8)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+    torch.manual_seed(0)
+    module = Small()
+    data = DataLoader(torch.randn(28, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), batch_size=8)
+    trainer = quiet(strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
     trainer.fit(module, data)
     return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
 

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.parallel.communication.processes import SingleProcess
 from equipoise.precision import Precision
 from equipoise.strategies.by_name import make_strategy, strategy_names
-from equipoise.strategies.portable_state import PortableState
-from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 
@@ -37,13 +34,6 @@ MEMBERS = {
 def test_members() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
     assert len(MEMBERS) <= 24
-
-
-def test_neutral_collaborators() -> None:
-    strategy = Strategy()
-    assert type(strategy.processes) is SingleProcess
-    assert type(strategy.recovery) is RecoverySupport
-    assert type(strategy.portable) is PortableState
 
 
 def test_copies_have_the_options_alone() -> None:

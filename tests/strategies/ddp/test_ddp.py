@@ -1,7 +1,6 @@
 """DDP in real processes over gloo: launched, exact, and home again."""
 
 import csv
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
 from equipoise.strategies.ddp.exchange import torch_engine
 from equipoise.strategies.distributed import window_totals
 from tests.conftest import ignoring
-from tests.strategies.ddp.test_faults import HOW, Mistake, hangs, raises
-from tests.support.waiting import blame_early, wait_briefly
+from tests.strategies.ddp.test_faults import Mistake, raises
+from tests.support.pipelines import quiet
 from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
 pytestmark = ignoring(
@@ -67,6 +66,12 @@ class Samples(Dataset[Any]):
         return self.features[index], self.labels[index], index
 
 
+def has_same_weights_everywhere(module: L.LightningModule) -> bool:
+    """Return True if the module has the same bits in all processes."""
+    first, *others = module.trainer.strategy.gather_objects([p.detach().clone() for p in module.parameters()])
+    return all(all(map(torch.equal, first, other)) for other in others)
+
+
 class Numbered(L.LightningModule):
     """Remembers which samples it saw, by epoch."""
 
@@ -87,12 +92,8 @@ class Numbered(L.LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        strategy = self.trainer.strategy
-        self.seen[-1] = strategy.gather_objects(self.seen[-1])
-        weights = strategy.gather_objects([p.detach().clone() for p in self.parameters()])
-        self.same = self.same and all(
-            all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True)) for other in weights
-        )
+        self.seen[-1] = self.trainer.strategy.gather_objects(self.seen[-1])
+        self.same = self.same and has_same_weights_everywhere(self)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
@@ -109,18 +110,8 @@ class Numbered(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "precision": "64-true",
-    "max_epochs": 2,
-}
-
-
 def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
-    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**QUIET, **options})
+    return quiet(strategy=strategy, devices=["cpu"] * devices, **{"max_epochs": 2, **options})
 
 
 def numbered() -> Numbered:
@@ -275,39 +266,6 @@ def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
 # Failures
 
 
-class Fails(Numbered):
-    def __init__(self, how: Any, rank: int) -> None:
-        super().__init__()
-        self.how, self.rank = how, rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1 and self.global_rank == self.rank:
-            self.how()
-        elif batch_idx == 1 and self.how is hangs:
-            wait_briefly()
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("engine", ["torch", "native"])
-@pytest.mark.parametrize("name", HOW)
-def test_failures_are_told(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    how, error, message = HOW[name]
-    if how is hangs:
-        blame_early(monkeypatch)
-    module = Fails(how, 1)
-    run = trainer(DDPStrategy(engine=engine, timeout=300.0), 2)
-    with pytest.raises(error, match=message) as caught:
-        run.fit(module, DataLoader(Samples(8), batch_size=2))
-    if how is raises:
-        assert "Raised in rank 1 of 2." in caught.value.__notes__
-        assert "in raises" in str(caught.value.__cause__)
-    assert run.state.status == "interrupted"
-    module.how = int
-    run.fit(module, DataLoader(Samples(8), batch_size=2))
-    assert run.state.finished
-
-
 def test_unused_parameters_are_named() -> None:
     class Unused(Numbered):
         def __init__(self) -> None:
@@ -344,6 +302,7 @@ def test_modules_that_differ_are_refused() -> None:
         ({"shares": [0, 0]}, "shares must be 'auto' or a number from 0"),
         ({"timeout": 0}, "timeout is a positive number"),
         ({"bucket_megabytes": 0}, "bucket_megabytes must be positive"),
+        ({"engine": "native", "comm_hook": print}, "comm_hook is for torch's wrapper"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:
@@ -353,36 +312,13 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
         trainer(DDPStrategy(shares=[1, 2, 3]), 2)
 
 
-def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Looks(Numbered):
-        def on_train_start(self) -> None:
-            self.found = (
-                os.environ.get("SET_IN_THE_PARENT"),
-                torch.get_float32_matmul_precision(),
-                torch.are_deterministic_algorithms_enabled(),
-            )
-            self.drawn = float(torch.rand(()))
-
-    trainer("ddp", 2).validate(numbered(), DataLoader(Samples(2)), verbose=False)  # the server is there
-    monkeypatch.setenv("SET_IN_THE_PARENT", "yes")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    modules, later = [], []
-    try:
-        for strategy, devices in (("single_device", 1), ("ddp", 2)):
-            modules.append(Looks())
-            torch.manual_seed(5)
-            run = trainer(strategy, devices, deterministic=True)
-            run.fit(modules[-1], DataLoader(Samples(8), batch_size=4 // devices))
-            later.append(float(torch.rand(())))
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.use_deterministic_algorithms(False)
-    one, many = modules
-    assert many.found == one.found == ("yes", "high", True)
-    assert many.drawn == one.drawn
-    assert later[0] == later[1]  # the caller's generators continue where the first process ended
+def test_the_callers_generators_continue_where_the_first_process_ended() -> None:
+    later = []
+    for strategy, devices in (("single_device", 1), ("ddp", 2)):
+        torch.manual_seed(5)
+        trainer(strategy, devices).fit(Numbered(), DataLoader(Samples(8), batch_size=4 // devices))
+        later.append(float(torch.rand(())))
+    assert later[0] == later[1]
 
 
 def test_datasets_travel_in_shared_memory() -> None:
@@ -559,9 +495,16 @@ def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
 
 def test_a_checkpoint_on_an_error(tmp_path: Path) -> None:
     """The process that fails does not wait for those that do not know yet."""
+
+    class Fails(Numbered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1 and self.global_rank == 0:
+                raises()
+            return super().training_step(batch, batch_idx)
+
     run = trainer("ddp", 2, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
     with pytest.raises(Mistake, match="on purpose"):
-        run.fit(Fails(raises, 0), DataLoader(Samples(8), batch_size=2))
+        run.fit(Fails(), DataLoader(Samples(8), batch_size=2))
     assert (tmp_path / "on_exception.ckpt").exists()
 
 

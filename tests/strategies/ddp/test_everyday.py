@@ -119,11 +119,6 @@ def test_layers_without_a_shape_are_refused() -> None:
         fit(module)
 
 
-def test_a_hook_of_torchs_wrapper_for_the_native_engine() -> None:
-    with pytest.raises(ConfigurationError, match=r"comm_hook is for torch's wrapper"):
-        DDPStrategy(engine="native", comm_hook=print)
-
-
 # Values
 
 
@@ -375,22 +370,3 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
             pass
-
-
-class Normed(Numbered):
-    """Has a layer of a class that torch made at run time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.weight_norm(self.net[0])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
-def test_a_parametrised_module_that_was_compiled_before_it_was_passed() -> None:
-    torch.manual_seed(3)
-    one, many = Normed(), Normed()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(10), batch_size=4))
-    trainer("ddp", 2).fit(torch.compile(many, backend="eager"), DataLoader(Samples(10), batch_size=2))
-    assert_same_weights(one, many)

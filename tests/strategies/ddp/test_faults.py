@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import psutil
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import DDPStrategy, Trainer, WorkerError
+from equipoise import DDPStrategy, WorkerError
 from tests.conftest import ignoring
 from tests.support.programs import Program
+from tests.support.trainer_runs import Small, loader, trainer
 from tests.support.waiting import blame_early, wait_briefly
 
-pytestmark = ignoring()
+pytestmark = ignoring("Checkpoint directory")
 
 
 class Mistake(Exception):
@@ -45,18 +42,18 @@ def hangs() -> None:
 
 HOW: dict[str, tuple[Any, type[Exception], str]] = {
     "raise": (raises, Mistake, "on purpose"),
-    "SIGKILL": (is_killed, WorkerError, "rank 1 of 2 was killed by SIGKILL"),
+    "SIGKILL": (is_killed, WorkerError, r"rank 1 of 2 was killed by SIGKILL\. .*out of memory\."),
     "sys.exit": (leaves, WorkerError, r"rank 1 of 2 failed(?s:.*)sys\.exit\(3\)"),
     "hang": (hangs, WorkerError, r"rank 1 of 2 hung(?s:.*)in hangs"),
 }
 
 
-class Faulty(L.LightningModule):
+class Faulty(Small):
     """Fails at one place in one process."""
 
     def __init__(self, place: str, how: Any) -> None:
         super().__init__()
-        self.net, self.place, self.how = nn.Linear(3, 1), place, how
+        self.place, self.how = place, how
 
     def reach(self, place: str) -> None:
         if place != self.place:
@@ -72,7 +69,7 @@ class Faulty(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             self.reach("forward")
-        out = self.net(batch[0])
+        out = self.layer(batch[0])
         if batch_idx == 1:
             out.register_hook(lambda gradient: self.reach("backward"))
         return out.square().mean()
@@ -81,31 +78,11 @@ class Faulty(L.LightningModule):
         self.reach("optimiser step")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val", self.net(batch[0]).mean())
+        self.log("val", self.loss(batch))
         self.reach("validation")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.reach("checkpoint")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(tmp_path: Path, **options: Any) -> Trainer:
-    return Trainer(
-        strategy=DDPStrategy(**options),
-        devices=["cpu", "cpu"],
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=str(tmp_path),
-    )
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
 
 
 @pytest.fixture(autouse=True)
@@ -119,18 +96,31 @@ def nothing_left() -> Iterator[None]:
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
 @pytest.mark.parametrize("how", HOW)
-def test_a_fault(how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_a_fault(engine: Any, how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, error, message = HOW[how]
     if function is hangs:
         blame_early(monkeypatch)
-    run = trainer(tmp_path, timeout=300.0)
+    run = trainer(
+        strategy=DDPStrategy(timeout=300.0, engine=engine),
+        devices=2,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
     module = Faulty(place, function)
-    with pytest.raises(error, match=message):
-        run.fit(module, loader(), loader())
+    with pytest.raises(error, match=message) as caught:
+        run.fit(module, loader(4), loader(4))
+    if function is raises:
+        assert "Raised in rank 1 of 2." in caught.value.__notes__
+        assert "in raises" in str(caught.value.__cause__)
     assert run.state.status == "interrupted"
     assert run.lightning_module is module
     for child in psutil.Process().children():
         assert not child.children(), "a worker is left"
+    module.place = "nowhere"
+    run.fit(module, loader(4), loader(4))
+    assert run.state.finished
 
 
 SCRIPT = """

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from equipoise import Trainer
 from tests.conftest import ignoring
+from tests.support.trainer_runs import Small, loader
+from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = ignoring("Checkpoint directory", "It is recommended to use .*sync_dist=True")
 
@@ -19,19 +18,18 @@ pytestmark = ignoring("Checkpoint directory", "It is recommended to use .*sync_d
 VALUES = ((4.0, 3.0, 2.0, 1.0, 1.5, 1.2), (1.0, 0.5, 0.8, 0.9, 0.4, 0.7))
 
 
-class Differs(L.LightningModule):
-    """Logs a value of each process."""
+def trainer(**options: Any) -> Trainer:
+    return quiet(
+        strategy="ddp_spawn", devices=["cpu", "cpu"], limit_train_batches=2, enable_checkpointing=True, **options
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+
+class Differs(Small):
+    """Logs a value of each process."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("value", VALUES[self.global_rank][self.global_step])
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.loss(batch)
 
 
 def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, Any]:
@@ -39,21 +37,11 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, An
     keeper = ModelCheckpoint(folder, monitor="value", every_n_train_steps=1, save_top_k=2, filename="{step}")
     copies = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="at-{step}")
     stopper = EarlyStopping("value", patience=4, check_on_train_epoch_end=True)
-    trainer = Trainer(
-        strategy="ddp_spawn",
-        devices=["cpu", "cpu"],
-        max_steps=steps,
-        limit_train_batches=2,
-        max_epochs=-1,
-        callbacks=[keeper, copies, stopper],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Differs(), DataLoader(torch.ones(4, 1)), ckpt_path=ckpt_path)
+    run = trainer(callbacks=[keeper, copies, stopper], max_steps=steps, max_epochs=-1)
+    run.fit(Differs(), loader(4, 1), ckpt_path=ckpt_path)
     assert keeper.best_model_score is not None
     best = {Path(path).name: value.item() for path, value in keeper.best_k_models.items()}
-    return {"score": keeper.best_model_score.item(), "best": best, "steps": trainer.global_step}
+    return {"score": keeper.best_model_score.item(), "best": best, "steps": run.global_step}
 
 
 @pytest.mark.quick_cases(1)
@@ -65,12 +53,8 @@ def test_a_value_that_differs_between_processes(tmp_path: Path, step: int) -> No
     assert fit(tmp_path / "parts", 6, tmp_path / "parts" / f"at-step={step}.ckpt") == expected
 
 
-class LogsInTheMainProcess(L.LightningModule):
+class LogsInTheMainProcess(Small):
     """Each hook logs a value in rank 0 alone: that of the second epoch is the best."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
 
     def log_alone(self, name: str, *, flagged: bool = True) -> None:
         if self.trainer.is_global_zero:
@@ -78,7 +62,7 @@ class LogsInTheMainProcess(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log_alone("step")
-        return self.layer(batch).square().mean()
+        return self.loss(batch)
 
     def on_train_epoch_end(self) -> None:
         self.log_alone("train end")
@@ -90,9 +74,6 @@ class LogsInTheMainProcess(L.LightningModule):
         self.log_alone("val end")
         self.log_alone("val end without a flag", flagged=False)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 NAMES = ("step", "train end", "val", "val end", "val end without a flag")
 
@@ -103,19 +84,10 @@ def kept_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list
     folder = tmp_path_factory.mktemp("alone")
     keepers: list[Any] = [ModelCheckpoint(folder / name, "{epoch}", monitor=name) for name in NAMES]
     keepers.append(ModelCheckpoint(folder / "steps", "{step}", monitor="step", every_n_train_steps=1))
-    trainer = Trainer(
-        strategy="ddp_spawn",
-        devices=["cpu", "cpu"],
-        max_epochs=4,
-        limit_train_batches=2,
-        callbacks=[*keepers, EarlyStopping("val end", patience=1)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(LogsInTheMainProcess(), DataLoader(torch.ones(4, 1)), DataLoader(torch.ones(2, 1)))
+    run = trainer(callbacks=[*keepers, EarlyStopping("val end", patience=1)], max_epochs=4)
+    run.fit(LogsInTheMainProcess(), loader(4, 1), loader(2, 1))
     files = {path.name: sorted(file.name for file in path.iterdir()) for path in folder.iterdir()}
-    return files, trainer.current_epoch
+    return files, run.current_epoch
 
 
 @pytest.mark.parametrize("name", NAMES)

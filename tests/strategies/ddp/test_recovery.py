@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
 from equipoise.strategies.ddp.recovery import CollectiveGuard
 from tests.conftest import ignoring
-from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, trainer
+from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, has_same_weights_everywhere, trainer
 
 pytestmark = ignoring("Batch \\d+ of \\d+ samples")
 
@@ -61,11 +61,7 @@ class Fragile(L.LightningModule):
         raise torch.OutOfMemoryError("injected in backward")
 
     def on_train_epoch_end(self) -> None:
-        strategy = self.trainer.strategy
-        weights = strategy.gather_objects([p.detach().clone() for p in self.parameters()])
-        self.same = self.same and all(
-            all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True)) for other in weights
-        )
+        self.same = self.same and has_same_weights_everywhere(self)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -110,15 +110,15 @@ def undisturbed(folder: Path, **options: Any) -> Killed:
     return module
 
 
-def assert_same(expected: nn.Module, state: dict[str, Tensor]) -> None:
+def assert_as_undisturbed(folder: Path, state: dict[str, Tensor], seen: list[Any], **options: Any) -> None:
+    """See that a run has the weights of one that nothing happened to, with each sample once, in the same batches."""
+    expected = undisturbed(folder, **options)
     assert expected.state_dict().keys() == state.keys()
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(value, state[name], rtol=1e-12, atol=1e-13)
-
-
-def assert_each_once(seen: list[tuple[int, list[int]]]) -> None:
     drawn = Counter((epoch, index) for epoch, indices in seen for index in indices)
     assert drawn == {(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)}
+    assert sorted(seen) == sorted(expected.seen_by_all)
 
 
 @pytest.mark.quick_cases(1)
@@ -135,10 +135,7 @@ def test_killed_and_started_anew(engine: Any, accumulate: int, tmp_path: Path) -
     resumed = train(tmp_path, rank, STEPS * epoch + batch, **options, seed=99)  # nothing depends on how it is built
     steps_before = epoch * -(-STEPS // accumulate) + batch // accumulate
     assert resumed.began_at == steps_before - steps_before % 2
-    expected = undisturbed(tmp_path / "undisturbed", **options)
-    assert_same(expected, resumed.state_dict())
-    assert_each_once(resumed.seen_by_all)
-    assert sorted(resumed.seen_by_all) == sorted(expected.seen_by_all)  # also in the same batches
+    assert_as_undisturbed(tmp_path / "undisturbed", resumed.state_dict(), resumed.seen_by_all, **options)
 
 
 SCRIPT = """
@@ -164,7 +161,4 @@ def test_torchrun_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert marker.exists(), "nobody was killed"
     result = torch.load(tmp_path / "result.pt", weights_only=True)
     assert result["began_at"] == STEPS + 3
-    expected = undisturbed(tmp_path / "undisturbed")
-    assert_same(expected, result["state"])
-    assert_each_once(result["seen"])
-    assert sorted(result["seen"]) == sorted(expected.seen_by_all)
+    assert_as_undisturbed(tmp_path / "undisturbed", result["state"], result["seen"])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import DDPStrategy, Trainer
+from equipoise import DDPStrategy
+from tests.support.pipelines import quiet
 
 BATCH_SIZE = 4
 # The batches of two processes, which draw samples in turn; the first process has the first of each pair.
@@ -51,17 +52,7 @@ def values() -> Tensor:
 
 def fit(strategy: Any, devices: int, loader: DataLoader[Any], **options: Any) -> Classifier:
     module = Classifier()
-    trainer = Trainer(
-        strategy=strategy,
-        devices=["cpu"] * devices,
-        precision="16-mixed",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, precision="16-mixed", max_epochs=2, **options)
     trainer.fit(module, loader)
     return module
 

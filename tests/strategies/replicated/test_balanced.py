@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,7 +10,9 @@ from torch.utils.data import DataLoader
 from equipoise import BalancedDataParallelStrategy, ConfigurationError, SimulatedDevice, Trainer
 from equipoise.parallel.batches import calibration
 from tests.conftest import ignoring
+from tests.support.pipelines import quiet
 from tests.support.simulated_time import SimulatedTime
+from tests.support.trainer_runs import Small
 
 pytestmark = ignoring()
 FAST, SLOW = SimulatedDevice(seconds_per_sample=0.0005), SimulatedDevice(seconds_per_sample=0.0015)
@@ -23,12 +24,11 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "time", SimulatedTime())
 
 
-class Module(L.LightningModule):
+class Module(Small):
     """One layer; remembers the sizes of parts and when each of them was computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
         # Epoch, batch, device and size of each part. Devices compute at the same time, in any order.
         self.parts: list[tuple[int, int, str, int]] = []
 
@@ -39,23 +39,19 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.parts.append((self.current_epoch, batch_idx, str(batch.device), len(batch)))
-        return self.layer(batch).square().mean()
+        return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.layer(batch).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.log("val_loss", self.loss(batch))
 
 
 def loader(batches: int = 12, size: int = 32) -> DataLoader[Any]:
-    return DataLoader([torch.randn(size, 4) for _ in range(batches)], batch_size=None)
+    return DataLoader([torch.randn(size, 2) for _ in range(batches)], batch_size=None)
 
 
 def trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    run = {"max_epochs": 1, "enable_model_summary": False, "limit_val_batches": 0}
-    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **run, **options})
+    run = {"precision": "32-true", "limit_val_batches": 0, **options}
+    return quiet(strategy=strategy, devices=["cpu"] * devices, **run)
 
 
 def fit(strategy: Any, data: Any = None, devices: int = 2, **options: Any) -> Module:
@@ -137,13 +133,6 @@ def test_a_device_three_times_slower(caplog: pytest.LogCaptureFixture) -> None:
     assert f"shares={strategy.shares} pins them" in caplog.text
     assert sum(module.sizes) == 12 * 32
     assert module.sizes[-2:] == [fast, slow]
-
-
-def test_a_device_that_holds_little() -> None:
-    """It is never given more, not even while measuring."""
-    strategy = measured(SimulatedDevice(seconds_per_sample=0.0001, most_samples=10), SLOW)
-    fit(strategy)
-    assert strategy.sizes(32) == [10, 22]
 
 
 def test_a_part_that_is_too_large_runs_out_of_memory() -> None:

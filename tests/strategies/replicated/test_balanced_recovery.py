@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, SimulatedDevice, Trainer
 from tests.conftest import ignoring
 from tests.strategies.replicated.test_balanced import Module, loader
+from tests.strategies.replicated.test_balanced import trainer as balanced_trainer
 from tests.test_transparency import Base, Batches, Gradients, Masked, Mlp, assert_same
 
 pytestmark = [
@@ -27,9 +28,7 @@ def limited(most: int, index: int = 1, **options: Any) -> BalancedDataParallelSt
 
 
 def trainer(strategy: Any, devices: int = 2, callbacks: Any = (), **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    quiet |= {"limit_val_batches": 0, "enable_model_summary": False}
-    return Trainer(strategy=strategy, devices=["cpu"] * devices, callbacks=list(callbacks), **{**quiet, **options})
+    return balanced_trainer(strategy, devices, callbacks=list(callbacks), **options)
 
 
 def fit(strategy: Any, batches: int = 12, devices: int = 2) -> tuple[Module, OOMRecovery]:
@@ -96,7 +95,7 @@ def test_while_measuring() -> None:
                 raise torch.OutOfMemoryError("injected")
             return super().training_step(batch, batch_idx)
 
-    batches = [torch.cat((torch.zeros(16, 4), torch.full((16, 4), 99.0))) for _ in range(16)]
+    batches = [torch.cat((torch.zeros(16, 2), torch.full((16, 2), 99.0))) for _ in range(16)]
     strategy, recovery = BalancedDataParallelStrategy(), OOMRecovery()
     with pytest.warns(UserWarning, match=rf"Measuring continues with at most 12 samples for {SECOND}"):
         trainer(strategy, callbacks=[recovery]).fit(Late(), DataLoader(batches, batch_size=None))

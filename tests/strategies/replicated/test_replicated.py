@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
@@ -26,8 +25,9 @@ from equipoise import (
     Trainer,
 )
 from tests.conftest import ignoring
+from tests.support.pipelines import quiet
 
-pytestmark = ignoring()
+pytestmark = ignoring("first_device_batch_size=1 is too much")
 CLASSES = 3
 Answer = namedtuple("Answer", ["logits", "names"])
 
@@ -110,9 +110,8 @@ class Seen(L.Callback):
 
 
 def trainer(strategy: Strategy | str = "single_device", devices: int = 1, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    run = {"precision": "64-true", "max_epochs": 2, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return Trainer(strategy=strategy, devices=["cpu"] * devices, **{**quiet, **run, **options})
+    run = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
+    return quiet(strategy=strategy, devices=["cpu"] * devices, **run)
 
 
 def seeded(make: type[Any] = Module) -> Any:
@@ -146,10 +145,20 @@ def tolerance_of(name: str) -> float:
     return 1e-6 if name == "mean" else 1e-12
 
 
+def assert_trains_alike(
+    make: type[Any], of: tuple[Any, int], one_device: tuple[Any, int] = ("single_device", 1)
+) -> None:
+    """See that a fit ends as that of one device."""
+    one, many = seeded(make), seeded(make)
+    for module, run_of in ((one, one_device), (many, of)):
+        trainer(*run_of, limit_val_batches=0).fit(module, loader(7, 7, 5, 5), loader())
+    for name, expected in one.state_dict().items():
+        assert close(expected, many.state_dict()[name], tolerance_of(name)), name
+
+
 # What is seen
 
 
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_values_and_outputs_are_those_of_one_device(strategy: tuple[Strategy, int]) -> None:
     runs = []
     for run in (trainer(callbacks=[Seen()]), trainer(*strategy, callbacks=[Seen()])):
@@ -176,7 +185,6 @@ def test_values_and_outputs_are_those_of_one_device(strategy: tuple[Strategy, in
     assert module.accuracy.metric_state.keys() == parallel.accuracy.metric_state.keys()
 
 
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_predictions_are_in_the_order_of_the_data(strategy: tuple[Strategy, int]) -> None:
     expected = trainer().predict(seeded(), loader())
     actual = trainer(*strategy).predict(seeded(), loader())
@@ -188,31 +196,6 @@ def test_predictions_are_in_the_order_of_the_data(strategy: tuple[Strategy, int]
         assert one["answer"].names == other["answer"].names
         assert type(other["pair"]) is list
         assert torch.equal(one["pair"][1], other["pair"][1])
-
-
-def test_csv_of_a_run(tmp_path: Path) -> None:
-    """Step and epoch values, in files."""
-    for name, of in (("one", ("single_device", 1)), ("three", ("dp", 3))):
-        logger = CSVLogger(tmp_path, name=name, version=0)
-        trainer(*of, logger=logger, log_every_n_steps=1).fit(seeded(), loader(), loader())
-    one, three = ((tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines() for name in ("one", "three"))
-    assert one[0] == three[0]
-    for left, right in zip(one[1:], three[1:], strict=True):
-        for theirs, ours in zip(left.split(","), right.split(","), strict=True):
-            assert theirs == ours or close(float(theirs), float(ours), 1e-6)
-
-
-def test_metrics_hold_the_whole_batch() -> None:
-    class Check(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            counted.append(int(sum(getattr(module.accuracy, name).sum() for name in ("tp", "fn"))))
-            updates.append(module.accuracy.update_count)
-
-    counted: list[int] = []
-    updates: list[int] = []
-    trainer("dp", 3, callbacks=[Check()], max_epochs=1, limit_val_batches=0).fit(seeded(), loader(), loader())
-    assert counted == [7, 14, 19, 21]
-    assert updates == [1, 2, 3, 4]
 
 
 def test_a_metric_that_cannot_be_put_together() -> None:
@@ -323,19 +306,6 @@ def test_resumed_with_another_number_of_devices(devices: int, tmp_path: Path) ->
 
 
 # Only some devices
-
-
-def test_only_devices_with_a_part_take_part() -> None:
-    class Counting(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            sizes.append(len(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-    sizes: list[int] = []
-    trainer("dp", 4, max_epochs=1, limit_val_batches=0).fit(seeded(Counting), loader(6, 2, 1), loader())
-    # Devices compute at the same time, so the parts of a batch begin in any order.
-    parts_of_batches = [sorted(sizes[:4]), sorted(sizes[4:6]), sizes[6:]]
-    assert parts_of_batches == [[1, 1, 2, 2], [1, 1], [1]]
 
 
 def test_skipped_parts() -> None:
@@ -520,16 +490,6 @@ def test_different_structures() -> None:
         trainer("dp", 2).predict(Different(), loader())
 
 
-def test_training_steps_that_return_different_structures() -> None:
-    class Different(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self(batch[0]).square().mean()
-            return loss if len(batch[0]) == 4 else {"loss": loss}
-
-    with pytest.raises(StepError, match=r"part 1: a tensor of shape \[\]; part 2: a dict with keys \['loss'\]"):
-        trainer("dp", 2, limit_val_batches=0).fit(Different(), loader(), loader())
-
-
 class Detection(Module):
     """Images of unequal size, and boxes of unequal number."""
 
@@ -541,25 +501,9 @@ class Detection(Module):
 
 IMAGES = [torch.randn(3, 4 + index, 5, dtype=torch.float64) for index in range(5)]
 TARGETS = [{"boxes": torch.randn(1 + index, 4, dtype=torch.float64)} for index in range(5)]
-UNCUTTABLE: dict[str, tuple[Any, str]] = {
-    "a detection batch": ((IMAGES, TARGETS), r"batch\[0\]\[0\] is of length 3.*batch_size\(self, batch\).*split_batch"),
-    "images alone": (IMAGES, r"whole samples, as a list of images"),
-    "no tensors": ({"text": ["a", "b"]}, r"there is no tensor in this dict"),
-    "unequal lengths": (
-        (torch.zeros(4, 2), {"mask": torch.zeros(5)}),
-        r"batch\[0\] is of length 4, batch\[1\]\['mask'\] is of length 5",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", UNCUTTABLE)
-def test_batches_that_cannot_be_cut(name: str) -> None:
-    batch, message = UNCUTTABLE[name]
-    with pytest.raises(StepError, match=message):
-        trainer("dp", 2, limit_val_batches=0).fit(Detection(), DataLoader([batch], batch_size=None), loader())
-
-
-def test_the_way_out_is_one() -> None:
+def test_a_batch_that_cannot_be_cut_and_the_way_out() -> None:
     class Told(Detection):
         def batch_size(self, batch: Any) -> int:
             return len(batch[0])
@@ -569,6 +513,9 @@ def test_the_way_out_is_one() -> None:
             return [(batch[0][end - n : end], batch[1][end - n : end]) for n, end in zip(sizes, ends, strict=True)]
 
     data, modules = DataLoader([(IMAGES, TARGETS)], batch_size=None), [seeded(Told), seeded(Told)]
+    message = r"batch\[0\]\[0\] is of length 3.*batch_size\(self, batch\).*split_batch"
+    with pytest.raises(StepError, match=message):
+        trainer("dp", 2, limit_val_batches=0).fit(Detection(), data, loader())
     trainer(limit_val_batches=0).fit(modules[0], data, loader())
     trainer("dp", 2, limit_val_batches=0).fit(modules[1], data, loader())
     assert close(modules[0].net[0].weight.detach(), modules[1].net[0].weight.detach())
@@ -580,13 +527,7 @@ class ByHand(Module):
         self.automatic_optimization = False
 
 
-class Keeping(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.zeros(3, 3)
-
-
-def test_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_training() -> None:
     with pytest.raises(ConfigurationError, match=r"optimises by hand.*parallelize='forward'"):
         trainer("dp", 2).fit(ByHand(), loader(), loader())
     module = Module()
@@ -595,10 +536,6 @@ def test_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigurationError, match=r"lie on several devices: net\.0\.weight on meta, net\.2\.weight on cpu"
     ):
         trainer("dp", 2).fit(module, loader(), loader())
-    run = trainer("dp", 2)
-    run.connected_strategy.devices = (torch.device("cpu"), torch.device("meta"))
-    with pytest.raises(ConfigurationError, match=r"Keeping\.table is a tensor.*register_buffer\('table'"):
-        run.fit(Keeping(), loader(), loader())
 
 
 @pytest.mark.parametrize(
@@ -657,7 +594,6 @@ WRAPPED: dict[str, Any] = {
 
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", WRAPPED)
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_metrics_that_hold_metrics(name: str, strategy: tuple[Strategy, int]) -> None:
     class Wrapped(WithMetric):
         make = staticmethod(WRAPPED[name])
@@ -668,8 +604,7 @@ def test_metrics_that_hold_metrics(name: str, strategy: tuple[Strategy, int]) ->
     assert close(one.values, many.values, 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
-def test_a_logged_metric_computed_from_others(strategy: tuple[Strategy, int], tmp_path: Path) -> None:
+def test_a_logged_metric_computed_from_others(strategy: tuple[Strategy, int]) -> None:
     class Composed(Module):
         def __init__(self) -> None:
             super().__init__()
@@ -681,16 +616,11 @@ def test_a_logged_metric_computed_from_others(strategy: tuple[Strategy, int], tm
             self.log("both", self.both, on_step=True, on_epoch=True)
             return nn.functional.cross_entropy(logits, batch[1])
 
-    logged: list[list[dict[str, float]]] = []
+    logged = []
     for of in (("single_device", 1), strategy):
-        logged.append([])
-        seen = logged[-1]
-
-        class Recording(L.Callback):
-            def on_train_batch_end(self, trainer: Any, *args: Any, seen: Any = seen) -> None:
-                seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-        trainer(*of, limit_val_batches=0, callbacks=[Recording()]).fit(seeded(Composed), loader(7, 7, 5, 5), loader())
+        run = trainer(*of, limit_val_batches=0, callbacks=[Seen()])
+        run.fit(seeded(Composed), loader(7, 7, 5, 5), loader())
+        logged.append(run.callbacks[0].metrics)
     for expected, actual in zip(*logged, strict=True):
         assert actual == pytest.approx(expected)
 
@@ -717,7 +647,6 @@ def test_a_metric_that_counts_beside_its_states() -> None:
     assert one.metric.seen == many.metric.seen
 
 
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_what_the_step_changes_in_place(strategy: tuple[Strategy, int]) -> None:
     """A teacher that follows by a moving average, and a buffer that a callback changes through `.data`."""
 
@@ -736,11 +665,7 @@ def test_what_the_step_changes_in_place(strategy: tuple[Strategy, int]) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             self.scale.data.mul_(1.1)
 
-    one, many = seeded(Following), seeded(Following)
-    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
-    trainer(*strategy, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
-    for name, expected in one.state_dict().items():
-        assert close(expected, many.state_dict()[name]), name
+    assert_trains_alike(Following, strategy)
 
 
 def test_forward_logs_once() -> None:
@@ -760,7 +685,6 @@ def test_forward_logs_once() -> None:
     assert all(close(value, runs[1][name]) for name, value in runs[0].items() if name.startswith("inner"))
 
 
-@pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 def test_a_forward_of_the_instance_and_hooks_that_come_later(strategy: tuple[Strategy, int]) -> None:
     class Hooked(Module):
         def __init__(self) -> None:
@@ -781,11 +705,8 @@ def test_a_forward_of_the_instance_and_hooks_that_come_later(strategy: tuple[Str
 
     if strategy[0].parallelize == "forward":
         Hooked.on_train_epoch_start = L.LightningModule.on_train_epoch_start  # what forward keeps stays in the copies
-    one, many = seeded(Hooked), seeded(Hooked)
     single = BalancedDataParallelStrategy(shares=[1], parallelize=strategy[0].parallelize)
-    trainer(single, limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
-    trainer(*strategy, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
-    assert close(one.net[0].weight.detach(), many.net[0].weight.detach())
+    assert_trains_alike(Hooked, strategy, (single, 1))
 
 
 def test_lists_of_rows() -> None:
@@ -799,12 +720,6 @@ def test_lists_of_rows() -> None:
     assert close(torch.stack(one[0]), torch.stack(many[0]))
     with pytest.raises(StepError, match="whether there is one for each sample cannot be told"):
         trainer("dp", 2).predict(seeded(Rows), loader(6))  # three rows of three classes for each part
-
-
-@pytest.mark.parametrize("images", [[torch.randn(3, 8, 8)] * 4, [torch.randn(3, 8, 8), torch.randn(3, 9, 9)]])
-def test_images_are_not_cut_through_their_channels(images: Any) -> None:
-    with pytest.raises(StepError, match="whole samples, as a list of images"):
-        trainer("dp", 2, limit_val_batches=0).fit(Detection(), DataLoader([images], batch_size=None), loader())
 
 
 # Gradients by hand, under parallelize="forward"
@@ -855,12 +770,8 @@ class Recurrent(Module):
 @pytest.mark.parametrize("make", [Penalised, PlainBackward, Recurrent])
 @pytest.mark.parametrize("shares", [[1, 3], [0, 1, 2], [2, 1, 1]])
 def test_gradients_taken_by_hand(make: type[Module], shares: list[int]) -> None:
-    one, many = seeded(make), seeded(make)
-    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
     strategy = BalancedDataParallelStrategy(shares=shares, parallelize="forward")
-    trainer(strategy, len(shares), limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
-    for name, expected in one.state_dict().items():
-        assert close(expected, many.state_dict()[name], tolerance_of(name)), name
+    assert_trains_alike(make, (strategy, len(shares)))
 
 
 def test_a_graph_that_is_older_than_an_optimiser_step() -> None:
@@ -885,12 +796,7 @@ def test_a_graph_that_is_older_than_an_optimiser_step() -> None:
             self.manual_backward((self.critic(made) * self(batch[0]).detach()).mean())
             first.step()
 
-    one, many = seeded(Two), seeded(Two)
-    trainer(limit_val_batches=0).fit(one, loader(7, 7, 5, 5), loader())
-    forward = DataParallelStrategy(parallelize="forward")
-    trainer(forward, 3, limit_val_batches=0).fit(many, loader(7, 7, 5, 5), loader())
-    for name, expected in one.state_dict().items():
-        assert close(expected, many.state_dict()[name], tolerance_of(name)), name
+    assert_trains_alike(Two, (DataParallelStrategy(parallelize="forward"), 3))
 
 
 # What nobody asks for
