@@ -21,7 +21,7 @@ from equipoise.interop.lightning.finders import learning_rate_settings, results_
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
 from equipoise.strategies.ddp.exchange.engine import has_one_backward
 from tests.conftest import ignoring
-from tests.support.trainer_runs import loader, refuses, refuses_fit
+from tests.support.trainer_runs import loader, refuses, refuses_fit, trainer
 
 _LOG = rank_zero_module.log
 older = pytest.importorskip("pytorch_lightning", exc_type=ImportError)
@@ -83,7 +83,7 @@ def everything(package: types.ModuleType, folder: Path, **options: Any) -> dict[
         {name: (lambda self, *args, _name=name, **kwargs: seen.append(_name)) for name in HOOKS},
     )
     kept = package.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_last=True)
-    trainer = Trainer(
+    run = Trainer(
         accelerator="cpu",
         max_epochs=3,
         callbacks=[
@@ -100,10 +100,8 @@ def everything(package: types.ModuleType, folder: Path, **options: Any) -> dict[
         **options,
     )
     module, data = module_of(package), data_of(package)
-    trainer.fit(module, datamodule=data)
-    again = Trainer(
-        accelerator="cpu", max_epochs=5, logger=False, enable_progress_bar=False, enable_checkpointing=False
-    )
+    run.fit(module, datamodule=data)
+    again = trainer(max_epochs=5)
     again.fit(module_of(package), datamodule=data_of(package), ckpt_path=kept.last_model_path)
     loaded = type(module).load_from_checkpoint(kept.best_model_path)
     return {
@@ -111,12 +109,12 @@ def everything(package: types.ModuleType, folder: Path, **options: Any) -> dict[
         "resumed": [value.tolist() for value in again.lightning_module.state_dict().values()],
         "loaded": [value.tolist() for value in loaded.state_dict().values()],
         "hooks": seen,
-        "test": trainer.test(module, datamodule=data, verbose=False),
-        "predictions": trainer.predict(module, datamodule=data),
+        "test": run.test(module, datamodule=data, verbose=False),
+        "predictions": run.predict(module, datamodule=data),
         "best": Path(kept.best_model_path).name,
         "rows": (folder / "csv" / "version_0" / "metrics.csv").read_text(),
         "bound": "log" in vars(module),
-        "wrapped": type(trainer.callbacks[-1]).__name__,
+        "wrapped": type(run.callbacks[-1]).__name__,
     }
 
 
@@ -131,22 +129,18 @@ def test_a_program_of_the_older_package(tmp_path: Path) -> None:
 
 def test_parts_of_both_packages(tmp_path: Path) -> None:
     keeper = older.callbacks.ModelCheckpoint(tmp_path, filename="kept")
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
+    run = trainer(
         callbacks=[keeper],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         plugins=older.plugins.io.TorchCheckpointIO(),
         profiler=older.profilers.SimpleProfiler(),
     )
     loaders = older.utilities.CombinedLoader([loader(), loader()], "min_size")
     module = module_of(newer)
     module.loss = lambda batch: module.layer(batch[0][0] if isinstance(batch[0], list) else batch[0]).square().mean()
-    trainer.fit(module, loaders, loader())
+    run.fit(module, loaders, loader())
     assert (tmp_path / "kept.ckpt").exists()
-    assert trainer.checkpoint_callback is keeper
+    assert run.checkpoint_callback is keeper
 
 
 def test_only_one_of_each_kind_whatever_its_package() -> None:
@@ -165,32 +159,19 @@ def test_who_runs_the_backward(package: types.ModuleType) -> None:
     own = type("Own", (type(module),), {"backward": lambda self, loss: loss.backward()})()
     assert has_one_backward(module)
     assert not has_one_backward(own)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy="pipeline", max_epochs=1, logger=False)
     with pytest.raises(ConfigurationError, match="Own overrides `backward`"):
-        trainer.fit(own, loader())
+        trainer(devices=2, strategy="pipeline").fit(own, loader())
 
 
 @BOTH
-def test_pipeline_cuts_modules_of_both_packages(package: types.ModuleType, tmp_path: Path) -> None:
+def test_pipeline_cuts_modules_of_both_packages(package: types.ModuleType) -> None:
     module = module_of(package).double()
     module.layer = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     module.loss = lambda batch: module.layer(batch[0].double()).square().mean()
     alone = copy.deepcopy(module)
     alone.loss = lambda batch: alone.layer(batch[0].double()).square().mean()
-    for one, strategy in ((module, "pipeline"), (alone, "single_device")):
-        devices = 2 if strategy == "pipeline" else 1
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=strategy,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(one, loader(), loader())
+    for one, strategy, devices in ((module, "pipeline", 2), (alone, "single_device", 1)):
+        trainer(devices=devices, strategy=strategy).fit(one, loader(), loader())
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=0.0, atol=1e-12)
 

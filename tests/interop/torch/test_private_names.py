@@ -24,15 +24,10 @@ from equipoise.interop.metrics import (
 )
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking
 from equipoise.interop.torch.modules import (
-    STRUCTURE,
     References,
-    buffers_of,
-    children_of,
     has_gradient_hooks,
     hook_registries_of,
     is_compiled,
-    parameters_of,
-    shell_of,
     versions,
 )
 
@@ -51,38 +46,6 @@ def test_all_hooks_of_a_module_are_in_its_registries():
     for registry in registries:
         registry.clear()
     assert torch.equal(module(torch.ones(2)), nn.functional.linear(torch.ones(2), module.weight, module.bias))
-
-
-def test_what_is_registered_stands_in_three_dictionaries() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    for name in STRUCTURE:
-        assert type(vars(module)[name]) is dict
-    norm = module[0]
-    assert children_of(module) == {"0": norm}
-    assert parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias}
-    assert list(buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
-    replaced = nn.Parameter(torch.zeros(2))
-    parameters_of(norm)["weight"] = replaced
-    buffers_of(norm)["running_mean"] = torch.ones(2)
-    children_of(module)["1"] = nn.ReLU()
-    assert norm.weight is replaced
-    assert norm.running_mean.tolist() == [1, 1]
-    assert len(module) == 2
-
-
-def test_a_shell_has_everything_but_what_is_registered() -> None:
-    module = nn.Linear(2, 3)
-    module.note, module.inner = ["x"], nn.ReLU()
-    module.register_buffer("mask", torch.ones(1))
-    shell = shell_of(module)
-    assert type(shell) is nn.Linear
-    assert (shell.in_features, shell.training) == (2, True)
-    assert shell.note is module.note
-    assert [*shell.parameters(), *shell.buffers(), *shell.children()] == []
-    parameters_of(shell)["weight"] = None
-    assert module.weight is not None
-    assert len(list(module.parameters())) == 2
-    assert vars(shell).keys() == vars(module).keys()
 
 
 def test_versions_tell_changes_in_place() -> None:

@@ -109,16 +109,6 @@ def test_loaders_in_training(count: int, batch_size: int, processes: int, drop_l
     assert loader.batch_size == shared[0].batch_size or shared[0].batch_size is None
 
 
-@given(count=st.integers(0, 40), batch_size=st.integers(1, 6), processes=st.integers(1, 5))
-def test_loaders_in_evaluation(count: int, batch_size: int, processes: int) -> None:
-    loader = DataLoader(Numbers(count), batch_size)
-    drawn = [list(share_loader(loader, rank, processes, 0, training=False)) for rank in range(processes)]
-    expected = [batch.tolist() for batch in loader]
-    for index, batch in enumerate(expected):
-        assert drawn[index % processes][index // processes].tolist() == batch
-    assert sum(map(len, drawn)) == len(expected)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_samplers_of_the_users_own(training: bool) -> None:
     batches = BatchSampler(RandomSampler(range(11)), 3, False)

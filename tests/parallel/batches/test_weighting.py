@@ -263,15 +263,6 @@ def test_parts_known_to_weigh_nothing_are_not_looked_at() -> None:
     assert (mean.item(), total) == (2, 3)
 
 
-def test_a_mean_without_weight_is_zero_and_so_are_its_gradients() -> None:
-    values = [torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)]
-    mean, total = weighted_mean(values, [torch.tensor(0), torch.tensor(0)], CPU)
-    assert mean is not None
-    assert (mean.item(), float(total)) == (0, 0)
-    mean.backward()
-    assert [value.grad.item() for value in values if value.grad is not None] == [0, 0]
-
-
 def test_the_graph_of_weights_is_no_part_of_a_mean() -> None:
     weight = torch.tensor(2.0, requires_grad=True) * 2
     mean, total = weighted_mean([torch.tensor(3.0), torch.tensor(1.0)], [weight, 4], CPU)

@@ -14,6 +14,7 @@ from equipoise.parallel.payload import authentication
 from equipoise.parallel.payload.authentication import SECRET
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from tests.parallel.communication.test_process_group import in_group
+from tests.parallel.shards.test_folders import Runs
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +37,6 @@ def test_every_process_gets_every_object() -> None:
         assert everywhere == expected
         assert sent == {"rank": 1}
         assert is_own == (rank == 1)
-
-
-class Runs:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
 
 
 def changed_at(message: bytes, position: int) -> bytes:

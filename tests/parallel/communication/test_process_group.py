@@ -107,11 +107,6 @@ def test_a_store_closes_its_port_while_an_error_still_refers_to_it() -> None:
     assert "store" in caught.traceback[-1].frame.f_locals
 
 
-def test_stores_have_ports_of_their_own() -> None:
-    stores = [StoreServer() for _ in range(3)]
-    assert len({store.port for store in stores}) == 3
-
-
 def reached(rank: int) -> tuple[float, set[str]]:
     return summed(), addresses()
 

@@ -5,30 +5,11 @@ import torch
 from equipoise.parallel.communication.processes import SingleProcess
 
 
-def test_ranks_of_a_single_process() -> None:
-    processes = SingleProcess()
-    assert (processes.rank, processes.local_rank, processes.node_rank, processes.world_size) == (0, 0, 0, 1)
-    assert processes.is_main
-    assert not processes.spawns
-
-
 def test_a_rank_above_0_is_not_the_main_process() -> None:
     processes = SingleProcess()
     processes.rank = 1
     assert not processes.is_main
     assert SingleProcess().is_main
-
-
-def test_a_function_is_called_once_in_this_process() -> None:
-    calls: list[str] = []
-    shared = object()
-
-    def function() -> object:
-        calls.append("called")
-        return shared
-
-    assert SingleProcess().launch(function, known=[shared]) is shared
-    assert calls == ["called"]
 
 
 def test_values_of_all_processes_are_the_own_ones() -> None:

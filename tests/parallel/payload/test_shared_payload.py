@@ -84,17 +84,6 @@ def test_what_is_known_is_not_sent(package: SharedPayload) -> None:
     assert read["list"] == [others[1], others[1]]
 
 
-def test_what_is_defined_here_goes_by_value(package: SharedPayload) -> None:
-    factor = 3
-
-    class Local:
-        def times(self, x: int) -> int:
-            return factor * x
-
-    assert package.unpack(package.pack(Local())).times(2) == 6
-    assert package.unpack(package.pack(lambda x: factor + x))(1) == 4
-
-
 def test_what_is_defined_here_keeps_its_file_and_lines(package: SharedPayload) -> None:
     def outer() -> Any:
         return lambda: 1 / 0

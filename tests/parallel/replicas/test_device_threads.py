@@ -79,15 +79,6 @@ def test_one_device_needs_no_thread(devices: list[torch.device]) -> None:
     alone.close()
 
 
-def test_threads_are_kept_from_step_to_step(threads: DeviceThreads) -> None:
-    names = {threads.run([(0, name), (1, name)])[1] for _ in range(5)}
-    assert len(names) == 1
-
-
-def test_nothing_to_run_on_a_device(threads: DeviceThreads) -> None:
-    assert threads.run([(0, lambda: 1), (2, lambda: 2)]) == [1, 2]
-
-
 # What the caller's thread is like
 
 
@@ -140,16 +131,6 @@ def test_states_differ() -> None:
             seen.append(look())
     different = {str(state) for state in seen}
     assert len(different) == len(MODES) - 3  # grad is enabled anyway, nothing is cast anyway, and no CUDA to be seen
-
-
-def test_autocast_of_every_kind_of_device_is_kept() -> None:
-    with torch.autocast("cpu", torch.float16), torch.inference_mode():
-        state = ThreadState.capture(["cpu", "cuda"])
-    assert state.autocast[0] == ("cpu", True, torch.float16)
-    assert state.autocast[1] == ("cuda", False, torch.get_autocast_dtype("cuda"))
-    with state.entered():
-        assert ThreadState.capture(["cpu", "cuda"]) == state
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("inside", MODES)

@@ -28,7 +28,7 @@ from equipoise.parallel.shards.pieces import pieces_of
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from tests.parallel.shards.folders import cut, save
+from tests.parallel.shards.folders import save
 from tests.support.trainer_runs import refuses
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -333,9 +333,3 @@ def test_errors_of_the_thread_come_at_the_next_call() -> None:
     with pytest.raises(CheckpointError, match="on purpose"):
         background.start(fails)
     background.wait()
-
-
-def test_pieces_cover_tensors() -> None:
-    tensor = torch.arange(7)
-    pieces = [part[0].tensor for part in cut({"x": tensor}, 3)]
-    assert torch.equal(torch.cat(pieces), tensor)

@@ -30,13 +30,6 @@ def named(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def test_containers_of_all_kinds() -> None:
-    inner = {"x": placeholder("a")}
-    content = named({"list": [placeholder("b"), 1], "tuple": ((placeholder("c"),), inner), "again": inner})
-    assert content == {"list": ["b", 1], "tuple": (("c",), {"x": "a"}), "again": {"x": "a"}}
-    assert content["again"] is content["tuple"][1]
-
-
 def test_containers_in_themselves() -> None:
     content: dict[str, Any] = {"w": placeholder()}
     content["self"] = (content, [content])

@@ -7,7 +7,6 @@ from torch import nn
 
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.snapshot.attributes import Attributes, Containers
-from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 
 def test_names_values_and_their_order_are_restored() -> None:
@@ -55,12 +54,3 @@ def test_contents_are_restored_in_the_same_containers() -> None:
     assert (part.names, part.seen, part.queue) == ({"a": 1}, {1}, deque([1, 2]))
     assert (part._private, part.ordered) == ([1, 2], {"a": 2})
     assert part.queue is kept["queue"]
-
-
-def test_containers_are_preserved_on_request() -> None:
-    module = nn.Identity()
-    module.seen = [1]
-    for containers, expected in ((True, [1]), (False, [1, 2])):
-        with preserve_state(module, containers=containers):
-            module.seen.append(2)
-        assert module.seen == expected

@@ -115,18 +115,6 @@ def test_a_captured_state_does_not_move_with_the_generators() -> None:
     assert state.python == before.python
 
 
-def plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(plain, value))
-    return isinstance(value, torch.Tensor | int | float | str | None)
-
-
-def test_the_state_is_tensors_and_plain_containers() -> None:
-    assert plain(capture().state_dict())
-
-
 def test_a_state_loaded_by_way_of_lists() -> None:
     """As some formats return tuples."""
     state = capture()

@@ -47,19 +47,6 @@ def test_generators() -> None:
         assert draw() == first
 
 
-def test_a_number_that_was_drawn_in_advance() -> None:
-    """Only the kept half of a pair is used up, which leaves no trace in the twister."""
-    rewind = StepSnapshot(nn.Linear(1, 1), CPU)
-    random.gauss(0, 1), np.random.randn()
-    rewind.mark()
-    kept = random.gauss(0, 1), np.random.randn()
-    rewind.mark()
-    following = random.gauss(0, 1), np.random.randn()
-    rewind.restore()
-    assert (random.gauss(0, 1), np.random.randn()) == following
-    assert following != kept
-
-
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
 def test_numpys_generator_is_exchanged(kind: type) -> None:
     rewind = StepSnapshot(nn.Linear(1, 1), CPU)

@@ -19,14 +19,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
 from tests.conftest import threads_that_stay
-from tests.parallel.communication.test_process_group import in_group
 
 pytestmark = pytest.mark.usefixtures("quick_collections")  # garbage is collected around every test
 
@@ -116,20 +114,6 @@ def test_known_objects_come_back_as_the_callers_own() -> None:
     assert strange["again"][0] is strange["one"]
 
 
-def grown(module: nn.Linear, rank: int) -> nn.Linear:
-    with torch.no_grad():
-        module.weight += 1
-    return module
-
-
-def test_what_a_worker_changes_is_its_own() -> None:
-    module = nn.Linear(2, 2)
-    before = module.weight.detach().clone()
-    answer = launch(partial(grown, module), 2)
-    assert torch.equal(module.weight, before)
-    assert torch.equal(answer.weight, before + 1)
-
-
 # What they find
 
 
@@ -179,11 +163,6 @@ def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch, tmp_path:
         torch.set_deterministic_debug_mode(deterministic)
     assert found == {**expected, "threads": 2}
     assert (found["set"], found["unset"], found["dtype"]) == ("a b", None, torch.float64)
-
-
-def test_all_draw_the_same() -> None:
-    one, other = in_group(lambda rank: draws())
-    assert one == other
 
 
 # Errors
@@ -241,14 +220,6 @@ def test_an_error_comes_back_as_what_it_is(failing: int, count: int) -> None:
     assert launch(number, 2) == 0
 
 
-def test_an_error_of_a_class_that_has_no_name() -> None:
-    class Local(ValueError):
-        pass
-
-    with pytest.raises(Local, match="on purpose"):
-        launch(partial(fails, 1, partial(Local, "on purpose")), 2)
-
-
 @pytest.mark.parametrize(
     ("make", "told"),
     [(Locked, "Locked: holds a lock"), (partial(Demanding, 1, 2), "Demanding: 1 and 2 do not fit")],
@@ -300,18 +271,6 @@ def leaves(how: str, rank: int) -> None:
 def test_whoever_leaves_is_named(how: str, told: str) -> None:
     with pytest.raises(WorkerError, match=f"^rank 1 of 2 failed(?s:.*){told}"):
         launch(partial(leaves, how), 2)
-
-
-def is_killed(rank: int) -> None:
-    torch.distributed.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.barrier()
-
-
-def test_a_signal_is_blamed_before_what_follows_from_it() -> None:
-    with pytest.raises(WorkerError, match=r"^rank 1 of 2 was killed by SIGKILL\. .*out of memory\.$"):
-        in_group(is_killed)
 
 
 @pytest.mark.parametrize("end", [os.abort, lambda: ctypes.string_at(0)])
