@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
 from equipoise.trainer.data.transfer import prefetch as prefetching
 from tests.conftest import ignoring
+from tests.simulated.configurations.test_resumption import Saving
 from tests.simulated.devices.installation import extension
 from tests.simulated.test_recovery import SIZES, Second, Wide
 from tests.support.pipelines import fit as fit_batches
@@ -206,21 +207,10 @@ def test_every_strategy_computes_the_same(strategy: str) -> None:
     assert_same(*runs)
 
 
-class Saving(L.Callback):
-    """Writes a checkpoint in the midst of an epoch, and of an accumulation window."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == 2:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("loader", ["rows", "without length", "drawn", "workers"])
 def test_a_resumed_run_is_the_same(loader: str, tmp_path: Path) -> None:
     path = tmp_path / "of_step_2.ckpt"
-    whole = train(True, LOADERS[loader], callbacks=(Saving(path),), accumulate_grad_batches=2)
+    whole = train(True, LOADERS[loader], callbacks=(Saving(path, 2),), accumulate_grad_batches=2)
     resumed = train(True, LOADERS[loader], ckpt_path=path, accumulate_grad_batches=2)
     first = next(number for number, event in enumerate(whole.events) if event[:2] == ("start", 3))
     assert_same(whole._replace(events=whole.events[first:]), resumed)

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +45,6 @@ class Impure(Network):
 
 
 # Effects
-
-
-class Prints(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        print("step")
 
 
 class Counts(Impure):
@@ -116,29 +112,6 @@ class Hooks(Impure):
         return doubled / loss.detach()
 
 
-# Numbers of the host
-
-
-class Draws(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return random.random()
-
-
-class DrawsByNumpy(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return float(numpy.random.rand())
-
-
-class DrawsOnTheHost(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return torch.rand(())
-
-
-class DrawsAndCopies(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return torch.rand(1).to(loss.device).sum()
-
-
 class HasGenerator(Impure):
     def __init__(self) -> None:
         super().__init__()
@@ -146,16 +119,6 @@ class HasGenerator(Impure):
 
     def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
         return torch.rand((), device=loss.device, generator=self.generator)
-
-
-class ReadsTheClock(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 1.0 if time.time() > 0 else 2.0
-
-
-class ReadsTheDate(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 1.0 if datetime.datetime.now().year > 0 else 2.0
 
 
 class Iterates(Impure):
@@ -179,31 +142,6 @@ class HasNumberOnTheHost(Impure):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.factor[0] += 0.25
-
-
-# Values of the device
-
-
-class ReadsItem(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 1 + loss.item()
-
-
-class Branches(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 2.0 if loss > 1 else 3.0
-
-
-class Selects(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return batch[0][batch[0] > 0].mean()
-
-
-class Waits(Impure):
-    """The host waits inside an operation that gives nothing away."""
-
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        torch.cuda.synchronize()
 
 
 @torch.library.custom_op("captured_tests::noted_double", mutates_args=())
@@ -324,38 +262,48 @@ class TensorIsReplaced(ByHook):
         self.factor = torch.full((), 1.0 + step, dtype=torch.float64, device="cuda")
 
 
-class UsesNumberOfBatch(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 1.0 + batch_idx
-
-
-class UsesGlobalStep(Impure):
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        return 1.0 + self.global_step
-
+# What can be said in one expression, with the reason.
+SIMPLE: dict[str, tuple[Callable[[Any, Tensor, Any, int], Any], str]] = {
+    "Prints": (lambda self, loss, batch, batch_idx: print("step"), "Failed to trace"),
+    "Draws": (lambda self, loss, batch, batch_idx: random.random(), "Attempted to call function marked as skipped"),
+    "DrawsByNumpy": (lambda self, loss, batch, batch_idx: float(numpy.random.rand()), ""),
+    "DrawsOnTheHost": (lambda self, loss, batch, batch_idx: torch.rand(()), "its operation \\w+ computes on cpu"),
+    "DrawsAndCopies": (
+        lambda self, loss, batch, batch_idx: torch.rand(1).to(loss.device).sum(),
+        "its operation \\w+ computes on cpu",
+    ),
+    "ReadsTheClock": (lambda self, loss, batch, batch_idx: 1.0 if time.time() > 0 else 2.0, ""),
+    "ReadsTheDate": (lambda self, loss, batch, batch_idx: 1.0 if datetime.datetime.now().year > 0 else 2.0, ""),
+    "ReadsItem": (
+        lambda self, loss, batch, batch_idx: 1 + loss.item(),
+        r"it reads the value of a tensor \(`.item\(\)`\)",
+    ),
+    "Branches": (lambda self, loss, batch, batch_idx: 2.0 if loss > 1 else 3.0, "Data-dependent branching"),
+    "Selects": (
+        lambda self, loss, batch, batch_idx: batch[0][batch[0] > 0].mean(),
+        "the host waits for the device",
+    ),
+    # The host waits inside an operation that gives nothing away.
+    "Waits": (lambda self, loss, batch, batch_idx: torch.cuda.synchronize(), "it calls .*synchronize"),
+    "UsesNumberOfBatch": (
+        lambda self, loss, batch, batch_idx: 1.0 + batch_idx,
+        "does something else again and again, now because batch_idx",
+    ),
+    "UsesGlobalStep": (lambda self, loss, batch, batch_idx: 1.0 + self.global_step, ""),
+}
 
 REASONS: dict[type[Impure], str] = {
-    Prints: "Failed to trace",
+    **{type(name, (Impure,), {"more": more}): reason for name, (more, reason) in SIMPLE.items()},
     Counts: "its Python code changes .*count",
     CountsElsewhere: "Unsupported method call",
     Appends: "its Python code changes .*losses",
     Pops: "its Python code changes the batch",
     Updates: "Data-dependent branching",
     Hooks: "HOP: Unsafe side effect",
-    Draws: "Attempted to call function marked as skipped",
-    DrawsByNumpy: "",
-    DrawsOnTheHost: "its operation \\w+ computes on cpu",
-    DrawsAndCopies: "its operation \\w+ computes on cpu",
     HasGenerator: "",
-    ReadsTheClock: "",
-    ReadsTheDate: "",
     EnvironmentChanges: "does something else again and again",
     Iterates: "",
     HasNumberOnTheHost: "it computes with a tensor on cpu",
-    ReadsItem: r"it reads the value of a tensor \(`.item\(\)`\)",
-    Branches: "Data-dependent branching",
-    Selects: "the host waits for the device",
-    Waits: "it calls .*synchronize",
     CallsPython: r"it calls captured_tests(::|\.)noted_double",
     CallsInGraph: "it calls scaled",
     AttributeChanges: "does something else again and again, now because self.scale",
@@ -364,8 +312,6 @@ REASONS: dict[type[Impure], str] = {
     LayerChanges: "does something else again and again",
     ClosureChanges: "does something else again and again",
     TensorIsReplaced: "a tensor that it uses lies at another place in memory again and again",
-    UsesNumberOfBatch: "does something else again and again, now because batch_idx",
-    UsesGlobalStep: "",
 }
 
 
