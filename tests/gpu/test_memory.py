@@ -141,7 +141,7 @@ def test_a_report_names_the_devices(tmp_path: Path) -> None:
 
 
 def test_evaluations_are_bounded_and_change_nothing(tmp_path: Path) -> None:
-    options = {"accelerator": "gpu", "precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    options = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "accumulate_grad_batches": 2}
     alone, _ = trained(Trainer, None, tmp_path, **options)
     with_it, evaluation = trained(Trainer, False, tmp_path, **options)
     assert_same(alone, with_it)
