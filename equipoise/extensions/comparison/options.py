@@ -51,8 +51,12 @@ class Options:
             "--json": present,
         }
         overrides, flags = read_flags(arguments, readers, _TAKES)
-        values = {_FIELDS.get(name, name.lstrip("-")): value for name, value in flags.items()}
-        return cls(**values, searches_largest="--largest" in flags), overrides
+        values = {}
+        for name, value in flags.items():
+            field_name = _FIELDS.get(name, name.removeprefix("--"))
+            values[field_name] = value
+        options = cls(**values, searches_largest="--largest" in flags)
+        return options, overrides
 
 
 def _bound(name: str, text: str | None) -> int | None:

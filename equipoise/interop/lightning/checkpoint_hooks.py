@@ -36,7 +36,7 @@ _NAMES = (
 
 
 class Fit(Protocol):
-    """What the hooks ask the fit.
+    """Questions of the hooks to the fit.
 
     Attributes:
         later_files: Files that are newer than the checkpoint that this run resumes from.

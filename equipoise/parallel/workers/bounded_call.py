@@ -28,8 +28,6 @@ __all__ = ["CallError", "call_bounded"]
 
 # Exit code of a process whose server cannot tell how it ended.
 _SERVER_HAS_ENDED = 255
-
-
 # Files of a call in its folder: function and arguments, the result, and what the process prints.
 _CALL = "call"
 _RESULT = "result"
@@ -55,7 +53,7 @@ class CallError(Exception):
 
 @dataclass(frozen=True)
 class _Result:
-    """What the process says in the end.
+    """The message of the process at its end.
 
     Attributes:
         value: What the function has returned.
@@ -130,13 +128,15 @@ def call_bounded(
         reason = _run_until(deadline, settings) or f"it took longer than {format_span(timeout)}{option}"
 
         # 3. The result. A process that hangs at its very end has left it before.
-        if (folder / _RESULT).is_file():
-            result = pickle.loads((folder / _RESULT).read_bytes())  # noqa: S301 - from the process of the call
-        else:
-            result = None
+        result = None
+        result_file = folder / _RESULT
+        if result_file.is_file():
+            content = result_file.read_bytes()
+            result = pickle.loads(content)  # noqa: S301 - from the process of the call
         output = ""
-        if (folder / _OUTPUT).is_file():
-            output = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace")
+        output_file = folder / _OUTPUT
+        if output_file.is_file():
+            output = output_file.read_text(encoding="utf-8", errors="replace")
     if result is None:
         raise CallError(reason, output=output)
     if result.reason is not None:

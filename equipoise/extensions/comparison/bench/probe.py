@@ -170,11 +170,11 @@ class DeviceProbe(Callback):
         path.write_text(json.dumps(result), encoding="utf-8")
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Stop to record."""
+        """Stop recording."""
         self._stop()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop to record after a failure, which skips the teardown."""
+        """Stop recording after a failure, which skips the teardown."""
         self._stop()
 
     # Measurements.
@@ -188,7 +188,7 @@ class DeviceProbe(Callback):
             self._watches[name] = PeakWatch(device)
 
     def _end_memory(self) -> None:
-        """Note the peaks, and stop to record."""
+        """Note the peaks, and stop recording."""
         for name, watch in self._watches.items():
             self.peaks[name] = watch.peak()
         ledger = self._ledger

@@ -31,32 +31,48 @@ def comparison_page(
         recommendation: The recommended row; None if there is none.
         configuration: The configuration of the command.
     """
-    header = page_header("Strategies compared", comparison.title, datetime.now(), comparison.outcome)
+    now = datetime.now()
+    header = page_header("Strategies compared", comparison.title, now, comparison.outcome)
+    title = f"{comparison.title}: strategies compared"
     sections = _sections(comparison, recommendation, configuration)
-    return html_page(f"{comparison.title}: strategies compared", header, sections)
+    return html_page(title, header, sections)
 
 
 def _sections(
     comparison: Comparison, recommendation: Mapping[str, Any] | None, configuration: Mapping[str, Any]
 ) -> Iterator[Markup | None]:
-    yield facts_section(_facts(comparison))
+    # 1. The facts and the recommendation.
+    facts = _facts(comparison)
+    yield facts_section(facts)
     chosen = None
     if recommendation is not None:
         chosen = recommendation["strategy"]
-        sentences = f"{chosen}, on this machine. {recommendation['reason']}"
-        yield recommendation_section(sentences, recommendation["overrides"])
+        reason = recommendation["reason"]
+        overrides = recommendation["overrides"]
+        sentences = f"{chosen}, on this machine. {reason}"
+        yield recommendation_section(sentences, overrides)
+
+    # 2. The results, and what they mean.
     yield _pictures(comparison, chosen)
     yield _table(comparison, chosen)
-    notes = [meaning_of_columns(comparison), *comparison.notes]
-    yield section("What these figures tell", *(hint(note) for note in notes))
-    yield configuration_section(yaml.safe_dump(dict(configuration), sort_keys=False))
+    notes = [hint(meaning_of_columns(comparison))]
+    for note in comparison.notes:
+        notes.append(hint(note))
+    yield section("What these figures tell", *notes)
+
+    # 3. The configuration.
+    text = yaml.safe_dump(dict(configuration), sort_keys=False)
+    yield configuration_section(text)
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    facts = {"devices": ", ".join(comparison.devices)}
+    facts = {}
+    facts["devices"] = ", ".join(comparison.devices)
     if comparison.batch_size is not None:
         facts["samples of a step"] = str(comparison.batch_size)
-    facts["strategies measured"] = f"{len(comparison.measured)} of {len(comparison.rows)}"
+    num_measured = len(comparison.measured)
+    num_strategies = len(comparison.rows)
+    facts["strategies measured"] = f"{num_measured} of {num_strategies}"
     return facts
 
 
@@ -69,19 +85,25 @@ def _pictures(comparison: Comparison, chosen: str | None) -> Markup:
     """
     if not any(row.peaks for row in comparison.rows):
         return section("Measured", hint("No strategy has run."))
-    peaks = {row.label: _bars_of_peaks(row) for row in comparison.rows}
+
+    # 1. The bars of each strategy.
+    peaks = {}
     rates = {}
     for row in comparison.rows:
-        # The recommended one stands out.
-        style = "s1" if row.label == chosen else "val"
-        if row.samples_per_second is not None:
-            rates[row.label] = [Bar("samples per second", row.samples_per_second, style)]
-    charts = tag(
-        "div",
-        bar_chart("Peak of each device in a step", peaks, "bytes"),
-        bar_chart("Samples per second", rates, "number"),
-        class_="charts",
-    )
+        peaks[row.label] = _bars_of_peaks(row)
+        if row.samples_per_second is None:
+            continue
+        style = "val"
+        if row.label == chosen:
+            # The recommended one stands out.
+            style = "s1"
+        bar = Bar("samples per second", row.samples_per_second, style)
+        rates[row.label] = [bar]
+
+    # 2. The charts.
+    chart_of_peaks = bar_chart("Peak of each device in a step", peaks, "bytes")
+    chart_of_rates = bar_chart("Samples per second", rates, "number")
+    charts = tag("div", chart_of_peaks, chart_of_rates, class_="charts")
     return section("Measured", charts)
 
 
@@ -91,27 +113,37 @@ def _bars_of_peaks(row: Row) -> list[Bar]:
     for index, (name, peak) in enumerate(row.peaks.items()):
         # Devices have one colour in all rows.
         style = _STYLES[index % len(_STYLES)]
-        bars.append(Bar(f"device {index}", peak, style))
+        measured_bar = Bar(f"device {index}", peak, style)
+        bars.append(measured_bar)
         if name in predicted:
-            bars.append(Bar("predicted", predicted[name], "reserved"))
+            predicted_bar = Bar("predicted", predicted[name], "reserved")
+            bars.append(predicted_bar)
     return bars
 
 
 def _table(comparison: Comparison, chosen: str | None) -> Markup:
     """Return the table of all strategies; see `_pictures`."""
+    # 1. The cells.
     texts = [row_texts(row, comparison) for row in comparison.rows]
-    heads = ["strategy", *texts[0], "overrides"]
+    columns = list(texts[0])
     rows = []
     for row, row_cells in zip(comparison.rows, texts, strict=True):
         label: object = row.label
         if row.label == chosen:
-            label = join(row.label, " ", tag("span", "recommended", class_="chip"))
-        rows.append([label, *row_cells.values(), " ".join(row.overrides)])
-    # Cells of numbers are not broken: peaks of many devices are too long for that.
+            chip = tag("span", "recommended", class_="chip")
+            label = join(row.label, " ", chip)
+        overrides = " ".join(row.overrides)
+        rows.append([label, *row_cells.values(), overrides])
+
+    # 2. The table. Cells of numbers are not broken: peaks of many devices are too long for that.
     numbers = []
-    for index, head in enumerate(texts[0], start=1):
-        if max(len(row_cells[head]) for row_cells in texts) <= _LONGEST_NUMBER:
+    for index, column in enumerate(columns, start=1):
+        longest = max(len(row_cells[column]) for row_cells in texts)
+        if longest <= _LONGEST_NUMBER:
             numbers.append(index)
-    # Sentences stand outside of the table, whose columns they would squeeze.
+    heads = ["strategy", *columns, "overrides"]
+    whole_table = table(heads, rows, numbers=numbers)
+
+    # 3. Sentences stand outside of the table, whose columns they would squeeze.
     reasons = [hint(line) for line in reasons_in_words(comparison)]
-    return section("All strategies", table(heads, rows, numbers=numbers), *reasons)
+    return section("All strategies", whole_table, *reasons)

@@ -75,12 +75,15 @@ class OutputStructure:
             if not tensors_of_leaf:
                 others.append(leaf)
             for tensor in tensors_of_leaf:
-                if id(tensor) not in places:
-                    places[id(tensor)] = _Place()
+                identity = id(tensor)
+                if identity not in places:
+                    places[identity] = _Place()
                     tensors.append(tensor)
-        memo = _by_identity(others, others) | places
+        memo = _by_identity(others, others)
+        memo |= places
         template = copy.deepcopy(value, memo)
-        return cls(template, list(places.values()), others), tensors
+        structure = cls(template, list(places.values()), others)
+        return structure, tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return the output with other tensors.
@@ -98,7 +101,8 @@ class _Place:
 
 
 def _by_identity(objects: Iterable[Any], values: Iterable[Any]) -> dict[int, Any]:
-    return dict(zip(map(id, objects), values, strict=True))
+    identities = map(id, objects)
+    return dict(zip(identities, values, strict=True))
 
 
 def _tensors_in_attributes(value: Any) -> list[Tensor]:

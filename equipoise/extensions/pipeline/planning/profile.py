@@ -77,7 +77,9 @@ def profile_calls(
             blocks = list(map(Block.quicker, blocks, next_pass.blocks))
 
         if rest is not None:
-            rest(used_tensors(traced), traced.output.fill(output))
+            used = used_tensors(traced)
+            output_of_user = traced.output.fill(output)
+            rest(used, output_of_user)
         return blocks
 
 
@@ -85,7 +87,8 @@ def used_tensors(traced: Traced) -> set[int]:
     """Return the parameters and buffers that a forward uses, by their ids."""
     used: set[int] = set()
     for node in traced.calls:
-        used.update(map(id, _tensors_of_call(node, traced.root)))
+        tensors = _tensors_of_call(node, traced.root)
+        used.update(map(id, tensors))
     return used
 
 
@@ -93,7 +96,8 @@ def _tensors_of_call(node: fx.Node, root: nn.Module) -> Sequence[Tensor]:
     """Return the parameters and buffers of the layer that a call runs, or the one that it looks up."""
     if node.op not in ("call_module", "get_attr"):
         return ()
-    return parameters_and_buffers(find_part(root, str(node.target)))
+    part = find_part(root, str(node.target))
+    return parameters_and_buffers(part)
 
 
 class _Pass(CallInterpreter):
@@ -121,16 +125,24 @@ class _Pass(CallInterpreter):
         block, output = self._measure(node)
         index = len(self.blocks)
         name, is_named = self._names[index]
-        self.blocks.append(replace(block, name=name, named=is_named, may_end=self._may_end[index]))
+        may_end = self._may_end[index]
+        named_block = replace(block, name=name, named=is_named, may_end=may_end)
+        self.blocks.append(named_block)
         return map_tensors(_as_leaf, output)
 
     def _end_call(self) -> None:
         """Count what passes from the last call to later ones, and forget the storages of all other values."""
         # Values without a later use are released by now, but for those that no call uses at all.
-        passing = tensors_of([value for node, value in self.env.items() if node.users])
+        values = []
+        for node, value in self.env.items():
+            if node.users:
+                values.append(value)
+        passing = tensors_of(values)
         if self.blocks:
             sent = self._storages.passing(passing)
-            self.blocks[-1] = replace(self.blocks[-1], boundary=sum(sent.values()), passing=sent)
+            last_block = self.blocks[-1]
+            num_bytes = sum(sent.values())
+            self.blocks[-1] = replace(last_block, boundary=num_bytes, passing=sent)
         self._storages.keep_only(passing)
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
@@ -141,7 +153,8 @@ class _Pass(CallInterpreter):
         layer = self.layer_of(node)
         # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
         is_of_user = layer is not None and not is_of_torch(layer)
-        run = _Run(self, node, trainable, copies_arguments=is_of_user or node in self._traced.changes)
+        copies_arguments = is_of_user or node in self._traced.changes
+        run = _Run(self, node, trainable, copies_arguments=copies_arguments)
 
         # 1. Run the call with its layer on the device.
         peak = 0
@@ -149,8 +162,9 @@ class _Pass(CallInterpreter):
         with lent(layer, self.device):
             run.measure(self._storages)
             if self._measures_peaks:
-                existing = tensors_of(list(self.env.values()))
-                peak = peak_bytes(run.repeat, [*existing, *parameters])
+                values = list(self.env.values())
+                existing = [*tensors_of(values), *parameters]
+                peak = peak_bytes(run.repeat, existing)
             if self._split:
                 left = run.left_bytes()
 

@@ -22,21 +22,36 @@ def plan_page(plan: Mapping[str, Any]) -> str:
     Args:
         plan: The plan, as the process of the command has made it.
     """
-    header = page_header("Memory plan", plan["title"], datetime.now())
-    return html_page(f"{plan['title']}: memory plan", header, _sections(plan))
+    name = plan["title"]
+    now = datetime.now()
+    header = page_header("Memory plan", name, now)
+    sections = _sections(plan)
+    return html_page(f"{name}: memory plan", header, sections)
 
 
 def _sections(plan: Mapping[str, Any]) -> Iterator[Markup | None]:
+    # 1. The facts and the recommendation.
+    facts = {}
+    facts["samples of a batch"] = str(plan["batch_size"])
+    facts["step"] = plan["method"]
+    yield facts_section(facts)
     recommendation = plan["recommendation"]
-    yield facts_section({"samples of a batch": str(plan["batch_size"]), "step": plan["method"]})
-    yield recommendation_section(recommended(recommendation), recommendation["overrides"])
+    overrides = recommendation["overrides"]
+    yield recommendation_section(recommended(recommendation), overrides)
+
+    # 2. The strategies. Numbers stand at the right of their columns.
     yield _picture(plan)
-    # Numbers stand at the right of their columns.
-    numbers = [index for index, head in enumerate(HEADS) if head not in WORDS]
-    yield section("All strategies", table(HEADS, rows_of(plan), numbers=numbers))
-    notes = lines_of(plan)
+    numbers = []
+    for index, head in enumerate(HEADS):
+        if head not in WORDS:
+            numbers.append(index)
+    rows = rows_of(plan)
+    yield section("All strategies", table(HEADS, rows, numbers=numbers))
+
+    # 3. What the user must know beside them.
+    notes = [hint(line) for line in lines_of(plan)]
     if notes:
-        yield section("What these figures rest on", *(hint(note) for note in notes))
+        yield section("What these figures rest on", *notes)
 
 
 def _picture(plan: Mapping[str, Any]) -> Markup:
@@ -46,28 +61,23 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
         return section("Memory", hint("No strategy is predicted."))
     # 1. The strategies, one of which stands out by its name.
     lines = []
+    recommended_name = plan["recommendation"]["strategy"]
     for index, (name, peaks) in enumerate(curves.items()):
         label = name
-        if name == plan["recommendation"]["strategy"]:
+        if name == recommended_name:
             label = f"{name} (recommended)"
         style = _STYLES[index % len(_STYLES)]
-        lines.append(Line(label=label, style=style, points=sorted(peaks.items())))
-
-    # 2. The limits, from the first batch size to the last.
-    sizes = [size for peaks in curves.values() for size in peaks]
-    ends = (min(sizes), max(sizes))
-    limits: dict[str, int] = {}
-    for entry in plan["strategies"]:
-        limits |= {device["name"]: device["usable"] for device in entry["devices"]}
-    for limit in sorted(set(limits.values())):
-        names = [name for name, nbytes in limits.items() if nbytes == limit]
-        line = Line(
-            label=f"usable on {', '.join(names)}",
-            style="reserved",
-            points=[(size, limit) for size in ends],
-            value=format_bytes(limit),
-        )
+        points = sorted(peaks.items())
+        line = Line(label=label, style=style, points=points)
         lines.append(line)
+
+    # 2. The limits.
+    sizes: set[int] = set()
+    for peaks in curves.values():
+        sizes.update(peaks)
+    lines += _limits(plan, min(sizes), max(sizes))
+
+    # 3. The chart.
     chart = line_chart(
         "Peak of the fullest device",
         lines,
@@ -79,3 +89,24 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
         from_zero=True,
     )
     return section("Memory", chart)
+
+
+def _limits(plan: Mapping[str, Any], first_size: int, last_size: int) -> list[Line]:
+    """Return a line for the limit of each kind of device, from the first batch size to the last."""
+    limits: dict[str, int] = {}
+    for entry in plan["strategies"]:
+        for device in entry["devices"]:
+            name = device["name"]
+            limits[name] = device["usable"]
+    lines = []
+    for limit in sorted(set(limits.values())):
+        names = [name for name, nbytes in limits.items() if nbytes == limit]
+        text = ", ".join(names)
+        line = Line(
+            label=f"usable on {text}",
+            style="reserved",
+            points=[(first_size, limit), (last_size, limit)],
+            value=format_bytes(limit),
+        )
+        lines.append(line)
+    return lines

@@ -101,7 +101,8 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
     curves = {}
     for plan in plans:
         if plan.peaks is not None:
-            curves[plan.strategy] = {size: plan.peaks.fullest(size) for size in sizes}
+            fullest = plan.peaks.fullest
+            curves[plan.strategy] = {size: fullest(size) for size in sizes}
     return curves
 
 
@@ -136,20 +137,27 @@ def _alternatives(
     half = settings.precision
     if half in ("32-true", "32", 32):
         half = "bf16-mixed"
+    present = (settings.precision, settings.activation_checkpointing)
     variants = {(half, settings.activation_checkpointing), (settings.precision, blocks), (half, blocks)}
-    variants.discard((settings.precision, settings.activation_checkpointing))
+    variants.discard(present)
+
+    def order(variant: tuple[Any, Sequence[str]]) -> tuple[str, int]:
+        precision, patterns = variant
+        return str(precision), len(patterns)
 
     # 2. The plan with each.
     alternatives = []
-    for precision, patterns in sorted(variants, key=lambda variant: (str(variant[0]), len(variant[1]))):
+    for precision, patterns in sorted(variants, key=order):
         changed = replace(settings, precision=precision, activation_checkpointing=patterns)
         plans = plans_with(changed)
         overrides = []
         if precision != settings.precision:
             overrides.append(f"trainer.precision={precision}")
         if patterns != settings.activation_checkpointing:
-            overrides.append(f"trainer.activation_checkpointing=[{','.join(patterns)}]")
-        alternatives.append({"overrides": overrides, "strategies": [plain_plan(plan) for plan in plans]})
+            names = ",".join(patterns)
+            overrides.append(f"trainer.activation_checkpointing=[{names}]")
+        plain_plans = [plain_plan(plan) for plan in plans]
+        alternatives.append({"overrides": overrides, "strategies": plain_plans})
     return alternatives
 
 

@@ -45,7 +45,9 @@ class Replay:
         self._load = load
         self._categories = categories
         self._changes = changes
-        are_momentary = [part in load.momentary for part in _PARTS]
+        are_momentary = []
+        for part in _PARTS:
+            are_momentary.append(part in load.momentary)
         self._are_momentary = np.array(are_momentary)
 
     def peak(self) -> PredictedPeak:

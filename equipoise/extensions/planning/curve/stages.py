@@ -213,7 +213,7 @@ class StagesOfStep:
 
 
 class _Device:
-    """What changes in the memory of a device, one action after the other.
+    """Changes in the memory of a device, one action after the other.
 
     Args:
         holders: The storages of the step.

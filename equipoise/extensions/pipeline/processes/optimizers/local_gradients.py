@@ -1,4 +1,4 @@
-"""What each process of a pipeline does with gradients of its own: sums over replicas, scaling and unscaling."""
+"""Gradients of each process of a pipeline: summed over replicas, scaled and unscaled."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,8 @@ def _are_same(parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
 
 def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of parameters by a factor."""
-    foreach.multiply_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    foreach.multiply_(gradients, factor)
 
 
 def unscale_gradients(parameters: Sequence[Tensor], scale: float) -> bool:

@@ -99,15 +99,22 @@ class WorkerOptimizers:
 
     def _parameters_here(self, index: int) -> dict[int, nn.Parameter]:
         """Return the parameters of an optimiser that are in this process, by key."""
+        optimizer = self._optimizers[index]
         keys = self._tensors.keys_by_identity()
-        parameters = {keys[id(parameter)]: parameter for parameter in optimizer_parameters(self._optimizers[index])}
+        parameters = {}
+        for parameter in optimizer_parameters(optimizer):
+            key = keys[id(parameter)]
+            parameters[key] = parameter
         # All replicas sum their gradients in the same order.
         return dict(sorted(parameters.items()))
 
     def _parameters_of(self, index: int) -> dict[int, nn.Parameter]:
         """Return those parameters of an optimiser in this process that have a gradient, by key."""
-        parameters = self._parameters_here(index)
-        return {key: parameter for key, parameter in parameters.items() if parameter.grad is not None}
+        parameters = {}
+        for key, parameter in self._parameters_here(index).items():
+            if parameter.grad is not None:
+                parameters[key] = parameter
+        return parameters
 
     def sum_gradients(self, index: int) -> None:
         """Sum gradients over the same stages of all replicas."""
