@@ -24,6 +24,7 @@ import psutil
 import pytest
 import rich
 import torch
+import tqdm
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
@@ -191,6 +192,9 @@ _PROC = Path("/proc")
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 _PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in full only by what never ends
+
+# A bar of tqdm starts a thread that stays as long as the process, even a bar that is not shown (`fx.Interpreter`).
+tqdm.tqdm.monitor_interval = 0
 
 
 class Surroundings:

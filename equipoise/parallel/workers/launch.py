@@ -77,14 +77,15 @@ def launch(
         job = Job.in_this_process(function, is_consequence, known)
         layout = payload.pack(job)
         task = Task(count, payload, layout, result, key)
-        # 2. Start the workers. They must not run the user's script again.
-        context = get_context("forkserver")
-        with hidden(), preloading():
-            for rank in range(count):
-                worker = WorkerProcess.start(context, rank, task)
-                workers.append(worker)
-        # 3. Wait for all, and unpack the result of the first.
-        layout_of_result = _supervise(workers)
+        with _received_signals() as signals:
+            # 2. Start the workers. They must not run the user's script again.
+            context = get_context("forkserver")
+            with hidden(), preloading():
+                for rank in range(count):
+                    worker = WorkerProcess.start(context, rank, task)
+                    workers.append(worker)
+            # 3. Wait for all, and unpack the result of the first.
+            layout_of_result = _supervise(workers, signals)
         return result.unpack(layout_of_result, known)  # type: ignore[no-any-return]
     finally:
         for worker in workers:
@@ -93,17 +94,16 @@ def launch(
         result.close()
 
 
-def _supervise(workers: list[WorkerProcess]) -> PayloadLayout:
+def _supervise(workers: list[WorkerProcess], signals: int | None) -> PayloadLayout:
     """Wait for all workers, and return the layout of the first one's result."""
     # 1. Gather reports.
-    with _forwarded_signals(workers) as terminated:
-        try:
-            _gather_reports(workers, None, terminated)
-        except KeyboardInterrupt:
-            for worker in workers:
-                worker.send_signal(signal.SIGINT)
-            _gather_reports(workers, _LEAVING)
-            raise
+    try:
+        _gather_reports(workers, None, signals)
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.send_signal(signal.SIGINT)
+        _gather_reports(workers, _LEAVING)
+        raise
     # 2. Raise the first cause of a failure.
     reports = [worker.report for worker in workers if worker.report is not None]
     silent = [worker for worker in workers if worker.report is None]
@@ -116,14 +116,14 @@ def _supervise(workers: list[WorkerProcess]) -> PayloadLayout:
     return layout
 
 
-def _gather_reports(workers: list[WorkerProcess], seconds: float | None, terminated: int | None = None) -> None:
+def _gather_reports(workers: list[WorkerProcess], seconds: float | None, signals: int | None = None) -> None:
     """Receive reports until all have arrived, or one failed and the others had time to report the cause.
 
     Args:
         workers: All workers.
         seconds: Longest time; None: without limit.
-        terminated: A descriptor that can be read after a SIGTERM, from when on the time is `_TERMINATING` at most.
-            Default: None, no such descriptor.
+        signals: A descriptor that yields the signals to forward, a byte each. From a SIGTERM on, the time is
+            `_TERMINATING` at most. Default: None, no signal is forwarded.
     """
     deadline = _Deadline(seconds)
     has_failure = False
@@ -145,12 +145,15 @@ def _gather_reports(workers: list[WorkerProcess], seconds: float | None, termina
             return
         # 2. Wait for a message or a signal.
         sources: list[Any] = list(silent)
-        if terminated is not None:
-            sources.append(terminated)
+        if signals is not None:
+            sources.append(signals)
         for source in connection.wait(sources, remaining):
-            if source == terminated:
-                terminated = None
-                deadline = _Deadline(_TERMINATING)
+            if source == signals:
+                for number in os.read(signals, 1):
+                    for worker in workers:
+                        worker.send_signal(number)
+                    if number == signal.SIGTERM:
+                        deadline.shorten(_TERMINATING)
             else:
                 silent[source].read()  # type: ignore[index]
 
@@ -181,11 +184,12 @@ class _Deadline:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(workers: list[WorkerProcess]) -> Iterator[int | None]:
-    """Forward SIGTERM, and SIGUSR1 in a job of Slurm, to the workers, whose trainers end after the batch.
+def _received_signals() -> Iterator[int | None]:
+    """Receive the signals that end the workers' trainers after the batch: SIGTERM, and SIGUSR1 in a job of Slurm.
 
-    A handler of SIGTERM that the program has set is called as well. Yields a descriptor that can be read after a
-    SIGTERM; None outside of the main thread, which has no handlers.
+    A handler of SIGTERM that the program has set is called as well. Yields a descriptor that holds the number to send
+    to the workers for each signal, also for one that arrived before they were started; None outside of the main
+    thread, which has no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield None
@@ -197,19 +201,16 @@ def _forwarded_signals(workers: list[WorkerProcess]) -> Iterator[int | None]:
     earlier_handlers = {number: signal.getsignal(number) for number in signals_of_workers}
     readable, writable = os.pipe()
 
-    def forward(number: int, frame: Any) -> None:
+    def receive(number: int, frame: Any) -> None:
         received = signal.Signals(number)
-        for worker in workers:
-            worker.send_signal(signals_of_workers[received])
-        if received == signal.SIGTERM:
-            os.write(writable, b".")
+        os.write(writable, bytes([signals_of_workers[received]]))
         handler = earlier_handlers[received]
         if callable(handler):
             handler(number, frame)
 
     # 2. Handle them until all workers have ended.
     for number in signals_of_workers:
-        signal.signal(number, forward)
+        signal.signal(number, receive)
     try:
         yield readable
     finally:

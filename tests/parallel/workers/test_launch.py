@@ -24,6 +24,7 @@ from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
+from equipoise.parallel.workers.worker_process import WorkerProcess
 from tests.conftest import threads_that_stay
 
 pytestmark = pytest.mark.usefixtures("quick_collections")  # garbage is collected around every test
@@ -384,6 +385,39 @@ def waits(raising: int, rank: int) -> None:
 def test_nobody_waits_for_those_that_wait() -> None:
     with pytest.raises(Mistake):
         launch(partial(waits, 1), 3)
+
+
+# Signals
+
+
+def waits_for_a_signal(folder: Path, rank: int) -> bool:
+    received = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: received.set())
+    (folder / str(rank)).write_bytes(b"ready")
+    return received.wait(120)
+
+
+def test_a_sigterm_reaches_workers_that_start_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker runs already, the second does not yet."""
+    start = WorkerProcess.start
+    for rank in range(2):
+        os.mkfifo(tmp_path / str(rank))
+
+    def start_and_wait(context: Any, rank: int, task: Any) -> WorkerProcess:
+        worker = start(context, rank, task)
+        assert (tmp_path / str(rank)).read_bytes() == b"ready"
+        if rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return worker
+
+    monkeypatch.setattr(WorkerProcess, "start", start_and_wait)
+    received: list[int] = []
+    earlier = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        assert launch(partial(waits_for_a_signal, tmp_path), 2)
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert received == [signal.SIGTERM]
 
 
 # Where it is called
