@@ -35,10 +35,10 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)
 	$(BIN)/equipoise fit
 
-test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
-
 # A third process computes while tests of the other two wait for processes of their own.
+test: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
