@@ -149,11 +149,11 @@ def _gather_reports(workers: list[WorkerProcess], seconds: float | None, signals
             sources.append(signals)
         for source in connection.wait(sources, remaining):
             if source == signals:
-                for number in os.read(signals, 1):
-                    for worker in workers:
-                        worker.send_signal(number)
-                    if number == signal.SIGTERM:
-                        deadline.shorten(_TERMINATING)
+                number = os.read(signals, 1)[0]
+                for worker in workers:
+                    worker.send_signal(number)
+                if number == signal.SIGTERM:
+                    deadline.shorten(_TERMINATING)
             else:
                 silent[source].read()  # type: ignore[index]
 

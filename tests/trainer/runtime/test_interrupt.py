@@ -21,7 +21,7 @@ PATIENCE = 300.0  # seconds for what ends after the program
 
 # In a process of its own: it says "ready" where it is to be interrupted, and continues when it reads a line.
 SCRIPT = """
-import json, multiprocessing, os, signal, sys, threading
+import json, multiprocessing, os, select, signal, sys, threading
 import lightning as L
 import psutil
 from tests.support.trainer_runs import Validated, loader, trainer
@@ -30,6 +30,9 @@ where, slow_release = sys.argv[1], "slow" in sys.argv
 
 def wait(word):
     print(word, *(child.pid for child in psutil.Process().children()), flush=True)
+    # Python handles a signal that comes just before a blocking read only when the read ends.
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        pass
     sys.stdin.readline()
 
 class Module(Validated):
