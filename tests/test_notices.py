@@ -70,6 +70,7 @@ def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch):
     warn_of_method(line_here, "Nor this.")
 
 
+@pytest.mark.slow
 def test_a_script_sees_its_own_line(tmp_path: Path):
     """The warning as it is printed: file, line and source are the script's."""
     script = tmp_path / "script.py"

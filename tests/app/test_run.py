@@ -117,6 +117,7 @@ def test_no_logger(project, equipoise):
     assert list((only_run(project) / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_the_seed_repeats_a_run(project, equipoise):
     values = []
     for seed in (1, 1, 2):
@@ -172,6 +173,7 @@ def test_predictions_are_kept_and_their_place_is_printed(project, equipoise):
     assert [batch.shape for batch in batches] == [(4, 1), (4, 1)]
 
 
+@pytest.mark.slow
 def test_fresh_weights_are_announced(project, equipoise):
     for stage in ("validate", "test"):
         _, _, err = equipoise(stage)
@@ -206,6 +208,7 @@ def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equi
             assert equipoise("fit", "ckpt_path=last")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_last_in_a_folder_named_by_hand(project, equipoise):
     equipoise("fit", "hydra.run.dir=here")
@@ -234,6 +237,7 @@ def test_an_experiment_changes_groups_and_values(project, equipoise):
     assert names == {"epoch=0-step=1.ckpt", "last.ckpt"}
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
     code, out, _ = equipoise("fit", "module.lr=0.1,0.2", "--multirun", "seed=0")
     assert code == 0

@@ -22,7 +22,16 @@ from tests.docs.blocks.python_blocks import check_python, run_python
 from tests.docs.blocks.shell_words import commands_in
 
 # Pages without commands that run, which take many seconds all the same.
-SLOW = {"docs/fsdp.md", "docs/pipeline_processes.md", "docs/planning.md", "docs/tuning.md"}
+SLOW = {
+    "docs/configuration.md",
+    "docs/fsdp.md",
+    "docs/pipeline_processes.md",
+    "docs/planning.md",
+    "docs/techniques/d_model_parallel.md",
+    "docs/techniques/h_memory_remedies.md",
+    "docs/tuning.md",
+    "examples/digits/README.md",
+}
 
 PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 

@@ -27,6 +27,7 @@ def test_together_they_are_better(equipoise, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "members.svg").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.whole_package
 def test_student(equipoise, tmp_path):
     command = ("fit", "--config-dir", str(CONF), *QUIET)

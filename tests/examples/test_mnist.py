@@ -42,6 +42,7 @@ def last_row():
         return [row for row in csv.DictReader(file) if row.get("test_loss") or row.get("val_loss")][-1]
 
 
+@pytest.mark.slow
 def test_from_a_folder_of_idx_files(folder, equipoise):
     code, _, _ = equipoise(
         *("fit", "--config-dir", str(CONF), f"data.root={folder}", "data.val_images=100", "data.batch_size=64"),

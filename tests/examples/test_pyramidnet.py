@@ -29,6 +29,7 @@ def last_test_row():
         return [row for row in csv.DictReader(file) if row.get("test_loss")][-1]
 
 
+@pytest.mark.slow
 def test_from_cifar10_s_files(tmp_path, equipoise):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -22,6 +22,7 @@ def test_missing_file_says_what_is_there(tmp_path):
         read_file(tmp_path / "text")
 
 
+@pytest.mark.slow
 def test_the_documentation_is_that_of_this_python():
     documentation = read_documentation()
     words = [word for documents in documentation.values() for document in documents for s in document for word in s]

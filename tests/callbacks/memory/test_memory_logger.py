@@ -328,6 +328,7 @@ def test_a_leak_of_another_callback_is_told() -> None:
         fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()], max_epochs=2)
 
 
+@pytest.mark.slow
 def test_a_data_set_that_remembers_is_no_leak() -> None:
     class Remembers(torch.utils.data.Dataset[Any]):
         def __init__(self) -> None:
@@ -356,6 +357,7 @@ def set_aside() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("set_aside")
 @pytest.mark.parametrize("share", [1e9, 0.0])
 def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +374,7 @@ def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.Monk
     assert len(memory.leaks) == bool(share)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("set_aside")
 def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of its steps are as old as they are, in whichever step they were made."""
@@ -385,6 +388,7 @@ def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPa
     assert not again.leaks
 
 
+@pytest.mark.slow
 def test_a_graph_from_before_the_run_is_not_taken_for_a_leak_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run leaks, so that holders are looked for, and the search before it did not come so far."""
     monkeypatch.setattr(watch, "_SHARE", 1e9)

@@ -262,6 +262,7 @@ def test_options_of_the_configured_strategy_are_kept(little: Path, equipoise: An
     assert row["overrides"] == ["strategy=balanced", "strategy.shares=[1,7]"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_processes")
 def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) -> None:
     """The scores move; the weights, their gradients and the optimiser's state stay on the first device."""

@@ -157,6 +157,7 @@ def test_containers_are_told_once() -> None:
     assert [leak.holder for leak in run(by_step)] == ["model.by_name['step…']"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("set_aside")
 def test_growing_graphs_of_which_nothing_stays() -> None:
     """A recurrent network on ever longer sequences whose last output is kept."""
@@ -233,6 +234,7 @@ def test_a_logger_that_keeps_what_it_gets() -> None:
     assert leak.holder == "CSVLogger.metrics['loss']"
 
 
+@pytest.mark.slow
 def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**21)
     kept: list[Tensor] = []
@@ -264,6 +266,7 @@ def test_what_keeps_on_purpose_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
     assert not found
 
 
+@pytest.mark.slow
 def test_a_constant_holder_beside_a_leak_is_not_blamed() -> None:
     model = Model()
     model.register_module("extra", nn.Linear(1, 1))
@@ -364,6 +367,7 @@ def test_who_is_a_user() -> None:
     assert not is_of_user(None)
 
 
+@pytest.mark.slow
 def test_paths_through_slots_partials_and_methods() -> None:
     import functools
 

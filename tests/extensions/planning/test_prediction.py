@@ -95,6 +95,7 @@ def device(nbytes: int) -> PlannedDevice:
     return PlannedDevice(name="cpu", kind="cpu", memory=nbytes)
 
 
+@pytest.mark.slow
 def test_strategies_are_compared() -> None:
     module = module_of("transformer")
     example = example_of("transformer")

@@ -94,6 +94,7 @@ def test_each_job_has_a_process_and_a_device_and_gives_what_it_gives_alone(probe
         assert float(row["val_loss"]) == pytest.approx(float(values[-1]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_or_is_killed_does_not_end_the_others(probed, equipoise):
     values = ("module.lr=0.5,0.1,0.6", "hydra.sweeper.max_batch_size=2", "objective=val_loss")
     code, out, err = equipoise(*POOL, "module=probe", *values)
@@ -113,6 +114,7 @@ def test_a_job_that_fails_or_is_killed_does_not_end_the_others(probed, equipoise
     assert float(rows[1]["train_loss"]) > 0
 
 
+@pytest.mark.slow
 def test_another_stage_and_a_failed_configuration(project, equipoise):
     code, out, _ = equipoise("validate", *POOL[1:], "module.lr=0.1", "trainer.limit_val_batches=1,-2")
     assert code == 1

@@ -152,6 +152,7 @@ if module.global_rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is killed in the middle of the second epoch, and torchrun starts both once more."""
     script, marker = tmp_path / "script.py", tmp_path / "marker"

@@ -10,13 +10,14 @@ from tests.strategies.programs import torchrun
 SCRIPT = Path(__file__).with_name("uneven_programs.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes", "first", "number"),
     [
         ("ddp", 2, 0, 10),
-        pytest.param("ddp", 2, 100, 100, marks=pytest.mark.slow),
-        pytest.param("ddp", 3, 200, 60, marks=pytest.mark.slow),
-        pytest.param("fsdp", 2, 300, 40, marks=pytest.mark.slow),
+        ("ddp", 2, 100, 100),
+        ("ddp", 3, 200, 60),
+        ("fsdp", 2, 300, 40),
     ],
 )
 def test_programs(

@@ -231,6 +231,7 @@ def test_steps_that_return_none_now_and_then(skipped: tuple[int, ...], window: i
     assert not reports(Skips(*skipped), accumulate_grad_batches=window)
 
 
+@pytest.mark.slow
 def test_a_batch_that_memory_recovery_skipped_is_no_step_without_a_loss() -> None:
     class TooLarge(Poisoned):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -222,6 +222,7 @@ def check_joined(folder: Path, count: int) -> None:
         assert result["predicted"] == pytest.approx(expected["predicted"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "3"]
     assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "3", "1", "processes"], options)

@@ -405,6 +405,7 @@ def test_one_device_s_checkpoint_goes_on_in_processes(tmp_path: Path) -> None:
     same(whole, fit(Model, processes(), 3, **again))
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     def make() -> Normalised:
         torch.manual_seed(8)

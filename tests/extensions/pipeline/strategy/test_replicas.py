@@ -93,6 +93,7 @@ def test_replicas_equal_one_device(stages: int, count: int, options: dict[str, A
     same(expected, actual)
 
 
+@pytest.mark.slow
 def test_three_replicas_with_unequal_shares() -> None:
     expected = fit("single_device", 1, 1, 29)
     actual = fit(pipeline(3, shares=[3, 0, 1]), 6, 3, 29)
@@ -107,6 +108,7 @@ def test_schedules(schedule: str) -> None:
     same(expected, actual)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_trained_later() -> None:
     expected = fit("single_device", 1, 1, 25, make=Partly, callbacks=[Unfreezes()], max_epochs=3)
     actual = fit(pipeline(), 4, 2, 25, make=Partly, callbacks=[Unfreezes()], max_epochs=3)
@@ -210,6 +212,7 @@ def test_a_replica_without_a_loss_in_its_first_window() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_replicas_that_use_other_layers() -> None:
     """All replicas hold each layer in the processes of the same stages, whichever has used it."""
     # Of 14 samples, a step of 8 gives each replica 4, and one of 6 gives each 3.
@@ -304,6 +307,7 @@ class Dropping(Branching):
         return self.net(batch[0]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*returned None for every batch")
 def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
     def run(**options: Any) -> Any:
@@ -323,6 +327,7 @@ def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
 # Checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices", "replicas"), [("replicas", 4, 2), ("single", 1, 1)])
 def test_a_checkpoint_is_resumed(strategy: str, devices: int, replicas: int, tmp_path: Path) -> None:
     """Written in the middle of a window of two batches, by four processes."""
@@ -370,6 +375,7 @@ class Hungry(Branching):
         super().__init__(lambda: nn.Sequential(nn.Linear(3, 5), Heavy(), nn.Tanh(), nn.Linear(5, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*memory")
 def test_a_batch_that_does_not_fit() -> None:
     cut = ["net.2"]
@@ -380,6 +386,7 @@ def test_a_batch_that_does_not_fit() -> None:
     same_weights(split[0], direct[0])
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("PipelineStrategy(engine=engine)", "PipelineStrategy(engine=engine, replicas=2)"))
