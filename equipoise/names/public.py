@@ -26,6 +26,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.portable_state": ("PortableState",),
         "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
         "equipoise.extensions.planning.prediction": ("predict_memory",),
+        "equipoise.extensions.tokens.sampler": ("TokenBatchSampler",),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
     "equipoise.callbacks": {
@@ -70,6 +71,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
     "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
     "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
+    "equipoise.extensions.tokens": {"equipoise.extensions.tokens.sampler": ("TokenBatchSampler",)},
     "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},
     "equipoise.extensions.pipeline.strategy": {
         "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",)

@@ -1,16 +1,26 @@
 """Steps with the samples of all processes, which keep them whatever the number of processes is.
 
 A run that continues with another number of processes reads its training data in this form. One process takes whole
-steps; several divide each of them (`SharedBatches`).
+steps; several divide each of them (`SharedBatches`). A batch sampler with a method `deal_step(batches, count)` divides
+them itself, in any run (`DealtSteps`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import Sampler
 
-__all__ = ["AgreedOrder", "WholeSteps"]
+__all__ = ["AgreedOrder", "Deal", "DealtSteps", "WholeSteps", "deal_of"]
+
+# Returns the samples of each process, from the batches of a step and the number of processes.
+Deal = Callable[[Sequence[list[Any]], int], list[list[Any]]]
+
+
+def deal_of(batches: Any) -> Deal | None:
+    """Return the method by which a batch sampler divides steps itself; None if it has none."""
+    deal: Deal | None = getattr(batches, "deal_step", None)
+    return deal
 
 
 class WholeSteps(Sampler[list[Any]]):
@@ -20,16 +30,18 @@ class WholeSteps(Sampler[list[Any]]):
         batches: A batch sampler that yields the same batches in all processes.
         joined: Number of its batches that make one step. Default: 1.
         size: Number of samples of a full step; None if batches differ. Default: None.
+        deal: The method by which the user's batch sampler divides steps itself. Default: None, it has none.
 
     Example:
         >>> list(WholeSteps([[0, 1], [2], [3, 4]], joined=2))
         [[0, 1, 2], [3, 4]]
     """
 
-    def __init__(self, batches: Any, joined: int = 1, size: int | None = None) -> None:
+    def __init__(self, batches: Any, joined: int = 1, size: int | None = None, deal: Deal | None = None) -> None:
         self.batch_sampler = batches
         self.joined = joined
         self.size = size
+        self.deal = deal
         # The trainer calls `set_epoch` of the loader's `sampler`.
         if callable(getattr(batches, "set_epoch", None)):
             self.sampler = batches
@@ -46,11 +58,42 @@ class WholeSteps(Sampler[list[Any]]):
             batches_of_step = list(islice(batches, self.joined))
             if not batches_of_step:
                 return
-            yield list(chain.from_iterable(batches_of_step))
+            yield self._step(batches_of_step)
+
+    def _step(self, batches: list[list[Any]]) -> list[Any]:
+        """Return what is read of a step."""
+        return list(chain.from_iterable(batches))
 
     def __len__(self) -> int:
         # Divide and round up.
         return -(-len(self.batch_sampler) // self.joined)
+
+
+class DealtSteps(WholeSteps):
+    """One process's part of each step, as the user's batch sampler deals it. A part may be empty.
+
+    Args:
+        batches: The batch sampler, which yields the same batches in all processes.
+        deal: Divides a step that has more or fewer batches than there are processes.
+        rank: The rank of this process.
+        count: The number of processes.
+        joined: Number of batches of a step. Default: one for each process.
+
+    Example:
+        >>> list(DealtSteps([[0, 1], [2], [3, 4]], lambda batches, count: [[3], [4]], rank=1, count=2))
+        [[2], [4]]
+    """
+
+    def __init__(self, batches: Any, deal: Deal, rank: int, count: int, joined: int | None = None) -> None:
+        super().__init__(batches, joined or count)
+        self._divide = deal
+        self.rank = rank
+        self.processes = count
+
+    def _step(self, batches: list[list[Any]]) -> list[Any]:
+        if len(batches) != self.processes:
+            batches = self._divide(batches, self.processes)
+        return batches[self.rank]
 
 
 class AgreedOrder(Sampler[Any]):

@@ -25,7 +25,7 @@ from equipoise.parallel.batches.sampling import (
     SharedBatches,
     UnpaddedDistributedSampler,
 )
-from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps
+from equipoise.parallel.batches.whole_steps import AgreedOrder, DealtSteps, WholeSteps
 
 __all__ = ["Certainty", "Extent", "certainty_of", "draw_order", "joined_extent", "length_of", "whole_steps"]
 
@@ -38,7 +38,7 @@ _SAMPLERS = (
     UnpaddedDistributedSampler,
 )
 # Samplers that divide or join the batches of another.
-_AROUND_OTHERS = (BatchesInTurn, FirstBatches, SharedBatches, WholeSteps)
+_AROUND_OTHERS = (BatchesInTurn, DealtSteps, FirstBatches, SharedBatches, WholeSteps)
 
 
 class Certainty(IntEnum):

@@ -21,7 +21,7 @@ from equipoise.parallel.batches.sampling import (
     seed_of_order,
 )
 from equipoise.parallel.batches.shard import Shard, count_of_rank
-from equipoise.parallel.batches.whole_steps import WholeSteps
+from equipoise.parallel.batches.whole_steps import DealtSteps, WholeSteps, deal_of
 from equipoise.parallel.communication.processes import Processes
 
 __all__ = [
@@ -206,11 +206,16 @@ def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed
     if not isinstance(steps, WholeSteps):
         if loader.batch_size is None:
             # The user's own batch sampler decides which samples make a batch.
-            batches = BatchesInTurn(SameOrder(steps, seed), rank, count)
-            return with_sampler(loader, batches, batches=True)
+            order = SameOrder(steps, seed)
+            deal = deal_of(steps)
+            if deal is not None:
+                return _with_batches(loader, DealtSteps(order, deal, rank, count))
+            return with_sampler(loader, BatchesInTurn(order, rank, count), batches=True)
         if sizes is None and _order_for_all(loader, seed) is None:
             return _share_evenly(loader, rank, count, seed)
         steps = BatchSampler(order_of_processes(loader, seed), loader.batch_size * count, loader.drop_last)
+    elif steps.deal is not None and sizes is None:
+        return _with_batches(loader, DealtSteps(steps.batch_sampler, steps.deal, rank, count, steps.joined))
     if sizes is None:
         sizes = partial(_dealt_sizes, processes=count)
     return _with_batches(loader, SharedBatches(steps, sizes, rank))

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import SameOrder, seed_of_order
-from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps
+from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps, deal_of
 from equipoise.parallel.communication.processes import Processes
 
 __all__ = ["RunSteps"]
@@ -140,9 +140,10 @@ class RunSteps:
             order: Any = self._order_of(loader, processes)
             return WholeSteps(BatchSampler(order, size, loader.drop_last), size=size)
         batches: Any = loader.batch_sampler
+        deal = deal_of(batches)
         if self.processes == 1:
-            return WholeSteps(AgreedOrder(batches, processes.broadcast))
-        return WholeSteps(SameOrder(batches, self.seed), joined=self.processes)
+            return WholeSteps(AgreedOrder(batches, processes.broadcast), deal=deal)
+        return WholeSteps(SameOrder(batches, self.seed), joined=self.processes, deal=deal)
 
     def _order_of(self, loader: DataLoader[Any], processes: Processes) -> Any:
         """Return the order of the samples, which is that with which the run began."""

@@ -1,0 +1,76 @@
+"""Sequences in groups within a budget of tokens: by the longest of a group, or by their sum.
+
+The numbers and sizes of groups follow from the lengths alone. So each epoch has as many batches, whatever its order.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+__all__ = ["group_by_longest", "group_by_sum"]
+
+
+def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
+    """Return groups of positions, in which the longest length times the number of positions is within a budget.
+
+    A length over the budget has a group of its own.
+
+    Args:
+        lengths: The lengths, the longest first.
+        budget: Tokens of a group.
+        most: Largest number of positions of a group.
+
+    Example:
+        >>> group_by_longest([5, 4, 2, 2, 1], budget=8, most=3)
+        [[0], [1, 2], [3, 4]]
+    """
+    groups = []
+    begin = 0
+    while begin < len(lengths):
+        count = max(1, min(budget // lengths[begin], most))
+        end = min(begin + int(count), len(lengths))
+        groups.append(list(range(begin, end)))
+        begin = end
+    return groups
+
+
+def group_by_sum(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
+    """Return groups of positions whose lengths add up to a budget at most, by best-fit decreasing.
+
+    Each length joins the group that has the least room for it (D. S. Johnson, "Near-optimal bin packing algorithms",
+    1973). A length over the budget has a group of its own.
+
+    Args:
+        lengths: The lengths, the longest first.
+        budget: Tokens of a group.
+        most: Largest number of positions of a group.
+
+    Example:
+        >>> group_by_sum([6, 5, 3, 2, 2], budget=8, most=3)
+        [[0, 3], [1, 2], [4]]
+    """
+    groups: list[list[int]] = []
+    # Groups by their free tokens, and these numbers in order.
+    groups_by_room: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []
+    for position, length in enumerate(lengths):
+        # 1. Find the group.
+        index = bisect_left(rooms, length)
+        if index < len(rooms):
+            room = rooms[index]
+            group = groups_by_room[room].pop()
+            if not groups_by_room[room]:
+                del rooms[index]
+        else:
+            room = budget
+            group = []
+            groups.append(group)
+        group.append(position)
+        # 2. Note what room it has left.
+        room -= length
+        if room <= 0 or len(group) >= most:
+            continue
+        waiting = groups_by_room.setdefault(room, [])
+        if not waiting:
+            insort(rooms, room)
+        waiting.append(group)
+    return groups

@@ -1,0 +1,195 @@
+"""TokenBatchSampler: batches of as many samples as a budget of tokens holds."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.tokens.grouping import group_by_longest, group_by_sum
+from equipoise.parallel.batches.shares import even_sizes
+from equipoise.validation import check_whole, is_number
+
+__all__ = ["TokenBatchSampler"]
+
+# Processes divide the last batches of an epoch. That as many find samples is guaranteed, if there are such batches.
+_MOST_PROCESSES = 64
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """A batch sampler whose batches are limited by their tokens instead of their number of samples.
+
+    Samples of similar lengths meet in a batch, others in each epoch. Each sample is drawn once in an epoch. All epochs
+    have as many batches, so `len` is certain. The order follows from `seed` and the epoch, which trainers set.
+
+    Several processes take the batches in turn: a step of W processes has the samples of W batches of one process. If an
+    epoch ends with fewer batches, these are cut, so that each process has one (`deal_step`).
+
+    Args:
+        lengths: Number of tokens of each sample, in the order of the data set. A sequence, a tensor or an array.
+        max_tokens: The budget of a batch.
+        padded: What the budget limits. True: the longest sample times the number of samples, for a collate function
+            that pads. False: the sum of the lengths, for one that packs or keeps sequences as they are. Default: True.
+        shuffle: Draw another order in each epoch. False: the longest samples come first. Default: True.
+        seed: Seed of the order. Default: 0.
+        max_samples: Largest number of samples of a batch. Default: None, any.
+        pad_to_multiple_of: The argument of this name of the collate function, which makes samples longer. Default: 1.
+        spread: Samples whose lengths differ by this share at most count as equally long when the order is shuffled.
+            With a larger one, samples meet more others, and batches have more padding. Default: 0.1.
+        allow_longer: Give a sample that exceeds the budget a batch of its own. Default: False, it is an error.
+
+    Raises:
+        ConfigurationError: If an argument is out of range, or a sample exceeds the budget.
+
+    Example:
+        >>> sampler = TokenBatchSampler([3, 1, 2, 6, 2], max_tokens=6, shuffle=False)
+        >>> list(sampler)
+        [[3], [0, 2], [4, 1]]
+        >>> loader = DataLoader(range(5), batch_sampler=sampler)
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor,
+        max_tokens: int,
+        *,
+        padded: bool = True,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_samples: int | None = None,
+        pad_to_multiple_of: int = 1,
+        spread: float = 0.1,
+        allow_longer: bool = False,
+    ) -> None:
+        check_whole("max_tokens", max_tokens, least=1)
+        check_whole("seed", seed, least=0)
+        check_whole("max_samples", max_samples, least=1, optional=True)
+        check_whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
+        if not is_number(spread) or not 0 <= spread < math.inf:
+            raise ConfigurationError(f"spread is a share from 0, such as 0.1, not {spread!r}.")
+        self.max_tokens = max_tokens
+        self.padded = padded
+        self.shuffle = shuffle
+        self.seed = seed
+        self.max_samples = max_samples
+        self.epoch = 0
+        self._lengths = _checked(lengths, pad_to_multiple_of)
+        if not allow_longer:
+            self._refuse_longer()
+        # A sample counts as long as the longest one that it may change places with.
+        self._counted_lengths = self._lengths
+        if shuffle and spread:
+            self._counted_lengths = _rounded_up(self._lengths, spread, max_tokens)
+
+    def _refuse_longer(self) -> None:
+        longer = (self._lengths > self.max_tokens).nonzero().flatten()
+        if not len(longer):
+            return
+        index = int(longer[0])
+        raise ConfigurationError(
+            f"Sample {index} has {int(self._lengths[index])} tokens, more than max_tokens={self.max_tokens}; so have"
+            f" {len(longer)} of {len(self._lengths)} samples. Truncate them, raise max_tokens, or give each of them a"
+            " batch of its own by allow_longer=True."
+        )
+
+    @property
+    def sampler(self) -> "TokenBatchSampler":
+        """The sampler itself: trainers call `set_epoch` of a batch sampler's `sampler`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch from the next iteration on.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+        """
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # 1. Samples that count as equally long change places.
+        samples = torch.arange(len(self._lengths))
+        numbers = list(range(len(self._groups)))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            samples = torch.randperm(len(samples), generator=generator)
+            numbers = torch.randperm(len(numbers), generator=generator).tolist()
+        counted = self._counted_lengths[samples]
+        order: list[int] = samples[counted.argsort(stable=True, descending=True)].tolist()
+
+        # 2. Batches change places. The last one has a sample for each process.
+        fewest = min(_MOST_PROCESSES, max(map(len, self._groups)))
+        last = max(index for index, number in enumerate(numbers) if len(self._groups[number]) >= fewest)
+        numbers.append(numbers.pop(last))
+        return ([order[position] for position in self._groups[number]] for number in numbers)
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """The batches, as positions in the order of the lengths; the same in all epochs."""
+        counted: list[int] = self._counted_lengths.sort(descending=True).values.tolist()
+        group = group_by_longest if self.padded else group_by_sum
+        return group(counted, self.max_tokens, self.max_samples or math.inf)
+
+    def deal_step(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
+        """Divide the samples of a step among processes. The trainer calls this.
+
+        Args:
+            batches: Batches of the step. Where there are fewer than processes, each part is within the budget. If there
+                are more, as in a run that continues on fewer processes, batches of similar lengths are joined.
+            count: The number of processes.
+
+        Returns:
+            The samples of each process. Some are empty if there are fewer samples than processes.
+        """
+        if len(batches) > count:
+            return self._joined(batches, count)
+        parts = list(batches)
+        while len(parts) < count:
+            parts.sort(key=len)
+            largest = parts.pop()
+            middle = (len(largest) + 1) // 2
+            parts.extend([largest[:middle], largest[middle:]])
+        return parts
+
+    def _joined(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
+        """Return the batches joined to fewer, neighbours by their longest samples."""
+        waiting = iter(sorted(batches, key=lambda batch: int(self._lengths[batch].max())))
+        sizes = even_sizes(len(batches), count)
+        return [list(chain.from_iterable(next(waiting) for _ in range(size))) for size in sizes]
+
+
+def _checked(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
+    """Return the lengths as a tensor, rounded up to a multiple.
+
+    Raises:
+        ConfigurationError: If they are no lengths.
+    """
+    wrong = "lengths is a sequence with the number of tokens of each sample, not"
+    try:
+        tensor = torch.as_tensor(lengths)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{wrong} a {type(lengths).__name__}: {error}.") from error
+    if tensor.ndim != 1 or not len(tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        kind = type(lengths).__name__
+        raise ConfigurationError(f"{wrong} a {kind} of shape {list(tensor.shape)} and type {tensor.dtype}.")
+    tensor = tensor.to("cpu", torch.int64)
+    index = int(tensor.argmin())
+    if tensor[index] < 1:
+        raise ConfigurationError(f"Sample {index} has {int(tensor[index])} tokens. Leave such samples out.")
+    return (tensor + multiple - 1) // multiple * multiple
+
+
+def _rounded_up(lengths: Tensor, spread: float, max_tokens: int) -> Tensor:
+    """Return for each length the longest one that differs from it by a share at most, in bands of lengths."""
+    bands = (lengths.double().log() / math.log1p(spread)).long()
+    longest = torch.zeros(int(bands.max()) + 1, dtype=torch.int64)
+    longest.scatter_reduce_(0, bands, lengths, "amax")
+    # A sample that fits must not be counted as one that does not.
+    rounded = longest[bands]
+    return torch.where(lengths <= max_tokens, rounded.clamp(max=max_tokens), rounded)

@@ -1,0 +1,211 @@
+"""Batches within a budget of tokens: each sample once, the same steps with any number of processes."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from equipoise import ConfigurationError, TokenBatchSampler
+from equipoise.extensions.tokens.grouping import group_by_sum
+from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.strategies.distributed.loaders import share_loader
+
+WORDS = 50
+
+
+def lengths_of(seed: int) -> tuple[list[int], int]:
+    """Random lengths, and a budget that the longest one keeps."""
+    draw = random.Random(seed)
+    longest = draw.choice([1, 5, 60, 300])
+    lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 300))]
+    return lengths, max(lengths) * draw.randint(1, 12)
+
+
+def tokens(lengths: list[int], seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, WORDS, (length,), generator=draw) for length in lengths]
+
+
+def padded(samples: list[Tensor]) -> Tensor:
+    return pad_sequence(samples, batch_first=True)
+
+
+def flat(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def size(lengths: list[int], batch: list[int], padded: bool) -> int:
+    drawn = [lengths[index] for index in batch]
+    return max(drawn) * len(drawn) if padded else sum(drawn)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("seed", range(50))
+def test_each_sample_once_within_the_budget(seed: int, padded: bool) -> None:
+    lengths, budget = lengths_of(seed)
+    for shuffle in (True, False):
+        sampler = TokenBatchSampler(lengths, budget, padded=padded, shuffle=shuffle, seed=seed)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            batches = list(sampler)
+            assert sorted(flat(batches)) == list(range(len(lengths)))
+            assert all(0 < size(lengths, batch, padded) <= budget for batch in batches)
+            assert len(batches) == len(sampler)
+
+
+def test_epochs_differ_and_repeat() -> None:
+    lengths, budget = [random.Random(3).randint(1, 200) for _ in range(500)], 1000
+    sampler, other = (TokenBatchSampler(lengths, budget, seed=5) for _ in range(2))
+    epochs = []
+    for epoch in (0, 1, 2):
+        sampler.set_epoch(epoch)
+        other.set_epoch(epoch)
+        epochs.append(list(sampler))
+        assert epochs[-1] == list(sampler) == list(other)
+    partners = [{frozenset(batch) for batch in batches} for batches in epochs]
+    assert len(partners[0] & partners[1]) < len(partners[0]) / 10
+    assert epochs[0] != list(TokenBatchSampler(lengths, budget, seed=6))
+
+
+def test_batches_are_nearly_full() -> None:
+    """Padding and free room stay small, although each epoch mixes the samples."""
+    draw = random.Random(1)
+    lengths = [min(512, max(4, int(draw.lognormvariate(4, 0.8)))) for _ in range(5000)]
+    total = sum(lengths)
+    by_longest = TokenBatchSampler(lengths, 4096)
+    assert sum(size(lengths, batch, True) for batch in by_longest) < 1.06 * total
+    assert len(by_longest) < 1.15 * total / 4096
+    assert len(TokenBatchSampler(lengths, 4096, padded=False)) < 1.1 * total / 4096
+    assert len(TokenBatchSampler(lengths, 4096, padded=False, spread=0)) <= total / 4096 + 2
+
+
+def test_best_fit_decreasing() -> None:
+    """Against the definition: the group with the least room."""
+    draw = random.Random(7)
+    for _ in range(100):
+        lengths = sorted((draw.randint(1, 40) for _ in range(60)), reverse=True)
+        rooms: list[int] = []
+        for length in lengths:
+            fitting = [index for index, room in enumerate(rooms) if room >= length]
+            if fitting:
+                rooms[min(fitting, key=lambda index: rooms[index])] -= length
+            else:
+                rooms.append(40 - length)
+        groups = group_by_sum(lengths, 40, 1000)
+        assert sorted(40 - sum(lengths[index] for index in group) for group in groups) == sorted(rooms)
+
+
+def test_other_limits() -> None:
+    assert max(map(len, TokenBatchSampler([1] * 50, 30, max_samples=7))) == 7
+    assert max(map(len, TokenBatchSampler([1] * 50, 30, max_samples=7, padded=False))) == 7
+    # Padded to 8 tokens each.
+    assert [len(batch) for batch in TokenBatchSampler([5] * 6, 16, pad_to_multiple_of=8)] == [2, 2, 2]
+    alone = list(TokenBatchSampler([3, 9, 2, 8], 6, allow_longer=True))
+    assert [1] in alone
+    assert [3] in alone
+    assert list(TokenBatchSampler(numpy.array([1, 5, 3]), 5, shuffle=False)) == [[1], [2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "text"),
+    [
+        ([3, 9, 2, 8], {}, "Sample 1 has 9 tokens, more than max_tokens=6; so have 2 of 4 samples"),
+        ([3, 0], {}, "Sample 1 has 0 tokens"),
+        ([], {}, "a list of shape [0]"),
+        ([[1, 2], [3]], {}, "lengths is a sequence with the number of tokens of each sample, not a list"),
+        (torch.rand(3), {}, "not a Tensor of shape [3] and type torch.float32"),
+        ([1], {"spread": -1}, "spread is a share from 0"),
+        ([1], {"max_samples": 0}, "max_samples is a whole number from 1, or None"),
+    ],
+)
+def test_wrong_arguments(lengths: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        TokenBatchSampler(lengths, 6, **options)
+    assert text in str(caught.value)
+
+
+# Several processes.
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WORDS, 4, padding_idx=0), nn.Linear(4, WORDS)).double()
+
+
+def mean_loss(net: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over tokens of a loss, and their number."""
+    losses = nn.functional.cross_entropy(net(batch).mT, (batch * 7) % WORDS, ignore_index=0, reduction="sum")
+    count = (batch != 0).sum()
+    return losses / count, count
+
+
+def gradients(net: nn.Module, parts: list[Tensor]) -> Iterator[Tensor]:
+    """The loss and the gradients of parts, each weighed by its tokens."""
+    pairs = [mean_loss(net, part) for part in parts]
+    total = torch.stack([count for _, count in pairs]).sum()
+    loss = torch.stack([part_loss * count / total for part_loss, count in pairs]).sum()
+    yield loss.detach()
+    yield from torch.autograd.grad(loss, list(net.parameters()))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_have_the_steps_of_one_process(seed: int) -> None:
+    """Samples, number of batches, loss and gradient of each step, for 100 sets of lengths and 1 to 4 processes."""
+    lengths, budget = lengths_of(seed)
+    by_longest = bool(seed % 2)
+    data = tokens(lengths, seed)
+    loader = DataLoader(
+        data,
+        batch_sampler=TokenBatchSampler(lengths, budget, padded=by_longest, seed=seed),
+        collate_fn=padded,
+    )
+    alone = list(loader.batch_sampler)
+    net = model()
+    for processes in range(1, 5):
+        shares = [share_loader(loader, rank, processes, 0, training=True) for rank in range(processes)]
+        indices = [list(share.batch_sampler) for share in shares] if processes > 1 else [alone]
+        read = [list(share) for share in shares]
+        steps = [alone[begin : begin + processes] for begin in range(0, len(alone), processes)]
+        # 1. Each process has as many batches; in each step they have the samples of as many batches of one process.
+        assert [len(batches) for batches in indices] == [len(steps)] * processes == [len(share) for share in shares]
+        for number, step in enumerate(steps):
+            parts = [batches[number] for batches in indices]
+            assert sorted(flat(parts)) == sorted(flat(step))
+            assert all(size(lengths, part, by_longest) <= budget for part in parts if part)
+            # 2. None lacks a batch, unless there are fewer samples.
+            assert all(parts) or len(flat(step)) < processes
+            # 3. The loss and its gradient.
+            there = [batches[number] for batches in read if batches[number] is not NO_BATCH]
+            if number < 2 or number == len(steps) - 1:
+                whole = [padded([data[index] for index in batch]) for batch in step]
+                for one, several in zip(gradients(net, whole), gradients(net, there), strict=True):
+                    torch.testing.assert_close(several, one, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_step_has_a_sample_for_each_process() -> None:
+    """One long sample is never the whole last step, if batches of more samples exist."""
+    lengths = [100] * 9 + [10] * 10
+    for epoch in range(20):
+        sampler = TokenBatchSampler(lengths, 100)
+        sampler.set_epoch(epoch)
+        *_, last = sampler
+        assert len(last) == 10
+
+
+@pytest.mark.parametrize("before", [2, 3, 8])
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_steps_for_other_numbers_of_processes(before: int, after: int) -> None:
+    lengths, budget = [random.Random(2).randint(1, 90) for _ in range(400)], 300
+    sampler = TokenBatchSampler(lengths, budget)
+    batches = list(sampler)[:before]
+    parts = sampler.deal_step(batches, after)
+    assert len(parts) == after
+    assert sorted(flat(parts)) == sorted(flat(batches))
+    limit = budget if after >= before else budget * -(-before // after)
+    assert all(size(lengths, part, True) <= limit * 1.5 for part in parts)
