@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from equipoise.errors import WorkerError as WorkerError
     from equipoise.extensions.planning import MemoryPrediction as MemoryPrediction
     from equipoise.extensions.planning import predict_memory as predict_memory
+    from equipoise.extensions.tokens import PackedCollate as PackedCollate
     from equipoise.extensions.tokens import TokenBatchSampler as TokenBatchSampler
     from equipoise.memory.out_of_memory import OutOfMemoryEvent as OutOfMemoryEvent
     from equipoise.memory.out_of_memory import Split as Split

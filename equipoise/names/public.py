@@ -26,6 +26,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.strategies.portable_state": ("PortableState",),
         "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
         "equipoise.extensions.planning.prediction": ("predict_memory",),
+        "equipoise.extensions.tokens.packed_collate": ("PackedCollate",),
         "equipoise.extensions.tokens.sampler": ("TokenBatchSampler",),
         "lightning.pytorch": ("LightningDataModule", "LightningModule"),
     },
@@ -55,6 +56,10 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.report.run_report": ("RunReport",),
         "equipoise.extensions.report.run_summary": ("RunSummary",),
     },
+    "equipoise.extensions.tokens": {
+        "equipoise.extensions.tokens.packed_collate": ("PackedCollate",),
+        "equipoise.extensions.tokens.sampler": ("TokenBatchSampler",),
+    },
     "equipoise.strategies": {
         "equipoise.parallel.step_protocols": ("StepResult",),
         "equipoise.strategies.strategy": ("Strategy",),
@@ -71,7 +76,6 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
     "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
     "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
-    "equipoise.extensions.tokens": {"equipoise.extensions.tokens.sampler": ("TokenBatchSampler",)},
     "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},
     "equipoise.extensions.pipeline.strategy": {
         "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",)

@@ -1,0 +1,176 @@
+"""PackedCollate: sequences one behind another in rows, without attention from one to another."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.tokens.grouping import group_by_sum
+from equipoise.validation import check_whole
+
+__all__ = ["PackedCollate"]
+
+Attention = Literal["mask", "boolean", "positions", "documents"]
+
+# The label that losses of transformers and torch's cross entropy leave out.
+_IGNORED = -100
+# The document of padding.
+_PADDING = -1
+
+
+class PackedCollate:
+    """A collate function that packs sequences into rows instead of padding each of them.
+
+    A batch is a dictionary of tensors whose first dimension are rows, so that strategies and `OOMRecovery` can cut it:
+
+    - "input_ids", (rows, tokens): the sequences of a row, one behind another.
+    - "labels", the same shape: -100 for padding and, with `causal`, for the first token of each sequence, which the
+      one before must not predict. Without labels in the samples, and with `causal`, the labels are the tokens.
+    - "position_ids", the same shape: they restart at 0 with each sequence.
+    - what keeps sequences from attending to others, as `attention` says.
+    - other entries of the samples with a value for each token, padded with 0, but "attention_mask" is left out.
+
+    The loss of a model of transformers is then the mean over all tokens with a label, and its weight their number:
+    return `{"loss": loss, "loss_weight": (batch["labels"] != -100).sum()}`.
+
+    Args:
+        max_tokens: Largest length of a row. Default: None, a batch is one row.
+        pad_to: Length of every row, for shapes that stay the same. Default: None, the longest row of the batch.
+        attention: How the model learns which tokens belong together. Default: "mask".
+            "mask": "attention_mask", (rows, 1, tokens, tokens), which is added to the scores: 0 where a token attends
+            to another, else -inf. For the implementations "sdpa" and "eager" of transformers.
+            "boolean": the same as booleans, in a quarter of the memory. For "sdpa" only: "eager" would add them.
+            "positions": nothing; the model finds the sequences in "position_ids". Models of transformers do so with
+            FlashAttention, if a batch is one row, and with `use_cache=False` under every implementation.
+            "documents": "document_ids", (rows, tokens), the number of each token's sequence, -1 for padding. For a
+            network of yours with FlexAttention.
+        causal: Whether tokens attend to earlier ones only, and the model predicts the next token. Default: True.
+        pad_token_id: The token of padding. Default: 0.
+
+    Raises:
+        ConfigurationError: If an argument is out of range. When called: if a sequence is longer than a row, or an entry
+            has no value for each token.
+
+    Example:
+        >>> collate = PackedCollate(attention="positions")
+        >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> batch["input_ids"], batch["position_ids"], batch["labels"]
+        (tensor([[5, 6, 7, 8, 9]]), tensor([[0, 1, 2, 0, 1]]), tensor([[-100,    6,    7, -100,    9]]))
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        *,
+        pad_to: int | None = None,
+        attention: Attention = "mask",
+        causal: bool = True,
+        pad_token_id: int = 0,
+    ) -> None:
+        check_whole("max_tokens", max_tokens, least=1, optional=True)
+        check_whole("pad_to", pad_to, least=1, optional=True)
+        if attention not in get_args(Attention):
+            raise ConfigurationError(f"attention is one of {', '.join(get_args(Attention))}, not {attention!r}.")
+        if pad_to is not None and max_tokens is not None and pad_to < max_tokens:
+            raise ConfigurationError(f"Rows of max_tokens={max_tokens} tokens do not fit into pad_to={pad_to}.")
+        # Rows of equal lengths need no other limit.
+        self.max_tokens = pad_to if max_tokens is None else max_tokens
+        self.pad_to = pad_to
+        self.attention = attention
+        self.causal = causal
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor]) -> dict[str, Tensor]:
+        """Return the batch.
+
+        Args:
+            samples: Mappings with "input_ids", as tokenizers return them, or sequences of tokens.
+        """
+        sequences = [self._entries(sample) for sample in samples]
+        sequences.sort(key=lambda entries: len(entries["input_ids"]), reverse=True)
+        lengths = [len(entries["input_ids"]) for entries in sequences]
+        budget = sum(lengths) if self.max_tokens is None else self.max_tokens
+        if lengths[0] > budget:
+            raise ConfigurationError(
+                f"A sequence of {lengths[0]} tokens does not fit into a row of {budget}. Truncate it, or pack into"
+                " longer rows."
+            )
+        rows = group_by_sum(lengths, budget, math.inf)
+        width = self.pad_to or max(sum(lengths[index] for index in row) for row in rows)
+        batch = {}
+        for name in sequences[0]:
+            columns = [torch.cat([sequences[index][name] for index in row]) for row in rows]
+            batch[name] = _padded(columns, width, self._padding_of(name))
+        documents = _padded([_documents([lengths[index] for index in row]) for row in rows], width, _PADDING)
+        batch["position_ids"] = _positions(documents)
+        return {**batch, **self._attention(documents)}
+
+    def _entries(self, sample: Mapping[str, Any] | Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a sample, one value for each token."""
+        if not isinstance(sample, Mapping):
+            sample = {"input_ids": sample}
+        entries = {name: torch.as_tensor(values) for name, values in sample.items() if name != "attention_mask"}
+        length = len(entries["input_ids"])
+        for name, values in entries.items():
+            if values.shape[:1] != (length,):
+                raise ConfigurationError(
+                    f"PackedCollate needs a value for each of the {length} tokens, but {name!r} has the shape"
+                    f" {list(values.shape)}. Leave this entry out of the samples."
+                )
+        if self.causal:
+            # Not in place: the data set keeps its samples.
+            labels = entries.get("labels", entries["input_ids"])
+            first = torch.full_like(labels[:1], _IGNORED)
+            entries["labels"] = torch.cat([first, labels[1:]])
+        return entries
+
+    def _padding_of(self, name: str) -> int:
+        if name == "input_ids":
+            return self.pad_token_id
+        return _IGNORED if name == "labels" else 0
+
+    def _attention(self, documents: Tensor) -> dict[str, Tensor]:
+        """Return what keeps the sequences apart.
+
+        Args:
+            documents: (rows, tokens), the number of the sequence of each token.
+        """
+        if self.attention == "positions":
+            return {}
+        if self.attention == "documents":
+            return {"document_ids": documents}
+        # Padding attends to padding, so that no token attends to nothing.
+        allowed = documents[:, None, :, None] == documents[:, None, None, :]
+        if self.causal:
+            allowed = allowed.tril()
+        if self.attention == "boolean":
+            return {"attention_mask": allowed}
+        return {"attention_mask": torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)}
+
+
+def _padded(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    """Return rows of different lengths as one tensor."""
+    padded = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), value)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+def _documents(lengths: Sequence[int]) -> Tensor:
+    """Return the number of the sequence of each token of a row."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def _positions(documents: Tensor) -> Tensor:
+    """Return for each token its position in its sequence, or in the padding.
+
+    Args:
+        documents: (rows, tokens), the number of the sequence of each token.
+    """
+    positions = torch.arange(documents.shape[1]).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return positions - torch.where(begins, positions, 0).cummax(dim=1).values

@@ -1,0 +1,130 @@
+"""Packed sequences: the loss and gradients of the same sequences one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise import ConfigurationError, PackedCollate
+from tests.extensions.tokens.test_sampler import tokens
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = [3, 17, 1, 8, 30, 2, 5, 12]
+WORDS = 50
+CONFIGURATIONS = {
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=WORDS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+}
+
+
+def model(name: str, implementation: str) -> Any:
+    torch.manual_seed(3)
+    config = CONFIGURATIONS[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+
+
+def summed_loss(net: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a model of transformers, which computes it in float32, here in float64."""
+    logits = net(**batch, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].mT, batch["labels"][:, 1:], reduction="sum")
+
+
+def separate_gradients(net: Any, sequences: list[Tensor]) -> list[Tensor]:
+    """The mean over all predicted tokens, of each sequence by itself, and its gradients."""
+    sums = [summed_loss(net, {"input_ids": each[None], "labels": each[None]}) for each in sequences]
+    loss = torch.stack(sums).sum() / sum(len(each) - 1 for each in sequences)
+    return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 32}, {"max_tokens": 32, "pad_to": 40}], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "attention"),
+    [("sdpa", "mask"), ("eager", "mask"), ("sdpa", "boolean"), ("sdpa", "positions"), ("eager", "positions")],
+)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_packed_equals_separate(name: str, implementation: str, attention: Any, options: dict[str, Any]) -> None:
+    net = model(name, implementation)
+    sequences = tokens(LENGTHS)
+    batch = PackedCollate(attention=attention, **options)([{"input_ids": each.tolist()} for each in sequences])
+    if attention == "mask":
+        # As Trainer(precision="64-true") does.
+        batch["attention_mask"] = batch["attention_mask"].double()
+    count = (batch["labels"] != -100).sum()
+    assert int(count) == sum(LENGTHS) - len(LENGTHS)
+    loss = summed_loss(net, batch) / count
+    packed = [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+    # Llama's "eager" attention rounds to float32.
+    tolerance = 1e-6 if (name, implementation) == ("llama", "eager") else 1e-10
+    for value, expected in zip(packed, separate_gradients(net, sequences), strict=True):
+        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    # The model's own loss is the same, in float32.
+    torch.testing.assert_close(net(**batch, use_cache=False).loss.double(), loss, rtol=1e-6, atol=1e-6)
+
+
+def test_rows() -> None:
+    samples = [
+        {"input_ids": [1, 2, 3], "kind": [7, 8, 9], "attention_mask": [1, 1, 1]},
+        {"input_ids": [4], "kind": [6]},
+    ]
+    batch = PackedCollate(pad_to=6, pad_token_id=99, attention="documents")(samples)
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "input_ids": [[1, 2, 3, 4, 99, 99]],
+        "kind": [[7, 8, 9, 6, 0, 0]],
+        "labels": [[-100, 2, 3, -100, -100, -100]],
+        "position_ids": [[0, 1, 2, 0, 0, 1]],
+        "document_ids": [[0, 0, 0, 1, -1, -1]],
+    }
+    assert [tuple(row.shape) for row in PackedCollate(4)(tokens([2, 2, 3, 1, 4])).values()] == [(3, 4)] * 3 + [
+        (3, 1, 4, 4)
+    ]
+
+
+def test_both_directions() -> None:
+    """Without `causal` a token attends to all of its sequence, and labels stay."""
+    batch = PackedCollate(causal=False, attention="boolean")(
+        [{"input_ids": [1, 2], "labels": [1, -100]}, {"input_ids": [3], "labels": [3]}]
+    )
+    assert batch["attention_mask"].int().tolist() == [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+    assert batch["labels"].tolist() == [[1, -100, 3]]
+    assert "labels" not in PackedCollate(causal=False)([{"input_ids": [1, 2]}])
+
+
+def test_flex_attention_with_documents() -> None:
+    """The mask that documents give torch's FlexAttention is the boolean one."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    samples = tokens([5, 9, 3, 7])
+    documents = PackedCollate(12, attention="documents")(samples)["document_ids"]
+
+    def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[batch, query] == documents[batch, key]) & (query >= key)
+
+    mask = create_mask(same_document, len(documents), 1, documents.shape[1], documents.shape[1], "cpu")
+    assert torch.equal(mask, PackedCollate(12, attention="boolean")(samples)["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("make", "samples", "text"),
+    [
+        (lambda: PackedCollate(attention="flash"), None, "attention is one of mask, boolean, positions, documents"),  # type: ignore[arg-type]
+        (lambda: PackedCollate(8, pad_to=6), None, "Rows of max_tokens=8 tokens do not fit into pad_to=6"),
+        (lambda: PackedCollate(0), None, "max_tokens is a whole number from 1, or None"),
+        (lambda: PackedCollate(2), [[1, 2, 3]], "A sequence of 3 tokens does not fit into a row of 2"),
+        (PackedCollate, [{"input_ids": [1, 2], "label": 1}], "'label' has the shape []"),
+    ],
+)
+def test_what_is_refused(make: Any, samples: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make()(samples)
+    assert text in str(caught.value)
