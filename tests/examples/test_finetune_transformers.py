@@ -47,3 +47,9 @@ def test_two_devices_compute_as_one(empty_folder, equipoise, strategy):
     fit(equipoise, *changes, *QUICK, *strategy, "trainer.devices=[cpu,cpu]")
     assert len(expected) == 3
     assert logged(empty_folder, "train_loss") == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_batches_by_tokens_on_two_processes(empty_folder, equipoise):
+    fit(equipoise, "data.max_tokens=512", *QUICK, "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+    assert len(logged(empty_folder, "train_loss")) == 3

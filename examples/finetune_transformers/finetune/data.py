@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch.utils.data import DataLoader, random_split
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerFast
 
+from equipoise import TokenBatchSampler
 from finetune.docstrings import labelled_docstrings
 
 __all__ = ["DocstringDataModule"]
@@ -24,6 +25,7 @@ class DocstringDataModule(LightningDataModule):
         vocabulary: Greatest number of words of a tokenizer that is made. Default: 2000.
         length: Greatest number of words of a text. Default: 64.
         batch_size: Texts of a batch. Default: 32.
+        max_tokens: Words of a training batch, padding included, in place of `batch_size`. Default: None.
         val_share: Share of the texts to validate on. Default: 0.2.
         split_seed: Seed of the split, which does not depend on the run's. Default: 0.
     """
@@ -35,6 +37,7 @@ class DocstringDataModule(LightningDataModule):
         vocabulary: int = 2000,
         length: int = 64,
         batch_size: int = 32,
+        max_tokens: int | None = None,
         val_share: float = 0.2,
         split_seed: int = 0,
     ) -> None:
@@ -43,6 +46,7 @@ class DocstringDataModule(LightningDataModule):
         self.vocabulary_size = vocabulary
         self.length = length
         self.batch_size = batch_size
+        self.max_tokens = max_tokens
         self.val_share = val_share
         self.split_seed = split_seed
 
@@ -60,7 +64,11 @@ class DocstringDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Return batches of the training texts, shuffled anew every epoch."""
-        return self._loader(self.train, shuffle=True)
+        if self.max_tokens is None:
+            return self._loader(self.train, shuffle=True)
+        lengths = [len(sample["input_ids"]) for sample in self.train]
+        sampler = TokenBatchSampler(lengths, self.max_tokens)
+        return DataLoader(self.train, batch_sampler=sampler, collate_fn=DataCollatorWithPadding(self.tokenizer))
 
     def val_dataloader(self) -> DataLoader:
         """Return batches of the validation texts."""

@@ -30,6 +30,14 @@ def test_batches_are_dictionaries():
     assert len(in_both) < 0.1 * len(data.val)  # texts differ, though not always in their first ten words
 
 
+def test_batches_by_tokens():
+    data = DocstringDataModule(vocabulary=200, max_tokens=256)
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert max(batch["input_ids"].numel() for batch in batches) <= 256
+    assert sum(len(batch["labels"]) for batch in batches) == len(data.train)
+
+
 @pytest.mark.parametrize("head_only", [False, True])
 def test_the_head_trains_alone_if_asked(head_only):
     module = TextClassifier(settings=SETTINGS, head_only=head_only)
