@@ -53,7 +53,9 @@ class LanguageModel(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = GPT2Config(vocab_size=WORDS, n_positions=LONGEST, n_embd=64, n_layer=2, n_head=4)
+        config = GPT2Config(
+            vocab_size=WORDS, n_positions=LONGEST, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+        )
         self.net = GPT2LMHeadModel(config)
         self.real = self.computed = self.steps = self.largest = 0
 
@@ -82,7 +84,7 @@ def loaders(data: list[Tensor]) -> dict[str, Any]:
     """Return a function that makes the loader of each way."""
     lengths = [len(sample) for sample in data]
     by_longest = TokenBatchSampler(lengths, BUDGET)
-    by_sum = TokenBatchSampler(lengths, BUDGET, padded=False)
+    by_sum = TokenBatchSampler(lengths, BUDGET, padded=False, row_tokens=LONGEST)
     return {
         "fixed count, padded": lambda: DataLoader(data, COUNT, shuffle=True, collate_fn=padded),
         "by tokens, padded": lambda: DataLoader(data, batch_sampler=by_longest, collate_fn=padded),

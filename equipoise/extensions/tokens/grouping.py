@@ -3,10 +3,11 @@
 The numbers and sizes of groups follow from the lengths alone. So each epoch has as many batches, whatever its order.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-__all__ = ["group_by_longest", "group_by_sum"]
+__all__ = ["group_by_longest", "group_by_sum", "group_in_order", "join_rows"]
 
 
 def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
@@ -33,7 +34,7 @@ def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[l
     return groups
 
 
-def group_by_sum(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
+def group_by_sum(lengths: Sequence[int], budget: int, most: float = math.inf) -> list[list[int]]:
     """Return groups of positions whose lengths add up to a budget at most, by best-fit decreasing.
 
     Each length joins the group that has the least room for it (D. S. Johnson, "Near-optimal bin packing algorithms",
@@ -42,7 +43,7 @@ def group_by_sum(lengths: Sequence[int], budget: int, most: float) -> list[list[
     Args:
         lengths: The lengths, the longest first.
         budget: Tokens of a group.
-        most: Largest number of positions of a group.
+        most: Largest number of positions of a group. Default: any.
 
     Example:
         >>> group_by_sum([6, 5, 3, 2, 2], budget=8, most=3)
@@ -73,4 +74,45 @@ def group_by_sum(lengths: Sequence[int], budget: int, most: float) -> list[list[
         if not waiting:
             insort(rooms, room)
         waiting.append(group)
+    return groups
+
+
+def group_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return groups of neighbouring positions whose lengths add up to a budget at most; there are no fewer such groups.
+
+    Example:
+        >>> group_in_order([2, 6, 3, 5], budget=8)
+        [[0, 1], [2, 3]]
+    """
+    groups: list[list[int]] = []
+    room = -1
+    for position, length in enumerate(lengths):
+        if length > room:
+            groups.append([])
+            room = budget
+        groups[-1].append(position)
+        room -= length
+    return groups
+
+
+def join_rows(rows: Sequence[list[int]], count: int, most: float) -> list[list[int]]:
+    """Return groups of so many rows each, fewer where a group would have too many positions.
+
+    Args:
+        rows: The positions of each row.
+        count: Largest number of rows of a group.
+        most: Largest number of positions of a group that has several rows.
+
+    Example:
+        >>> join_rows([[0], [1, 4], [2, 3]], count=2, most=10)
+        [[0, 1, 4], [2, 3]]
+    """
+    groups: list[list[int]] = []
+    rows_left = 0
+    for row in rows:
+        if not rows_left or len(groups[-1]) + len(row) > most:
+            groups.append([])
+            rows_left = count
+        groups[-1].extend(row)
+        rows_left -= 1
     return groups

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.tokens.grouping import group_by_sum
+from equipoise.extensions.tokens.grouping import group_by_sum, group_in_order
 from equipoise.validation import check_whole
 
 __all__ = ["PackedCollate"]
@@ -90,15 +90,8 @@ class PackedCollate:
             samples: Mappings with "input_ids", as tokenizers return them, or sequences of tokens.
         """
         sequences = [self._entries(sample) for sample in samples]
-        sequences.sort(key=lambda entries: len(entries["input_ids"]), reverse=True)
         lengths = [len(entries["input_ids"]) for entries in sequences]
-        budget = sum(lengths) if self.max_tokens is None else self.max_tokens
-        if lengths[0] > budget:
-            raise ConfigurationError(
-                f"A sequence of {lengths[0]} tokens does not fit into a row of {budget}. Truncate it, or pack into"
-                " longer rows."
-            )
-        rows = group_by_sum(lengths, budget, math.inf)
+        rows = self._rows(lengths)
         width = self.pad_to or max(sum(lengths[index] for index in row) for row in rows)
         batch = {}
         for name in sequences[0]:
@@ -107,6 +100,23 @@ class PackedCollate:
         documents = _padded([_documents([lengths[index] for index in row]) for row in rows], width, _PADDING)
         batch["position_ids"] = _positions(documents)
         return {**batch, **self._attention(documents)}
+
+    def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the sequences of each row, by their numbers."""
+        if self.max_tokens is None:
+            return [list(range(len(lengths)))]
+        longest = max(lengths)
+        if longest > self.max_tokens:
+            raise ConfigurationError(
+                f"A sequence of {longest} tokens does not fit into a row of {self.max_tokens}. Truncate it, or pack"
+                " into longer rows."
+            )
+        # A batch sampler may have chosen the rows. Sequences in any order fill them better by size.
+        in_order = group_in_order(lengths, self.max_tokens)
+        by_size = sorted(range(len(lengths)), key=lambda number: lengths[number], reverse=True)
+        groups = group_by_sum([lengths[number] for number in by_size], self.max_tokens)
+        fitted = [[by_size[position] for position in group] for group in groups]
+        return min(in_order, fitted, key=len)
 
     def _entries(self, sample: Mapping[str, Any] | Sequence[int] | Tensor) -> dict[str, Tensor]:
         """Return the tensors of a sample, one value for each token."""

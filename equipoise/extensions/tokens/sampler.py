@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.tokens.grouping import group_by_longest, group_by_sum
+from equipoise.extensions.tokens.grouping import group_by_longest, group_by_sum, join_rows
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.validation import check_whole, is_number
 
@@ -34,6 +34,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         max_tokens: The budget of a batch.
         padded: What the budget limits. True: the longest sample times the number of samples, for a collate function
             that pads. False: the sum of the lengths, for one that packs or keeps sequences as they are. Default: True.
+        row_tokens: With `padded=False`, the `max_tokens` of a `PackedCollate`. The budget then limits its rows, padding
+            included. Default: None, one row.
         shuffle: Draw another order in each epoch. False: the longest samples come first. Default: True.
         seed: Seed of the order. Default: 0.
         max_samples: Largest number of samples of a batch. Default: None, any.
@@ -58,6 +60,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         max_tokens: int,
         *,
         padded: bool = True,
+        row_tokens: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         max_samples: int | None = None,
@@ -66,6 +69,12 @@ class TokenBatchSampler(Sampler[list[int]]):
         allow_longer: bool = False,
     ) -> None:
         check_whole("max_tokens", max_tokens, least=1)
+        check_whole("row_tokens", row_tokens, least=1, optional=True)
+        if row_tokens is not None and (padded or row_tokens > max_tokens):
+            raise ConfigurationError(
+                f"row_tokens={row_tokens} needs padded=False, and max_tokens from {row_tokens}: rows are of packed"
+                f" samples, and a batch has at least one. Here padded={padded} and max_tokens={max_tokens}."
+            )
         check_whole("seed", seed, least=0)
         check_whole("max_samples", max_samples, least=1, optional=True)
         check_whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
@@ -73,26 +82,29 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ConfigurationError(f"spread is a share from 0, such as 0.1, not {spread!r}.")
         self.max_tokens = max_tokens
         self.padded = padded
+        self.row_tokens = row_tokens
         self.shuffle = shuffle
         self.seed = seed
         self.max_samples = max_samples
         self.epoch = 0
         self._lengths = _checked(lengths, pad_to_multiple_of)
+        self._longest = row_tokens or max_tokens
         if not allow_longer:
             self._refuse_longer()
         # A sample counts as long as the longest one that it may change places with.
         self._counted_lengths = self._lengths
         if shuffle and spread:
-            self._counted_lengths = _rounded_up(self._lengths, spread, max_tokens)
+            self._counted_lengths = _rounded_up(self._lengths, spread, self._longest)
 
     def _refuse_longer(self) -> None:
-        longer = (self._lengths > self.max_tokens).nonzero().flatten()
+        longer = (self._lengths > self._longest).nonzero().flatten()
         if not len(longer):
             return
         index = int(longer[0])
+        name = "max_tokens" if self.row_tokens is None else "row_tokens"
         raise ConfigurationError(
-            f"Sample {index} has {int(self._lengths[index])} tokens, more than max_tokens={self.max_tokens}; so have"
-            f" {len(longer)} of {len(self._lengths)} samples. Truncate them, raise max_tokens, or give each of them a"
+            f"Sample {index} has {int(self._lengths[index])} tokens, more than {name}={self._longest}; so have"
+            f" {len(longer)} of {len(self._lengths)} samples. Truncate them, raise {name}, or give each of them a"
             " batch of its own by allow_longer=True."
         )
 
@@ -133,8 +145,13 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _groups(self) -> list[list[int]]:
         """The batches, as positions in the order of the lengths; the same in all epochs."""
         counted: list[int] = self._counted_lengths.sort(descending=True).values.tolist()
-        group = group_by_longest if self.padded else group_by_sum
-        return group(counted, self.max_tokens, self.max_samples or math.inf)
+        most = self.max_samples or math.inf
+        if self.padded:
+            return group_by_longest(counted, self.max_tokens, most)
+        if self.row_tokens is None:
+            return group_by_sum(counted, self.max_tokens, most)
+        rows = group_by_sum(counted, self.row_tokens, most)
+        return join_rows(rows, self.max_tokens // self.row_tokens, most)
 
     def deal_step(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
         """Divide the samples of a step among processes. The trainer calls this.
@@ -185,11 +202,11 @@ def _checked(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
     return (tensor + multiple - 1) // multiple * multiple
 
 
-def _rounded_up(lengths: Tensor, spread: float, max_tokens: int) -> Tensor:
+def _rounded_up(lengths: Tensor, spread: float, limit: int) -> Tensor:
     """Return for each length the longest one that differs from it by a share at most, in bands of lengths."""
     bands = (lengths.double().log() / math.log1p(spread)).long()
     longest = torch.zeros(int(bands.max()) + 1, dtype=torch.int64)
     longest.scatter_reduce_(0, bands, lengths, "amax")
     # A sample that fits must not be counted as one that does not.
     rounded = longest[bands]
-    return torch.where(lengths <= max_tokens, rounded.clamp(max=max_tokens), rounded)
+    return torch.where(lengths <= limit, rounded.clamp(max=limit), rounded)

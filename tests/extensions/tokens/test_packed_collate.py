@@ -1,12 +1,13 @@
 """Packed sequences: the loss and gradients of the same sequences one by one."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import ConfigurationError, PackedCollate
+from equipoise import ConfigurationError, PackedCollate, TokenBatchSampler
 from tests.extensions.tokens.test_sampler import tokens
 
 transformers = pytest.importorskip("transformers")
@@ -88,6 +89,23 @@ def test_rows() -> None:
     assert [tuple(row.shape) for row in PackedCollate(4)(tokens([2, 2, 3, 1, 4])).values()] == [(3, 4)] * 3 + [
         (3, 1, 4, 4)
     ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_a_sampler_keep_its_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    row, rows = draw.choice([64, 100]), draw.randint(1, 8)
+    lengths = [draw.randint(1, row) for _ in range(300)]
+    data = tokens(lengths)
+    sampler = TokenBatchSampler(lengths, row * rows, padded=False, row_tokens=row, max_samples=draw.choice([None, 9]))
+    collate = PackedCollate(row, attention="documents")
+    read = []
+    for batch in sampler:
+        assert len(batch) <= (sampler.max_samples or 300)
+        for part in (batch, *(part for part in sampler.deal_step([batch], 3) if part)):
+            assert collate([data[index] for index in part])["input_ids"].numel() <= row * rows
+        read += batch
+    assert sorted(read) == list(range(300))
 
 
 def test_both_directions() -> None:

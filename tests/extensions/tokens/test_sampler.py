@@ -120,6 +120,8 @@ def test_other_limits() -> None:
         ([], {}, "a list of shape [0]"),
         ([[1, 2], [3]], {}, "lengths is a sequence with the number of tokens of each sample, not a list"),
         (torch.rand(3), {}, "not a Tensor of shape [3] and type torch.float32"),
+        ([3, 5], {"padded": False, "row_tokens": 4}, "Sample 1 has 5 tokens, more than row_tokens=4"),
+        ([1], {"row_tokens": 4}, "row_tokens=4 needs padded=False, and max_tokens from 4"),
         ([1], {"spread": -1}, "spread is a share from 0"),
         ([1], {"max_samples": 0}, "max_samples is a whole number from 1, or None"),
     ],

@@ -62,6 +62,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def trained(collate: Any, most_rows: int = 1000, **options: Any) -> list[Tensor]:
+    """Return the weights after two epochs. The batches have the same samples, whatever the collate function is."""
     module = LanguageModel(most_rows)
     loader = DataLoader(DATA, batch_sampler=TokenBatchSampler(LENGTHS, 160), collate_fn=collate)
     trainer(max_epochs=2, precision="64-true", **options).fit(module, loader)
