@@ -56,6 +56,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "ray": set(),
     "report": set(),
     "savers": set(),
+    "tokens": set(),
     "tuning": {"fsdp", "pipeline", "planning"},
 }
 

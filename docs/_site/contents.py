@@ -31,7 +31,7 @@ GROUPS = {
         "docs/hogwild",
     ],
     "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints"],
-    "Data and evaluation": ["docs/loaders", "docs/evaluation"],
+    "Data and evaluation": ["docs/loaders", "docs/token_batches", "docs/evaluation"],
     "Configuration, sweeps, several machines": [
         "docs/configuration",
         "docs/sweeps",
@@ -59,6 +59,7 @@ GROUPS = {
         "docs/reference/strategies",
         "docs/reference/callbacks",
         "docs/reference/functions",
+        "docs/reference/data",
         "docs/reference/interfaces",
         "docs/reference/errors",
     ],

@@ -6,7 +6,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch.utils.data import DataLoader, random_split
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerFast
 
-from equipoise import TokenBatchSampler
 from finetune.docstrings import labelled_docstrings
 
 __all__ = ["DocstringDataModule"]
@@ -66,6 +65,8 @@ class DocstringDataModule(LightningDataModule):
         """Return batches of the training texts, shuffled anew every epoch."""
         if self.max_tokens is None:
             return self._loader(self.train, shuffle=True)
+        from equipoise import TokenBatchSampler
+
         lengths = [len(sample["input_ids"]) for sample in self.train]
         sampler = TokenBatchSampler(lengths, self.max_tokens)
         return DataLoader(self.train, batch_sampler=sampler, collate_fn=DataCollatorWithPadding(self.tokenizer))
