@@ -10,7 +10,11 @@ from collections.abc import Sequence
 __all__ = ["group_by_longest", "group_by_sum", "group_in_order", "join_rows"]
 
 
-def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
+def group_by_longest(
+    lengths: Sequence[int],
+    budget: int,
+    most: float,
+) -> list[list[int]]:
     """Return groups of positions, in which the longest length times the number of positions is within a budget.
 
     A length over the budget has a group of its own.
@@ -27,14 +31,21 @@ def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[l
     groups = []
     begin = 0
     while begin < len(lengths):
-        count = max(1, min(budget // lengths[begin], most))
-        end = min(begin + int(count), len(lengths))
-        groups.append(list(range(begin, end)))
+        count = min(budget // lengths[begin], most)
+        # One in any case.
+        end = begin + max(1, int(count))
+        end = min(end, len(lengths))
+        positions = range(begin, end)
+        groups.append(list(positions))
         begin = end
     return groups
 
 
-def group_by_sum(lengths: Sequence[int], budget: int, most: float = math.inf) -> list[list[int]]:
+def group_by_sum(
+    lengths: Sequence[int],
+    budget: int,
+    most: float = math.inf,
+) -> list[list[int]]:
     """Return groups of positions whose lengths add up to a budget at most, by best-fit decreasing.
 
     Each length joins the group that has the least room for it (D. S. Johnson, "Near-optimal bin packing algorithms",
@@ -58,8 +69,9 @@ def group_by_sum(lengths: Sequence[int], budget: int, most: float = math.inf) ->
         index = bisect_left(rooms, length)
         if index < len(rooms):
             room = rooms[index]
-            group = groups_by_room[room].pop()
-            if not groups_by_room[room]:
+            waiting = groups_by_room[room]
+            group = waiting.pop()
+            if not waiting:
                 del rooms[index]
         else:
             room = budget
@@ -95,7 +107,11 @@ def group_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def join_rows(rows: Sequence[list[int]], count: int, most: float) -> list[list[int]]:
+def join_rows(
+    rows: Sequence[list[int]],
+    count: int,
+    most: float,
+) -> list[list[int]]:
     """Return groups of so many rows each, fewer where a group would have too many positions.
 
     Args:
@@ -110,7 +126,10 @@ def join_rows(rows: Sequence[list[int]], count: int, most: float) -> list[list[i
     groups: list[list[int]] = []
     rows_left = 0
     for row in rows:
-        if not rows_left or len(groups[-1]) + len(row) > most:
+        is_full = not rows_left
+        if groups and len(groups[-1]) + len(row) > most:
+            is_full = True
+        if is_full:
             groups.append([])
             rows_left = count
         groups[-1].extend(row)

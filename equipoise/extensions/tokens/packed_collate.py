@@ -51,8 +51,8 @@ class PackedCollate:
         pad_token_id: The token of padding. Default: 0.
 
     Raises:
-        ConfigurationError: If an argument is out of range. When called: if a sequence is longer than a row, or an entry
-            has no value for each token.
+        ConfigurationError: If an argument is out of range. When called: if a sequence is longer than a row, or samples
+            have different entries, no "input_ids", or an entry without a value for each token.
 
     Example:
         >>> collate = PackedCollate(attention="positions")
@@ -76,8 +76,10 @@ class PackedCollate:
             raise ConfigurationError(f"attention is one of {', '.join(get_args(Attention))}, not {attention!r}.")
         if pad_to is not None and max_tokens is not None and pad_to < max_tokens:
             raise ConfigurationError(f"Rows of max_tokens={max_tokens} tokens do not fit into pad_to={pad_to}.")
-        # Rows of equal lengths need no other limit.
-        self.max_tokens = pad_to if max_tokens is None else max_tokens
+        self.max_tokens = max_tokens
+        if max_tokens is None:
+            # Rows of equal lengths need no other limit.
+            self.max_tokens = pad_to
         self.pad_to = pad_to
         self.attention = attention
         self.causal = causal
@@ -90,16 +92,24 @@ class PackedCollate:
             samples: Mappings with "input_ids", as tokenizers return them, or sequences of tokens.
         """
         sequences = [self._entries(sample) for sample in samples]
+        _check_alike(sequences)
         lengths = [len(entries["input_ids"]) for entries in sequences]
         rows = self._rows(lengths)
-        width = self.pad_to or max(sum(lengths[index] for index in row) for row in rows)
+        numbers = [_numbers(lengths, row) for row in rows]
+        width = self.pad_to
+        if width is None:
+            width = max(map(len, numbers))
         batch = {}
         for name in sequences[0]:
-            columns = [torch.cat([sequences[index][name] for index in row]) for row in rows]
-            batch[name] = _padded(columns, width, self._padding_of(name))
-        documents = _padded([_documents([lengths[index] for index in row]) for row in rows], width, _PADDING)
+            values = [entries[name] for entries in sequences]
+            joined = [_joined(values, row) for row in rows]
+            padding = self._padding_of(name)
+            batch[name] = _padded(joined, width, padding)
+        # Padding is a document by itself.
+        documents = _padded(numbers, width, _PADDING)
         batch["position_ids"] = _positions(documents)
-        return {**batch, **self._attention(documents)}
+        batch.update(self._attention(documents))
+        return batch
 
     def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the sequences of each row, by their numbers."""
@@ -113,34 +123,46 @@ class PackedCollate:
             )
         # A batch sampler may have chosen the rows. Sequences in any order fill them better by size.
         in_order = group_in_order(lengths, self.max_tokens)
-        by_size = sorted(range(len(lengths)), key=lambda number: lengths[number], reverse=True)
-        groups = group_by_sum([lengths[number] for number in by_size], self.max_tokens)
-        fitted = [[by_size[position] for position in group] for group in groups]
+        by_size = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        sizes = [lengths[number] for number in by_size]
+        fitted = []
+        for group in group_by_sum(sizes, self.max_tokens):
+            row = [by_size[position] for position in group]
+            fitted.append(row)
         return min(in_order, fitted, key=len)
 
     def _entries(self, sample: Mapping[str, Any] | Sequence[int] | Tensor) -> dict[str, Tensor]:
         """Return the tensors of a sample, one value for each token."""
         if not isinstance(sample, Mapping):
             sample = {"input_ids": sample}
-        entries = {name: torch.as_tensor(values) for name, values in sample.items() if name != "attention_mask"}
+        entries = {}
+        for name, values in sample.items():
+            if name != "attention_mask":
+                entries[name] = _tensor_of(name, values)
+        if "input_ids" not in entries:
+            raise ConfigurationError(f"PackedCollate needs 'input_ids' in each sample, but one has {_listed(entries)}.")
         length = len(entries["input_ids"])
-        for name, values in entries.items():
-            if values.shape[:1] != (length,):
+        for name, tensor in entries.items():
+            shape = list(tensor.shape)
+            if shape[:1] != [length]:
                 raise ConfigurationError(
-                    f"PackedCollate needs a value for each of the {length} tokens, but {name!r} has the shape"
-                    f" {list(values.shape)}. Leave this entry out of the samples."
+                    f"PackedCollate needs a value for each of the {length} tokens, but {name!r} has the shape {shape}."
+                    " Leave this entry out of the samples."
                 )
         if self.causal:
             # Not in place: the data set keeps its samples.
             labels = entries.get("labels", entries["input_ids"])
             first = torch.full_like(labels[:1], _IGNORED)
-            entries["labels"] = torch.cat([first, labels[1:]])
+            rest = labels[1:]
+            entries["labels"] = torch.cat([first, rest])
         return entries
 
     def _padding_of(self, name: str) -> int:
         if name == "input_ids":
             return self.pad_token_id
-        return _IGNORED if name == "labels" else 0
+        if name == "labels":
+            return _IGNORED
+        return 0
 
     def _attention(self, documents: Tensor) -> dict[str, Tensor]:
         """Return what keeps the sequences apart.
@@ -153,25 +175,66 @@ class PackedCollate:
         if self.attention == "documents":
             return {"document_ids": documents}
         # Padding attends to padding, so that no token attends to nothing.
-        allowed = documents[:, None, :, None] == documents[:, None, None, :]
+        queries = documents[:, None, :, None]
+        keys = documents[:, None, None, :]
+        allowed = queries == keys
         if self.causal:
             allowed = allowed.tril()
         if self.attention == "boolean":
             return {"attention_mask": allowed}
-        return {"attention_mask": torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)}
+        added = torch.zeros(allowed.shape)
+        added.masked_fill_(~allowed, -math.inf)
+        return {"attention_mask": added}
 
 
-def _padded(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+def _tensor_of(name: str, values: Any) -> Tensor:
+    """Return an entry of a sample as a tensor; tokens, and labels that are tokens, in the type that embeddings take."""
+    tensor = torch.as_tensor(values)
+    is_label = name == "labels" and not tensor.is_floating_point()
+    if is_label or name == "input_ids":
+        return tensor.long()
+    return tensor
+
+
+def _check_alike(sequences: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuse samples that have different entries."""
+    first, *others = sequences
+    for other in others:
+        if other.keys() != first.keys():
+            raise ConfigurationError(
+                "PackedCollate needs the same entries in all samples of a batch, but one has"
+                f" {_listed(first)}, another one {_listed(other)}."
+            )
+
+
+def _listed(entries: Mapping[str, Tensor]) -> str:
+    return ", ".join(map(repr, entries)) or "none"
+
+
+def _padded(
+    rows: Sequence[Tensor],
+    width: int,
+    value: int,
+) -> Tensor:
     """Return rows of different lengths as one tensor."""
-    padded = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), value)
+    first = rows[0]
+    shape = (len(rows), width, *first.shape[1:])
+    padded = first.new_full(shape, value)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded
 
 
-def _documents(lengths: Sequence[int]) -> Tensor:
-    """Return the number of the sequence of each token of a row."""
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+def _joined(values: Sequence[Tensor], row: Sequence[int]) -> Tensor:
+    """Return the values of the sequences of a row, one behind another."""
+    return torch.cat([values[index] for index in row])
+
+
+def _numbers(lengths: Sequence[int], row: Sequence[int]) -> Tensor:
+    """Return for each token of a row the number of its sequence in the row."""
+    repeats = torch.tensor([lengths[index] for index in row])
+    numbers = torch.arange(len(row))
+    return numbers.repeat_interleave(repeats)
 
 
 def _positions(documents: Tensor) -> Tensor:
@@ -180,7 +243,11 @@ def _positions(documents: Tensor) -> Tensor:
     Args:
         documents: (rows, tokens), the number of the sequence of each token.
     """
-    positions = torch.arange(documents.shape[1]).expand_as(documents)
+    positions = torch.arange(documents.shape[1])
+    positions = positions.expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return positions - torch.where(begins, positions, 0).cummax(dim=1).values
+    # The begin of its sequence is the last one up to each token.
+    marked = torch.where(begins, positions, 0)
+    latest = marked.cummax(dim=1).values
+    return positions - latest

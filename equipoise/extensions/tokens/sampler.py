@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +71,12 @@ class TokenBatchSampler(Sampler[list[int]]):
     ) -> None:
         check_whole("max_tokens", max_tokens, least=1)
         check_whole("row_tokens", row_tokens, least=1, optional=True)
-        if row_tokens is not None and (padded or row_tokens > max_tokens):
-            raise ConfigurationError(
-                f"row_tokens={row_tokens} needs padded=False, and max_tokens from {row_tokens}: rows are of packed"
-                f" samples, and a batch has at least one. Here padded={padded} and max_tokens={max_tokens}."
-            )
+        if row_tokens is not None:
+            _check_rows(row_tokens, max_tokens, padded=padded, allow_longer=allow_longer)
         check_whole("seed", seed, least=0)
         check_whole("max_samples", max_samples, least=1, optional=True)
         check_whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
+        # Also no NaN.
         if not is_number(spread) or not 0 <= spread < math.inf:
             raise ConfigurationError(f"spread is a share from 0, such as 0.1, not {spread!r}.")
         self.max_tokens = max_tokens
@@ -88,7 +87,9 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.max_samples = max_samples
         self.epoch = 0
         self._lengths = _checked(lengths, pad_to_multiple_of)
-        self._longest = row_tokens or max_tokens
+        self._longest = max_tokens
+        if row_tokens is not None:
+            self._longest = row_tokens
         if not allow_longer:
             self._refuse_longer()
         # A sample counts as long as the longest one that it may change places with.
@@ -97,15 +98,21 @@ class TokenBatchSampler(Sampler[list[int]]):
             self._counted_lengths = _rounded_up(self._lengths, spread, self._longest)
 
     def _refuse_longer(self) -> None:
-        longer = (self._lengths > self._longest).nonzero().flatten()
+        is_longer = self._lengths > self._longest
+        longer = is_longer.nonzero().flatten()
         if not len(longer):
             return
         index = int(longer[0])
-        name = "max_tokens" if self.row_tokens is None else "row_tokens"
+        length = int(self._lengths[index])
+        count = len(self._lengths)
+        name = "max_tokens"
+        remedy = "raise max_tokens, or give each of them a batch of its own by allow_longer=True"
+        if self.row_tokens is not None:
+            name = "row_tokens"
+            remedy = "or raise row_tokens"
         raise ConfigurationError(
-            f"Sample {index} has {int(self._lengths[index])} tokens, more than {name}={self._longest}; so have"
-            f" {len(longer)} of {len(self._lengths)} samples. Truncate them, raise {name}, or give each of them a"
-            " batch of its own by allow_longer=True."
+            f"Sample {index} has {length} tokens, more than {name}={self._longest}; so have {len(longer)} of {count}"
+            f" samples. Truncate them, {remedy}."
         )
 
     @property
@@ -121,25 +128,46 @@ class TokenBatchSampler(Sampler[list[int]]):
         """
         self.epoch = epoch
 
+    def check_dataset(self, dataset: Any) -> None:
+        """Check that each sample has a length. The trainer calls this.
+
+        Args:
+            dataset: The data set of the loader.
+
+        Raises:
+            ConfigurationError: If the data set has another number of samples.
+        """
+        try:
+            count = len(dataset)
+        except (TypeError, NotImplementedError):
+            return
+        if count != len(self._lengths):
+            raise ConfigurationError(
+                f"TokenBatchSampler has the lengths of {len(self._lengths)} samples, but the data set of its loader has"
+                f" {count}. To train on a part of them, pass a torch.utils.data.Subset and its lengths."
+            )
+
     def __len__(self) -> int:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[list[int]]:
         # 1. Samples that count as equally long change places.
+        groups = self._groups
         samples = torch.arange(len(self._lengths))
-        numbers = list(range(len(self._groups)))
+        numbers = torch.arange(len(groups))
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
             samples = torch.randperm(len(samples), generator=generator)
-            numbers = torch.randperm(len(numbers), generator=generator).tolist()
+            numbers = torch.randperm(len(numbers), generator=generator)
         counted = self._counted_lengths[samples]
-        order: list[int] = samples[counted.argsort(stable=True, descending=True)].tolist()
+        by_length = counted.argsort(stable=True, descending=True)
+        order: list[int] = samples[by_length].tolist()
 
-        # 2. Batches change places. The last one has a sample for each process.
-        fewest = min(_MOST_PROCESSES, max(map(len, self._groups)))
-        last = max(index for index, number in enumerate(numbers) if len(self._groups[number]) >= fewest)
-        numbers.append(numbers.pop(last))
-        return ([order[position] for position in self._groups[number]] for number in numbers)
+        # 2. Batches change places.
+        shuffled = [groups[number] for number in numbers.tolist()]
+        _put_a_large_one_last(shuffled)
+        return _batches(order, shuffled)
 
     @cached_property
     def _groups(self) -> list[list[int]]:
@@ -148,10 +176,12 @@ class TokenBatchSampler(Sampler[list[int]]):
         most = self.max_samples or math.inf
         if self.padded:
             return group_by_longest(counted, self.max_tokens, most)
+        # Sums of lengths: in one row, or in rows that a batch has several of.
         if self.row_tokens is None:
             return group_by_sum(counted, self.max_tokens, most)
         rows = group_by_sum(counted, self.row_tokens, most)
-        return join_rows(rows, self.max_tokens // self.row_tokens, most)
+        rows_of_batch = self.max_tokens // self.row_tokens
+        return join_rows(rows, rows_of_batch, most)
 
     def deal_step(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
         """Divide the samples of a step among processes. The trainer calls this.
@@ -171,14 +201,54 @@ class TokenBatchSampler(Sampler[list[int]]):
             parts.sort(key=len)
             largest = parts.pop()
             middle = (len(largest) + 1) // 2
-            parts.extend([largest[:middle], largest[middle:]])
+            parts.append(largest[:middle])
+            parts.append(largest[middle:])
         return parts
+
+    def _longest_of(self, batch: list[int]) -> int:
+        return int(self._lengths[batch].max())
 
     def _joined(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
         """Return the batches joined to fewer, neighbours by their longest samples."""
-        waiting = iter(sorted(batches, key=lambda batch: int(self._lengths[batch].max())))
-        sizes = even_sizes(len(batches), count)
-        return [list(chain.from_iterable(next(waiting) for _ in range(size))) for size in sizes]
+        waiting = iter(sorted(batches, key=self._longest_of))
+        joined = []
+        # As many batches for each process as for any other, or one more.
+        for size in even_sizes(len(batches), count):
+            neighbours = islice(waiting, size)
+            joined.append(list(chain.from_iterable(neighbours)))
+        return joined
+
+
+def _batches(order: Sequence[int], groups: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Yield the samples of each group of positions in an order."""
+    for group in groups:
+        yield [order[position] for position in group]
+
+
+def _put_a_large_one_last(groups: list[list[int]]) -> None:
+    """Move the last large group to the end, so that each process finds a sample in the last step."""
+    sizes = [len(group) for group in groups]
+    fewest = min(_MOST_PROCESSES, max(sizes))
+    last = len(groups) - 1
+    while sizes[last] < fewest:
+        last -= 1
+    groups.append(groups.pop(last))
+
+
+def _check_rows(
+    row_tokens: int,
+    max_tokens: int,
+    *,
+    padded: bool,
+    allow_longer: bool,
+) -> None:
+    if padded or row_tokens > max_tokens:
+        raise ConfigurationError(
+            f"row_tokens={row_tokens} needs padded=False, and max_tokens from {row_tokens}: rows are of packed samples,"
+            f" and a batch has at least one. Here padded={padded} and max_tokens={max_tokens}."
+        )
+    if allow_longer:
+        raise ConfigurationError("allow_longer=True has no use with row_tokens: such a sample fits into no row.")
 
 
 def _checked(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
@@ -187,26 +257,41 @@ def _checked(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
     Raises:
         ConfigurationError: If they are no lengths.
     """
-    wrong = "lengths is a sequence with the number of tokens of each sample, not"
+    wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
     try:
         tensor = torch.as_tensor(lengths)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{wrong} a {type(lengths).__name__}: {error}.") from error
-    if tensor.ndim != 1 or not len(tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        kind = type(lengths).__name__
-        raise ConfigurationError(f"{wrong} a {kind} of shape {list(tensor.shape)} and type {tensor.dtype}.")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"{wrong}: {error}.") from error
+    # Booleans are no whole numbers.
+    is_whole = tensor.dtype != torch.bool
+    if tensor.is_floating_point() or tensor.is_complex():
+        is_whole = False
+    if tensor.ndim != 1 or not len(tensor) or not is_whole:
+        raise ConfigurationError(f"{wrong} of shape {list(tensor.shape)} and type {tensor.dtype}.")
     tensor = tensor.to("cpu", torch.int64)
     index = int(tensor.argmin())
-    if tensor[index] < 1:
-        raise ConfigurationError(f"Sample {index} has {int(tensor[index])} tokens. Leave such samples out.")
-    return (tensor + multiple - 1) // multiple * multiple
+    shortest = int(tensor[index])
+    if shortest < 1:
+        raise ConfigurationError(f"Sample {index} has {shortest} tokens. Leave such samples out.")
+    # Divide and round up.
+    multiples = (tensor + multiple - 1) // multiple
+    return multiples * multiple
 
 
-def _rounded_up(lengths: Tensor, spread: float, limit: int) -> Tensor:
+def _rounded_up(
+    lengths: Tensor,
+    spread: float,
+    limit: int,
+) -> Tensor:
     """Return for each length the longest one that differs from it by a share at most, in bands of lengths."""
-    bands = (lengths.double().log() / math.log1p(spread)).long()
-    longest = torch.zeros(int(bands.max()) + 1, dtype=torch.int64)
-    longest.scatter_reduce_(0, bands, lengths, "amax")
-    # A sample that fits must not be counted as one that does not.
-    rounded = longest[bands]
-    return torch.where(lengths <= limit, rounded.clamp(max=limit), rounded)
+    # 1. The longest one of each band. With a small share there are more bands than memory would hold.
+    ratios = lengths.double().log() / math.log1p(spread)
+    bands: list[float] = ratios.floor().tolist()
+    longest: dict[float, int] = {}
+    for band, length in zip(bands, lengths.tolist(), strict=True):
+        longest[band] = max(length, longest.get(band, 0))
+
+    # 2. A sample that fits must not be counted as one that does not.
+    rounded = torch.tensor([longest[band] for band in bands])
+    within = rounded.clamp(max=limit)
+    return torch.where(lengths <= limit, within, rounded)

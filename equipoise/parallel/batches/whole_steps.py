@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from equipoise.errors import ConfigurationError
+
 __all__ = ["AgreedOrder", "Deal", "DealtSteps", "WholeSteps", "deal_of"]
 
 # Returns the samples of each process, from the batches of a step and the number of processes.
@@ -91,9 +93,15 @@ class DealtSteps(WholeSteps):
         self.processes = count
 
     def _step(self, batches: list[list[Any]]) -> list[Any]:
-        if len(batches) != self.processes:
-            batches = self._divide(batches, self.processes)
-        return batches[self.rank]
+        if len(batches) == self.processes:
+            return batches[self.rank]
+        parts = self._divide(batches, self.processes)
+        if len(parts) != self.processes:
+            raise ConfigurationError(
+                f"`deal_step` returned {len(parts)} lists of samples for {self.processes} processes, each of which"
+                " needs one; an empty list is no batch."
+            )
+        return parts[self.rank]
 
 
 class AgreedOrder(Sampler[Any]):

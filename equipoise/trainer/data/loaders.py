@@ -359,6 +359,10 @@ class Loaders:
             loader = with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
+        # A batch sampler may know whether it belongs to the data set.
+        check = getattr(getattr(loader, "batch_sampler", None), "check_dataset", None)
+        if check is not None:
+            check(loader.dataset)
         seed_workers(loader, rank)
         separate_workers(loader, rank)
         return loader

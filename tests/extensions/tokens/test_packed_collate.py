@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,17 @@ def test_rows_of_a_sampler_keep_its_budget(seed: int) -> None:
     assert sorted(read) == list(range(300))
 
 
+def test_types_of_tokens() -> None:
+    """Files of tokens hold short whole numbers, and -100 is none of them."""
+    samples = [{"input_ids": numpy.array([1, 60000], numpy.uint16), "labels": numpy.array([1, 2], numpy.uint8)}]
+    samples.append({"input_ids": numpy.array([], numpy.uint16), "labels": numpy.array([], numpy.uint8)})
+    batch = PackedCollate(attention="positions")(samples)
+    assert batch["input_ids"].tolist() == [[1, 60000]]
+    assert batch["labels"].tolist() == [[-100, 2]]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert PackedCollate(causal=False)([{"input_ids": [1], "labels": [0.5]}])["labels"].tolist() == [[0.5]]
+
+
 def test_both_directions() -> None:
     """Without `causal` a token attends to all of its sequence, and labels stay."""
     batch = PackedCollate(causal=False, attention="boolean")(
@@ -140,6 +152,8 @@ def test_flex_attention_with_documents() -> None:
         (lambda: PackedCollate(0), None, "max_tokens is a whole number from 1, or None"),
         (lambda: PackedCollate(2), [[1, 2, 3]], "A sequence of 3 tokens does not fit into a row of 2"),
         (PackedCollate, [{"input_ids": [1, 2], "label": 1}], "'label' has the shape []"),
+        (PackedCollate, [{"tokens": [1, 2]}], "needs 'input_ids' in each sample, but one has 'tokens'"),
+        (PackedCollate, [{"input_ids": [1], "kind": [2]}, {"input_ids": [3]}], "has 'input_ids', 'kind', 'labels', an"),
     ],
 )
 def test_what_is_refused(make: Any, samples: Any, text: str) -> None:

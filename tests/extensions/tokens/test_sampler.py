@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import numpy
 import pytest
 import torch
@@ -15,6 +16,7 @@ from equipoise import ConfigurationError, TokenBatchSampler
 from equipoise.extensions.tokens.grouping import group_by_sum
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.strategies.distributed.loaders import share_loader
+from tests.support.trainer_runs import trainer
 
 WORDS = 50
 
@@ -25,6 +27,19 @@ def lengths_of(seed: int) -> tuple[list[int], int]:
     longest = draw.choice([1, 5, 60, 300])
     lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 300))]
     return lengths, max(lengths) * draw.randint(1, 12)
+
+
+class Nothing(L.LightningModule):
+    """A module that must not come to its steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
 
 def tokens(lengths: list[int], seed: int = 0) -> list[Tensor]:
@@ -112,6 +127,41 @@ def test_other_limits() -> None:
     assert list(TokenBatchSampler(numpy.array([1, 5, 3]), 5, shuffle=False)) == [[1], [2], [0]]
 
 
+def test_a_tiny_spread() -> None:
+    """Equal lengths alone change places, and there are more bands of lengths than memory would hold."""
+    lengths = [random.Random(1).randint(1, 9) for _ in range(50)]
+    drawn = [flat(TokenBatchSampler(lengths, 20, spread=spread)) for spread in (1e-9, 1e-300)]
+    assert sorted(drawn[0]) == sorted(drawn[1]) == list(range(50))
+    sizes = [[lengths[index] for index in batch] for batch in TokenBatchSampler(lengths, 20, spread=1e-9)]
+    exact = [[lengths[index] for index in batch] for batch in TokenBatchSampler(lengths, 20, shuffle=False)]
+    assert sorted(sizes) == sorted(exact)
+
+
+@pytest.mark.filterwarnings("ignore:Nothing has a `validation_step`")
+@pytest.mark.parametrize("count", [2, 4])
+def test_lengths_of_other_data(count: int) -> None:
+    data = [torch.ones(2, dtype=torch.int64)] * count
+    loader = DataLoader(data, batch_sampler=TokenBatchSampler([2, 2, 2], 4), collate_fn=padded)
+    for method in ("fit", "validate"):
+        with pytest.raises(ConfigurationError, match=f"lengths of 3 samples, but the data set .* has {count}"):
+            getattr(trainer(max_epochs=1), method)(Nothing(), loader)
+
+
+def test_a_data_set_without_a_length() -> None:
+    TokenBatchSampler([2, 2], 4).check_dataset(iter([]))
+
+
+def test_a_wrong_deal_is_refused() -> None:
+    class Wrong(TokenBatchSampler):
+        def deal_step(self, batches: Any, count: int) -> list[list[int]]:
+            return list(batches)
+
+    loader = DataLoader(tokens([2] * 3), batch_sampler=Wrong([2] * 3, 2), collate_fn=padded)
+    part = share_loader(loader, 0, 2, 0, training=True)
+    with pytest.raises(ConfigurationError, match="`deal_step` returned 1 lists of samples for 2 processes"):
+        list(part)
+
+
 @pytest.mark.parametrize(
     ("lengths", "options", "text"),
     [
@@ -120,7 +170,12 @@ def test_other_limits() -> None:
         ([], {}, "a list of shape [0]"),
         ([[1, 2], [3]], {}, "lengths is a sequence with the number of tokens of each sample, not a list"),
         (torch.rand(3), {}, "not a Tensor of shape [3] and type torch.float32"),
+        ([3, 2.5], {}, "not a list of shape [2] and type torch.float32"),
+        ([3, None], {}, "not a list: Could not infer dtype of NoneType"),
+        (None, {}, "not a NoneType: Could not infer dtype"),
+        (torch.tensor([1j]), {}, "not a Tensor of shape [1] and type torch.complex64"),
         ([3, 5], {"padded": False, "row_tokens": 4}, "Sample 1 has 5 tokens, more than row_tokens=4"),
+        ([1], {"padded": False, "row_tokens": 4, "allow_longer": True}, "allow_longer=True has no use with row_tokens"),
         ([1], {"row_tokens": 4}, "row_tokens=4 needs padded=False, and max_tokens from 4"),
         ([1], {"spread": -1}, "spread is a share from 0"),
         ([1], {"max_samples": 0}, "max_samples is a whole number from 1, or None"),

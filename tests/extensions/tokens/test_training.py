@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from equipoise import BalancedDataParallelStrategy, FSDPStrategy, OOMRecovery, TokenBatchSampler, WorkerError
+from equipoise import (
+    BalancedDataParallelStrategy,
+    FSDPStrategy,
+    OOMRecovery,
+    PipelineStrategy,
+    TokenBatchSampler,
+    WorkerError,
+)
 from tests.conftest import ignoring
 from tests.extensions.tokens.test_sampler import mean_loss, model, padded, tokens
 from tests.support.trainer_runs import trainer
@@ -84,6 +91,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 2": (2, {"strategy": FSDPStrategy(), "devices": 2}),
     "balanced": (2, {"strategy": BalancedDataParallelStrategy(), "devices": 3, "accumulate_grad_batches": 2}),
     "dp": (1, {"strategy": "dp", "devices": 2}),
+    "pipeline": (2, {"strategy": PipelineStrategy(), "devices": 2, "accumulate_grad_batches": 2}),
 }
 
 
@@ -157,7 +165,14 @@ class Kills(L.Callback):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ddp 2", "ddp 2"), ("ddp 2", "ddp 3"), ("ddp 3", "ddp 2"), ("ddp 2", "alone"), ("alone", "ddp 2")],
+    [
+        ("alone", "alone"),
+        ("ddp 2", "ddp 2"),
+        ("ddp 2", "ddp 3"),
+        ("ddp 3", "ddp 2"),
+        ("ddp 2", "alone"),
+        ("alone", "ddp 2"),
+    ],
 )
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_killed_runs_continue(before: str, after: str, epoch: int, tmp_path: Path) -> None:
