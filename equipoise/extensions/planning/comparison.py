@@ -224,6 +224,7 @@ def recommend(
     batch_size: int,
     accumulated: Sequence[StrategyPlan] = (),
     accumulate_grad_batches: int = 1,
+    budget: int | None = None,
 ) -> Recommendation:
     """Return the simplest strategy that fits, with its reason.
 
@@ -234,13 +235,19 @@ def recommend(
         accumulated: The strategies with accumulated batches, if `plans` are without: gradients live longer then.
             Default: `plans` are with them, or nothing is accumulated where no strategy fits.
         accumulate_grad_batches: Batches of an accumulation window in `plans`. Default: 1.
+        budget: Tokens of a batch, if the largest batches of the strategies are numbers of tokens. Default: None, they
+            are numbers of samples.
     """
+    batch = f"a batch of {batch_size}"
+    if budget is not None:
+        batch_size = budget
+        batch = f"a batch of {budget} tokens"
     # 1. The first one that fits.
     for plan in from_simplest(plans, devices):
         if plan.fits:
             room = format_bytes(plan.fullest.room)
             reason = (
-                f"it is the simplest strategy on {_count(len(devices))} with which a batch of {batch_size} fits; its"
+                f"it is the simplest strategy on {_count(len(devices))} with which {batch} fits; its"
                 f" fullest device has room for {room} more"
             )
             return Recommendation(strategy=plan.strategy, reason=reason, overrides=[f"strategy={plan.strategy}"])
@@ -254,13 +261,18 @@ def recommend(
     # Rounded up, so that the step is no smaller.
     batches = -(-batch_size // largest.largest_batch)
     smaller = -(-batch_size // batches)
+    key = "batch_size"
+    if budget is not None:
+        # A budget that fits has room for the longest sample. A smaller one may have none.
+        smaller = largest.largest_batch
+        key = "max_tokens"
     reason = (
-        f"no strategy fits with a batch of {batch_size}; {batches} batches of {smaller}, whose gradients are"
-        " accumulated, make the same step"
+        f"no strategy fits with {batch}; {batches} batches of {smaller}, whose gradients are accumulated, make the same"
+        " step"
     )
     overrides = [
         f"strategy={largest.strategy}",
-        f"data.batch_size={smaller}",
+        f"data.{key}={smaller}",
         f"trainer.accumulate_grad_batches={batches * accumulate_grad_batches}",
     ]
     return Recommendation(strategy=largest.strategy, reason=reason, overrides=overrides)

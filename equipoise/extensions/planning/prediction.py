@@ -14,6 +14,7 @@ from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
+from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import CallError, call_bounded
@@ -45,7 +46,8 @@ def predict_memory(
 
     Args:
         module: A `LightningModule`.
-        data: A batch, or a loader of which the first batch is taken.
+        data: A batch, or a loader of which the first batch is taken. A batch sampler of tokens names that with the
+            longest samples instead.
         optimizer: Returns the optimiser of the parameters, as a class does: `torch.optim.AdamW`. Default: the optimiser
             of `configure_optimizers`.
         precision: The precision; see `Trainer`. Default: "32-true".
@@ -133,12 +135,12 @@ def _untraceable(reason: str, error: CallError) -> str:
 
 
 def _first_batch(data: Any) -> Any:
-    """Return a batch, or the first one of a loader."""
+    """Return a batch, or one of a loader."""
     if isinstance(data, (Tensor, str)) or items_of(data) is not None:
         return data
     if not isinstance(data, (Iterable, Iterator)):
         return data
-    # The rest of the loader is not read.
-    for batch in data:
-        return batch
-    raise ConfigurationError("A plan needs one batch, but the loader is empty.")
+    batches = planned_batches(data).batches
+    if not batches:
+        raise ConfigurationError("A plan needs one batch, but the loader is empty.")
+    return batches[0]

@@ -205,8 +205,30 @@ class TokenBatchSampler(Sampler[list[int]]):
             parts.append(largest[middle:])
         return parts
 
+    def planned_batches(self) -> list[tuple[list[int], int | None]]:
+        """Return batches for which the memory of a step is planned. `equipoise plan` calls this.
+
+        Returns:
+            The samples of a batch and the tokens of one of its rows; these are None where a batch is one row. Padded
+            batches need the most memory at one of two ends: with the longest samples, or with the most.
+        """
+        order = self._counted_lengths.argsort(stable=True, descending=True)
+        batches = list(_batches(order.tolist(), self._groups))
+        if not self.padded:
+            fullest = max(batches, key=self._tokens_of)
+            return [(fullest, self.row_tokens)]
+        with_longest = batches[0]
+        with_most = max(batches, key=len)
+        return [
+            (with_longest, self._longest_of(with_longest)),
+            (with_most, self._longest_of(with_most)),
+        ]
+
     def _longest_of(self, batch: list[int]) -> int:
         return int(self._lengths[batch].max())
+
+    def _tokens_of(self, batch: list[int]) -> int:
+        return int(self._lengths[batch].sum())
 
     def _joined(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
         """Return the batches joined to fewer, neighbours by their longest samples."""

@@ -14,6 +14,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.interop.lightning.loaders import combine
 from equipoise.trainer.runtime.request import Request
 
@@ -25,7 +26,7 @@ _IN_ONE_PROCESS = {"num_workers": 0, "timeout": 0, "pin_memory": False}
 
 
 def read_first_batch(request: Request, trainer: Any, seconds: float = _SECONDS) -> Any:
-    """Return the first batch of the training loader, on the CPU.
+    """Return the first batch of the training loader, or that which its batch sampler names for plans, on the CPU.
 
     A copy of this process calls `setup` and `train_dataloader`, and reads. Loaders, samplers, files and random numbers
     of this process stay as they are. `prepare_data` is not called: it writes files, which a copy shares.
@@ -125,7 +126,7 @@ def _read(request: Request, trainer: Any) -> Any:
             for name, value in _IN_ONE_PROCESS.items():
                 setattr(loader, name, value)
     if combined.iterables is combined.flattened[0]:
-        batch = next(iter(combined.flattened[0]))
+        batch = planned_batches(combined.flattened[0]).batches[0]
     else:
         batch, _, _ = next(iter(combined))
     return move_data_to_device(batch, "cpu")

@@ -10,7 +10,7 @@ from torch import nn
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.candidates.candidate import Attempt, batch_size_of
-from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
+from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import describe_devices
@@ -34,7 +34,7 @@ def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt], folder
     torch.set_num_threads(1)
     # 1. The step, traced once.
     devices = describe_devices(attempts[-1].devices)
-    example = first_batch(values)
+    example, *_ = batches_of(values).batches
     settings = settings_of(values["trainer"], devices)
     prediction, module = predict_configured(values, example, settings)
 

@@ -13,13 +13,14 @@ from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
+from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches, planned_batches
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 
-__all__ = ["first_batch", "predict_configured", "settings_of"]
+__all__ = ["batches_of", "predict_configured", "settings_of"]
 
 
-def first_batch(values: Mapping[str, Any]) -> Any:
-    """Return the first batch of the training loader.
+def batches_of(values: Mapping[str, Any]) -> PlannedBatches:
+    """Return the batches of the training loader for which a step is planned.
 
     Args:
         values: The configuration.
@@ -32,9 +33,10 @@ def first_batch(values: Mapping[str, Any]) -> Any:
     data = build(values["data"], "data")
     data.prepare_data()
     data.setup("fit")
-    for batch in data.train_dataloader():
-        return batch
-    raise ConfigurationError("A prediction reads one batch of the data, but the training loader is empty.")
+    planned = planned_batches(data.train_dataloader())
+    if not planned.batches:
+        raise ConfigurationError("A prediction reads one batch of the data, but the training loader is empty.")
+    return planned
 
 
 def settings_of(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:

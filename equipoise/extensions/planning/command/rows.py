@@ -19,8 +19,11 @@ _NO_LIMIT = 2**24
 
 def caption_of(plan: Mapping[str, Any]) -> str:
     """Return the line below the table."""
+    size = f"{plan['batch_size']} samples"
+    if plan["budget"]:
+        size = f"{plan['budget']} tokens"
     return (
-        f"A batch of {plan['batch_size']} samples; a step {plan['method']}. usable: without the context of a process"
+        f"A batch of {size}; a step {plan['method']}. usable: without the context of a process"
         " and 5% for gaps on GPUs, not confirmed on one."
     )
 
@@ -34,13 +37,15 @@ def rows_of(plan: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for entry in plan["strategies"]:
         for index, device in enumerate(entry["devices"]):
-            rows.append(_cells(entry, device, is_first=index == 0))
+            rows.append(_cells(plan, entry, device, is_first=index == 0))
         if not entry["devices"]:
             rows.append([entry["strategy"], "-", "", "-", "", "", "", ""])
     return rows
 
 
-def _cells(entry: Mapping[str, Any], device: Mapping[str, Any], *, is_first: bool) -> list[str]:
+def _cells(
+    plan: Mapping[str, Any], entry: Mapping[str, Any], device: Mapping[str, Any], *, is_first: bool
+) -> list[str]:
     peak = device["peak"]
     parts = []
     for part, nbytes in list(peak["parts"].items())[:_MOST_PARTS]:
@@ -55,7 +60,7 @@ def _cells(entry: Mapping[str, Any], device: Mapping[str, Any], *, is_first: boo
         format_bytes(peak["nbytes"]),
         format_bytes(device["usable"]),
         room,
-        _largest(entry),
+        _largest(plan, entry),
         f"{peak['phase']}: {', '.join(parts)}",
     ]
     if not is_first:
@@ -65,13 +70,15 @@ def _cells(entry: Mapping[str, Any], device: Mapping[str, Any], *, is_first: boo
     return cells
 
 
-def _largest(entry: Mapping[str, Any]) -> str:
+def _largest(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
     largest = entry["largest_batch"]
     if not largest:
         return "none"
     text = format_count(largest)
     if largest >= _NO_LIMIT:
         text = "any"
+    elif plan["budget"]:
+        text = f"{largest} tokens"
     if entry["batches"] > 1:
         # Each process has a batch of its own.
         text = f"{entry['batches']} x {text}"
@@ -123,7 +130,7 @@ def alternatives_of(plan: Mapping[str, Any]) -> list[str]:
             if not entry["devices"]:
                 continue
             peak = max(device["peak"]["nbytes"] for device in entry["devices"])
-            verdict = f"largest batch {_largest(entry)}"
+            verdict = f"largest batch {_largest(plan, entry)}"
             if entry["fits"]:
                 verdict = "fits"
             results.append(f"{entry['strategy']} {format_bytes(peak)} ({verdict})")

@@ -12,12 +12,14 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
-from equipoise.extensions.planning.command.configured_step import first_batch, predict_configured, settings_of
+from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
+from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
 from equipoise.extensions.planning.tracing.batches import size_of_batch
+from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches
 from equipoise.strategies import Strategy
 from equipoise.strategies.by_name import make_strategy, strategy_names
 
@@ -41,23 +43,31 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     torch.set_num_threads(1)
     # 1. A batch, and the settings.
     seed_everything(values["seed"] or 0, workers=True, verbose=False)
-    example = first_batch(values)
-    batch_size = size_of_batch(example)
+    planned = batches_of(values)
+    batch_size = size_of_batch(planned.batches[0])
     settings = settings_of(values["trainer"], devices)
     strategies = _strategies(values["strategy"])
 
+    def steps_with(changed: StepSettings) -> list[tuple[MemoryPrediction, nn.Module]]:
+        return [predict_configured(values, batch, changed) for batch in planned.batches]
+
+    def plans_of(steps: Sequence[tuple[MemoryPrediction, nn.Module]]) -> list[list[StrategyPlan]]:
+        return [plan_strategies(prediction, module, strategies, devices) for prediction, module in steps]
+
     def plans_with(changed: StepSettings) -> list[StrategyPlan]:
-        prediction, module = predict_configured(values, example, changed)
-        return plan_strategies(prediction, module, strategies, devices)
+        return _plans(planned, plans_of(steps_with(changed)))
 
     # 2. The plans.
-    prediction, module = predict_configured(values, example, settings)
-    plans = plan_strategies(prediction, module, strategies, devices)
+    steps = steps_with(settings)
+    prediction, module = steps[0]
+    plans_of_batches = plans_of(steps)
+    plans = _plans(planned, plans_of_batches)
     result = {
         "title": type(module).__name__,
         "batch_size": batch_size,
+        "budget": planned.budget,
         "method": prediction.method,
-        "notes": [*prediction.notes, *_notes(values["trainer"])],
+        "notes": [*prediction.notes, *_notes(values["trainer"], planned)],
         "strategies": [plain_plan(plan) for plan in plans],
         "alternatives": [],
         "curves": {},
@@ -69,13 +79,29 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
         if settings.accumulate_grad_batches == 1:
             accumulated = plans_with(replace(settings, accumulate_grad_batches=2))
         result["alternatives"] = _alternatives(plans_with, settings, module)
-    advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches)
+    advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches, planned.budget)
     result["recommendation"] = asdict(_with_known_keys(advice, values))
 
     # 4. What the picture needs.
     if with_curves:
-        result["curves"] = _curves(plans, batch_size)
+        result["curves"] = _curves(plans_of_batches[0], batch_size)
     return result
+
+
+def _plans(planned: PlannedBatches, plans_of_batches: Sequence[Sequence[StrategyPlan]]) -> list[StrategyPlan]:
+    """Return the plan of each strategy with the batch that leaves the least room.
+
+    With a budget of tokens, the largest batch is a number of tokens.
+    """
+    if not planned.row_tokens:
+        return list(plans_of_batches[0])
+    plans = []
+    for of_strategy in zip(*plans_of_batches, strict=True):
+        refused = [each for each in of_strategy if each.reason is not None]
+        plan = refused[0] if refused else min(of_strategy, key=lambda each: each.fullest.room)
+        largest = planned.largest_budget([each.largest_batch for each in of_strategy])
+        plans.append(replace(plan, largest_batch=largest))
+    return plans
 
 
 def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recommendation:
@@ -106,8 +132,13 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
     return curves
 
 
-def _notes(trainer: Mapping[str, Any]) -> list[str]:
+def _notes(trainer: Mapping[str, Any], planned: PlannedBatches) -> list[str]:
     notes = []
+    if planned.row_tokens:
+        notes.append(
+            "Batches have a budget of tokens: planned are that with the longest samples and that with the most. The one"
+            " that leaves less room is shown."
+        )
     for name in NOT_PREDICTED:
         if trainer.get(name):
             notes.append(f"trainer.{name} is not part of the prediction.")

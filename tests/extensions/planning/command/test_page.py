@@ -23,6 +23,7 @@ def entry(strategy: str, **values: Any) -> dict[str, Any]:
 PLAN: dict[str, Any] = {
     "title": "Net <b>",
     "batch_size": 64,
+    "budget": None,
     "method": "traced",
     "notes": [],
     "strategies": [
