@@ -262,13 +262,14 @@ def recommend(
     batches = -(-batch_size // largest.largest_batch)
     smaller = -(-batch_size // batches)
     key = "batch_size"
+    step = "the same step"
     if budget is not None:
         # A budget that fits has room for the longest sample. A smaller one may have none.
         smaller = largest.largest_batch
         key = "max_tokens"
+        step = "a step of as many or more"
     reason = (
-        f"no strategy fits with {batch}; {batches} batches of {smaller}, whose gradients are accumulated, make the same"
-        " step"
+        f"no strategy fits with {batch}; {batches} batches of {smaller}, whose gradients are accumulated, make {step}"
     )
     overrides = [
         f"strategy={largest.strategy}",

@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.tokens.grouping import group_by_longest, group_by_sum, join_rows
+from equipoise.extensions.tokens.lengths import checked_lengths, rounded_up
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.validation import check_whole, is_number
 
@@ -86,7 +87,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.max_samples = max_samples
         self.epoch = 0
-        self._lengths = _checked(lengths, pad_to_multiple_of)
+        self._lengths = checked_lengths(lengths, pad_to_multiple_of)
         self._longest = max_tokens
         if row_tokens is not None:
             self._longest = row_tokens
@@ -95,7 +96,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         # A sample counts as long as the longest one that it may change places with.
         self._counted_lengths = self._lengths
         if shuffle and spread:
-            self._counted_lengths = _rounded_up(self._lengths, spread, self._longest)
+            self._counted_lengths = rounded_up(self._lengths, spread, self._longest)
 
     def _refuse_longer(self) -> None:
         is_longer = self._lengths > self._longest
@@ -271,49 +272,3 @@ def _check_rows(
         )
     if allow_longer:
         raise ConfigurationError("allow_longer=True has no use with row_tokens: such a sample fits into no row.")
-
-
-def _checked(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
-    """Return the lengths as a tensor, rounded up to a multiple.
-
-    Raises:
-        ConfigurationError: If they are no lengths.
-    """
-    wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
-    try:
-        tensor = torch.as_tensor(lengths)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"{wrong}: {error}.") from error
-    # Booleans are no whole numbers.
-    is_whole = tensor.dtype != torch.bool
-    if tensor.is_floating_point() or tensor.is_complex():
-        is_whole = False
-    if tensor.ndim != 1 or not len(tensor) or not is_whole:
-        raise ConfigurationError(f"{wrong} of shape {list(tensor.shape)} and type {tensor.dtype}.")
-    tensor = tensor.to("cpu", torch.int64)
-    index = int(tensor.argmin())
-    shortest = int(tensor[index])
-    if shortest < 1:
-        raise ConfigurationError(f"Sample {index} has {shortest} tokens. Leave such samples out.")
-    # Divide and round up.
-    multiples = (tensor + multiple - 1) // multiple
-    return multiples * multiple
-
-
-def _rounded_up(
-    lengths: Tensor,
-    spread: float,
-    limit: int,
-) -> Tensor:
-    """Return for each length the longest one that differs from it by a share at most, in bands of lengths."""
-    # 1. The longest one of each band. With a small share there are more bands than memory would hold.
-    ratios = lengths.double().log() / math.log1p(spread)
-    bands: list[float] = ratios.floor().tolist()
-    longest: dict[float, int] = {}
-    for band, length in zip(bands, lengths.tolist(), strict=True):
-        longest[band] = max(length, longest.get(band, 0))
-
-    # 2. A sample that fits must not be counted as one that does not.
-    rounded = torch.tensor([longest[band] for band in bands])
-    within = rounded.clamp(max=limit)
-    return torch.where(lengths <= limit, within, rounded)

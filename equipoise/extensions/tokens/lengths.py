@@ -1,0 +1,71 @@
+"""Lengths of samples: checked, and rounded so that similar ones count as equal."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["checked_lengths", "rounded_up"]
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
+    """Return lengths as a tensor, rounded up to a multiple.
+
+    Args:
+        lengths: What the user gave.
+        multiple: The multiple, from 1.
+
+    Raises:
+        ConfigurationError: If they are no lengths.
+    """
+    wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
+    try:
+        tensor = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"{wrong}: {error}.") from error
+    # Booleans are no whole numbers.
+    is_whole = tensor.dtype != torch.bool
+    if tensor.is_floating_point() or tensor.is_complex():
+        is_whole = False
+    if tensor.ndim != 1 or not len(tensor) or not is_whole:
+        raise ConfigurationError(f"{wrong} of shape {list(tensor.shape)} and type {tensor.dtype}.")
+    tensor = tensor.to("cpu", torch.int64)
+    index = int(tensor.argmin())
+    shortest = int(tensor[index])
+    if shortest < 1:
+        raise ConfigurationError(f"Sample {index} has {shortest} tokens. Leave such samples out.")
+    # Divide and round up.
+    multiples = (tensor + multiple - 1) // multiple
+    return multiples * multiple
+
+
+def rounded_up(
+    lengths: Tensor,
+    spread: float,
+    limit: int,
+) -> Tensor:
+    """Return for each length the longest one that differs from it by a share at most, in bands of lengths.
+
+    Args:
+        lengths: The lengths.
+        spread: The share, above 0.
+        limit: Lengths up to this one are rounded to it at most.
+
+    Example:
+        >>> rounded_up(torch.tensor([11, 12, 20]), spread=0.2, limit=100)
+        tensor([12, 12, 20])
+    """
+    # 1. The longest one of each band. With a small share there are more bands than memory would hold.
+    ratios = lengths.double().log() / math.log1p(spread)
+    bands: list[float] = ratios.floor().tolist()
+    longest: dict[float, int] = {}
+    for band, length in zip(bands, lengths.tolist(), strict=True):
+        longest[band] = max(length, longest.get(band, 0))
+
+    # 2. A sample that fits must not be counted as one that does not.
+    rounded = torch.tensor([longest[band] for band in bands])
+    within = rounded.clamp(max=limit)
+    return torch.where(lengths <= limit, within, rounded)
