@@ -97,10 +97,13 @@ def _plans(planned: PlannedBatches, plans_of_batches: Sequence[Sequence[Strategy
         return list(plans_of_batches[0])
     plans = []
     for of_strategy in zip(*plans_of_batches, strict=True):
-        refused = [each for each in of_strategy if each.reason is not None]
-        plan = refused[0] if refused else min(of_strategy, key=lambda each: each.fullest.room)
-        largest = planned.largest_budget([each.largest_batch for each in of_strategy])
-        plans.append(replace(plan, largest_batch=largest))
+        largest = planned.largest_budget([plan.largest_batch for plan in of_strategy])
+        refused = [plan for plan in of_strategy if plan.reason is not None]
+        if refused:
+            tightest = refused[0]
+        else:
+            tightest = min(of_strategy, key=lambda plan: plan.fullest.room)
+        plans.append(replace(tightest, largest_batch=largest))
     return plans
 
 
