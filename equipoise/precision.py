@@ -109,6 +109,11 @@ class Precision:
             self.convert_input = partial(_cast_input, dtype=dtype)
             self.forward_context = _DefaultDtype(dtype)
 
+    @property
+    def widens(self) -> bool:
+        """Whether the conversion of a module rounds no value: that to float64."""
+        return self._dtype is torch.float64
+
     def convert_module(self, module: nn.Module) -> None:
         """Convert floating parameters and buffers in place; nothing for 32-true and the mixed precisions.
 
@@ -124,7 +129,7 @@ class Precision:
         _release_norms(module)
         if self._dtype is None:
             return
-        if self._dtype is torch.float64:
+        if self.widens:
             # As in Lightning: `to` would convert the states of metrics, too.
             module.double()
             return

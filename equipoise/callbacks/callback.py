@@ -59,6 +59,9 @@ class Callback(_LightningCallback):
         fires_without_batch: Call `on_train_batch_end` also in a process that has no batch in a step while other
             processes have one, with `{}` for outputs and None for the batch. Needed by callbacks that exchange values
             between processes there. Default: False.
+        copies_weights: Whether the callback copies the module when it is set up, and changes the copy in
+            `on_train_batch_end` and other hooks. In several processes these hooks are then called in all of them; where
+            the module is in shards, `setup` and the hooks of checkpoints come after it was placed. Default: False.
         uses_outputs: False if `on_train_batch_end` does not read `outputs`. If no callback reads them, they are not
             built, and the hook receives `{}`. Default: True.
 
@@ -71,6 +74,7 @@ class Callback(_LightningCallback):
     """
 
     fires_without_batch: bool = False
+    copies_weights: bool = False
     uses_outputs: bool = True
 
     def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:

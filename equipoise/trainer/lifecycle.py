@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.loggers import log_hyperparams
-from equipoise.interop.lightning.modules import forget_run
+from equipoise.interop.lightning.modules import as_configured, forget_run
 from equipoise.interop.lightning.self_log import unbind_log
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.device_work import empty_cache, on_device
@@ -173,10 +173,8 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 3. The module on its devices, and its optimisers.
     _place(context)
-    if checkpoint is not None and context.strategy.portable.is_sharded:
-        from equipoise.trainer.restoration import restore_weights
-
-        restore_weights(context, checkpoint)
+    if context.strategy.portable.is_sharded:
+        _continue_in_shards(context, checkpoint)
     if request.fitting:
         _configure_optimizers(context)
         context.hooks.call("on_fit_start")
@@ -243,6 +241,16 @@ def _place(context: RunContext) -> None:
         context.strategy.setup(context.module, context.precision)
     if state.sync_batchnorm:
         context.strategy.share_batch_statistics(context.module)
+
+
+def _continue_in_shards(context: RunContext, checkpoint: dict[str, Any] | None) -> None:
+    """Set up the callbacks that copy weights, and load the checkpoint, both of which waited for the shards."""
+    with as_configured(context.module):
+        context.hooks.call_callbacks("setup", stage=context.state.status.fn, copying=True)
+    if checkpoint is not None:
+        from equipoise.trainer.restoration import restore_in_shards
+
+        restore_in_shards(context, checkpoint)
 
 
 def _configure_optimizers(context: RunContext) -> None:

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.interop.lightning.callbacks import files_written_after, kept_files, load_saving_states
+from equipoise.interop.lightning.callbacks import (
+    copies_weights,
+    files_written_after,
+    kept_files,
+    load_saving_states,
+)
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
@@ -21,7 +26,7 @@ from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
-__all__ = ["check_fits", "restore_modules_and_callbacks", "restore_training_state", "restore_weights"]
+__all__ = ["check_fits", "restore_in_shards", "restore_modules_and_callbacks", "restore_training_state"]
 
 # Number of keys of each kind that an error lists.
 _MOST_KEYS = 6
@@ -39,9 +44,10 @@ _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
 def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
     """Load module, data module and callbacks, before the module is placed.
 
-    The weights come later, by `restore_weights`, if the strategy places them first.
+    If the strategy shards the module, its weights and the callbacks that copy them follow by `restore_in_shards`.
     """
     hooks = context.hooks
+    is_sharded = context.strategy.portable.is_sharded
     _let_module_mend(context, checkpoint)
     # The callbacks' hooks below may read the weights, too.
     present = context.module.state_dict()
@@ -50,8 +56,8 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
             checkpoint[key] = with_present_names(checkpoint[key], present)
 
     # 1. The module.
-    if not context.strategy.portable.is_sharded:
-        restore_weights(context, checkpoint)
+    if not is_sharded:
+        _restore_weights(context, checkpoint)
 
     # 2. The data module.
     datamodule = context.datamodule
@@ -62,12 +68,17 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
                 hooks.call_datamodule("load_state_dict", checkpoint[key])
 
     # 3. The callbacks.
-    states = checkpoint.get("callbacks")
-    if states is not None:
-        _restore_callbacks(context, checkpoint, {**states, **_monitors_here(context, checkpoint)})
+    _warn_of_absent_callbacks(context, checkpoint)
+    _restore_callbacks(context, checkpoint, copying=False if is_sharded else None)
 
 
-def restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
+def restore_in_shards(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    """Load the weights, and the callbacks that copy them, after the module was sharded."""
+    _restore_weights(context, checkpoint)
+    _restore_callbacks(context, checkpoint, copying=True)
+
+
+def _restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of the module."""
     module = context.module
     if module.strict_loading:
@@ -105,16 +116,25 @@ def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str,
     return states
 
 
-def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
-    callbacks = context.state.callbacks
-    absent = states.keys() - {state_key_of(callback) for callback in callbacks}
+def _warn_of_absent_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
+    states = checkpoint.get("callbacks") or {}
+    absent = states.keys() - {state_key_of(callback) for callback in context.state.callbacks}
     if absent:
         rank_zero_warn(
             f"The checkpoint holds states of callbacks that are missing: {sorted(map(str, absent))}. Add the"
             " callbacks to restore these states."
         )
-    context.hooks.call_callbacks("on_load_checkpoint", checkpoint)
-    for callback in callbacks:
+
+
+def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], *, copying: bool | None) -> None:
+    """Load the states of callbacks, all or a part of them; see `Hooks.bind_callbacks`."""
+    if checkpoint.get("callbacks") is None:
+        return
+    states = {**checkpoint["callbacks"], **_monitors_here(context, checkpoint)}
+    context.hooks.call_callbacks("on_load_checkpoint", checkpoint, copying=copying)
+    for callback in context.state.callbacks:
+        if copying is not None and copying != copies_weights(callback):
+            continue
         key = state_key_of(callback)
         callback_state = states.get(key)
         if callback_state:

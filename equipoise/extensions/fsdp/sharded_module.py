@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from equipoise.extensions.fsdp.root_switches import RootSwitches
 from equipoise.extensions.fsdp.state.gathering import whole
+from equipoise.extensions.fsdp.state.loaded_shards import take_shards
 from equipoise.extensions.fsdp.units import Unit
-from equipoise.interop.distributed.fully_sharded import begin_as_root, check_names, shards_and_wholes, unshard_by_hand
+from equipoise.interop.distributed.fully_sharded import (
+    begin_as_root,
+    check_names,
+    copy_in_shards,
+    shards_and_wholes,
+    unshard_by_hand,
+)
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 
@@ -27,7 +36,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _SWITCHES = ("toggle_optimizer", "untoggle_optimizer")
 # A method that the module has in a run alone: it returns what its argument returns.
 _OUTPUT = "_equipoise_output"
-_REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", _OUTPUT)
+_HALVES = (torch.float16, torch.bfloat16)
+_REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", "__deepcopy__", _OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,9 @@ class ShardedModule:
     The user's parameters stay the same objects: the module has others in a run, and gets its own back. Meanwhile they
     have their shape but no memory, and every value reads as NaN.
 
+    `copy.deepcopy` returns a module with copies of the shards, such as an average of the weights needs. It computes
+    nothing. Both load whole tensors, of which each process takes its part.
+
     Args:
         units: The units; the module itself is the last.
         sharding: How it is sharded.
@@ -59,6 +72,8 @@ class ShardedModule:
         module: The module.
         units: The units.
         switches: What the user's step switches.
+        copies: Copies of the module that still exist.
+        on_copied: Called with each new copy.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -69,6 +84,9 @@ class ShardedModule:
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
         self.switches = RootSwitches(self.module)
+        self.copies: WeakSet[nn.Module] = WeakSet()
+        self.on_copied: Callable[[nn.Module], None] = self.copies.add
+        self._loading_hook: RemovableHandle | None = None
         try:
             check_names(sharding.mesh)
             for unit in units:
@@ -77,6 +95,7 @@ class ShardedModule:
             self._wrap_steps()
             self._wrap_switches()
             self._wrap_backward()
+            self._wrap_copying_and_loading()
         except BaseException:
             self._put_back()
             raise
@@ -126,6 +145,43 @@ class ShardedModule:
             return backward(loss, *args, **kwargs)
 
         self.module.manual_backward = manual_backward  # type: ignore[assignment]
+
+    def _wrap_copying_and_loading(self) -> None:
+        """Let copies have shards, as torch refuses copies, and let states that are loaded be whole."""
+        vars(self.module)["__deepcopy__"] = self.copy
+
+        def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            self.free_gathered()
+            take_shards(module, state, prefix)
+
+        # A function is not copied with the module, as a method would be with this object.
+        self._loading_hook = self.module.register_load_state_dict_pre_hook(take_parts)
+
+    def copy(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module, with copies of the shards.
+
+        Args:
+            memo: What `copy.deepcopy` has copied already.
+        """
+        self.free_gathered()
+        attributes = vars(self.module)
+        replaced = {name: attributes.pop(name) for name in _REPLACED if name in attributes}
+        attributes.update(self._own_methods)
+        try:
+            copied = copy_in_shards(self._sharded, self.module, memo)
+        finally:
+            attributes.update(replaced)
+        if any(parameter.dtype in _HALVES for parameter in copied.parameters()):
+            # On one device, an average is made before the module is converted. In half precision it would stand still.
+            copied.float()
+        self.on_copied(copied)
+        return copied
+
+    def forget_copies(self, attributes: dict[str, Any]) -> None:
+        """Replace the modules among the attributes of an object that are or contain a copy by None."""
+        for name, value in attributes.items():
+            if isinstance(value, nn.Module) and any(part in self.copies for part in value.modules()):
+                attributes[name] = None
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step after which shards follow what it switches by hand."""
@@ -202,6 +258,8 @@ class ShardedModule:
         for name in _REPLACED:
             vars(self.module).pop(name, None)
         vars(self.module).update(self._own_methods)
+        if self._loading_hook is not None:
+            self._loading_hook.remove()
         unshard_by_hand(self._sharded, self._originals, self.module)
         self._sharded = []
 

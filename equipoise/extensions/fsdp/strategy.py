@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -78,6 +78,7 @@ class _Run(ProcessRun):
         recovery: States why no step can be repeated.
         by_hand: True if the module optimises by hand.
         groups: Further process groups, which are left at the end of a run that has not failed.
+        callbacks: The callbacks, which lose their copies of the module at the end.
         failed: True if the run ended with an error, after which processes exchange nothing.
     """
 
@@ -88,6 +89,7 @@ class _Run(ProcessRun):
     recovery: _ShardedRecovery
     by_hand: bool
     groups: ExitStack
+    callbacks: Sequence[Any]
     failed: bool = False
 
     def end(self, error: BaseException | None) -> None:
@@ -97,6 +99,8 @@ class _Run(ProcessRun):
     def close(self) -> None:
         """Complete the last checkpoint, and give the module its own parameters again, whole."""
         self.steps.close()
+        for callback in self.callbacks:
+            self.sharded.forget_copies(vars(callback))
         # Hooks and metrics are the user's again, even if writing or gathering fails.
         try:
             self._finish_saving()
@@ -238,11 +242,6 @@ class FSDPStrategy(ProcessStrategy):
                 " process writes its shards. Leave one of both out."
             )
         for callback in getattr(trainer, "callbacks", ()):
-            if isinstance(callback, WeightAveraging):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} copies whole weights, but under strategy='fsdp' each process has shards"
-                    " of them. Leave it out, or take strategy='ddp'."
-                )
             if isinstance(callback, OOMRecovery) and callback.policy != "raise":
                 raise ConfigurationError(
                     f"OOMRecovery(policy={callback.policy!r}): {_NOT_REPEATED} OOMRecovery(policy='raise') reports"
@@ -289,7 +288,7 @@ class FSDPStrategy(ProcessStrategy):
                 part.to(device)
         weight = OnHost(device) if reading_waits(device) else Apart(device)
         groups = ExitStack()
-        portable = ShardedState(module, self._group, self._folders(groups))
+        portable = ShardedState(sharded, self._group, self._folders(groups))
         steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
         return _Run(
             sharded=sharded,
@@ -299,6 +298,7 @@ class FSDPStrategy(ProcessStrategy):
             recovery=_ShardedRecovery(),
             by_hand=not automatic,
             groups=groups,
+            callbacks=list(getattr(getattr(module, "trainer", None), "callbacks", ())),
             restores=[synchronise_metrics(module)],
         )
 

@@ -3,6 +3,7 @@
 Without them strategy='fsdp' is refused when it is chosen.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from equipoise.interop.adapters import find
 from equipoise.interop.refusal import refusal
 
-__all__ = ["begin_as_root", "check_names", "shards_and_wholes", "unshard_by_hand", "unsharded_parameters"]
+__all__ = [
+    "begin_as_root",
+    "check_names",
+    "copy_in_shards",
+    "shards_and_wholes",
+    "unshard_by_hand",
+    "unsharded_parameters",
+]
 
 # Attributes that `fully_shard` sets in every module that it manages begin with one of these.
 _MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
@@ -128,21 +136,65 @@ def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Param
             _remove_hooks(group)
     states: Any = find("torch.distributed._composable_state._module_state_mapping")
     for unit in units:
-        # The class that `fully_shard` has made derives from FSDPModule and from the former class.
-        former_class = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
-        unit.__class__ = former_class
+        unit.__class__ = _former_class(unit)
         # Torch notes which modules have been sharded, also in a place beside them.
         states.pop(unit, None)
-    for part in root.modules():
-        attributes = vars(part)
-        for name in list(attributes):
-            if name.startswith(_MARKS):
-                del attributes[name]
+    _remove_marks(root)
     modules = dict(root.named_modules(remove_duplicate=False))
     for name, original in originals.items():
         owner, _, attribute = name.rpartition(".")
         # A recurrent layer keeps a second list of its parameters, which it updates here.
         setattr(modules[owner], attribute, original)
+
+
+def copy_in_shards(units: Sequence[nn.Module], root: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module in shards, whose parameters are copies of the shards. It gathers and computes nothing.
+
+    Torch refuses to copy a unit, and would refuse to copy what it keeps of one.
+
+    Args:
+        units: The modules to which `fully_shard` was applied.
+        root: The module that contains all of them.
+        memo: What `copy.deepcopy` has copied already.
+    """
+    # 1. What torch keeps of a unit stands for itself, and each shard is copied.
+    states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
+    memo.update((id(state), state) for state in states)
+    for parameter in root.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+
+    # 2. The copy, with the classes of before.
+    kinds = [type(unit) for unit in units]
+    try:
+        for unit in units:
+            unit.__class__ = _former_class(unit)
+        copied = copy.deepcopy(root, memo)
+    finally:
+        for unit, kind in zip(units, kinds, strict=True):
+            unit.__class__ = kind
+
+    # 3. Without what would gather the weights of the original.
+    for unit, state in zip(units, states, strict=True):
+        unit_copy = memo[id(unit)]
+        unit_copy._forward_pre_hooks.pop(state._pre_forward_hook_handle.id)
+        unit_copy._forward_hooks.pop(state._post_forward_hook_handle.id)
+    _remove_marks(copied)
+    return copied
+
+
+def _former_class(unit: nn.Module) -> type:
+    """Return the class of a unit before: the one that `fully_shard` has made derives from FSDPModule and from it."""
+    former: type = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
+    return former
+
+
+def _remove_marks(root: nn.Module) -> None:
+    """Remove the attributes that `fully_shard` has set in a module and its submodules."""
+    for part in root.modules():
+        attributes = vars(part)
+        for name in list(attributes):
+            if name.startswith(_MARKS):
+                del attributes[name]
 
 
 def _remove_hooks(group: Any) -> None:

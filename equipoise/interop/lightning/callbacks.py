@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from equipoise.interop.lightning.checkpoint_hooks import Fit
 from equipoise.interop.lightning.classes import base_of, is_a
@@ -19,6 +19,7 @@ from equipoise.interop.lightning.finders import is_stock_finder
 
 __all__ = [
     "cannot_fire",
+    "copies_weights",
     "files_written_after",
     "kept_files",
     "last_checkpoints",
@@ -76,6 +77,17 @@ def without_skipped_steps(
         method(trainer, *args)
 
     return average
+
+
+def copies_weights(callback: Any) -> bool:
+    """Return True if a callback copies the module when it is set up, as averages of the weights do.
+
+    Args:
+        callback: Any callback.
+    """
+    if is_a(callback, WeightAveraging, StochasticWeightAveraging):
+        return True
+    return bool(getattr(callback, "copies_weights", False))
 
 
 def looks_after_training_epochs(callback: Any) -> bool:

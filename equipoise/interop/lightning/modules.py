@@ -5,16 +5,26 @@ Each name stands here with the reason why nothing public does, and with what is 
 
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import Profiler
 from torch import nn
 
-from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
-__all__ = ["attach_profiler", "forget_run", "hyperparameters_name", "pretend_device", "untoggled_parameters"]
+__all__ = [
+    "as_configured",
+    "attach_profiler",
+    "forget_run",
+    "hyperparameters_name",
+    "pretend_device",
+    "untoggled_parameters",
+]
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
@@ -39,6 +49,19 @@ def pretend_device(module: LightningModule, device: torch.device) -> None:
     for child in module.modules():
         if is_a(child, LightningModule) and "_device" in vars(child):
             child._device = device
+
+
+@contextmanager
+def as_configured(module: LightningModule) -> Iterator[None]:
+    """Let `configure_model` count as not overridden, for callbacks that call it in `setup`: it was called before."""
+    attributes = vars(module)
+    own = {name: attributes[name] for name in ("configure_model",) if name in attributes}
+    attributes["configure_model"] = MethodType(base_of(module, LightningModule).configure_model, module)
+    try:
+        yield
+    finally:
+        del attributes["configure_model"]
+        attributes.update(own)
 
 
 def forget_run(module: LightningModule) -> None:

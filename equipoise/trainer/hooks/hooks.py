@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.callbacks.callback import Callback
-from equipoise.interop.lightning.callbacks import cannot_fire, without_skipped_steps
+from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, without_skipped_steps
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
@@ -127,16 +127,19 @@ class Hooks:
         module = self._of_module(name)
         return self._fire(name, callbacks, module)
 
-    def bind_callbacks(self, name: str, *, monitoring: bool | None = None) -> Hook | None:
+    def bind_callbacks(self, name: str, *, monitoring: bool | None = None, copying: bool | None = None) -> Hook | None:
         """Bind the hook of the callbacks alone.
 
         Args:
             name: The hook's name.
             monitoring: True: only callbacks that monitor a metric (early stopping, checkpoints). False: all others.
                 Default: None, all callbacks.
+            copying: True: only callbacks that copy the weights. False: all others. Default: None, all callbacks.
         """
         chosen = []
         for callback in self.callbacks:
+            if copying is not None and copying != copies_weights(callback):
+                continue
             if monitoring is None or monitoring == is_a(callback, EarlyStopping, Checkpoint):
                 chosen.append(callback)
         hooks = self._of_callbacks(name, chosen)
@@ -161,11 +164,13 @@ class Hooks:
     def bind_deciders(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks that act together with those of other processes.
 
-        These are checkpoints, timers, and callbacks that set `equipoise.Callback.fires_without_batch`.
+        These are checkpoints, timers, averages of the weights, and callbacks that set
+        `equipoise.Callback.fires_without_batch`.
         """
         chosen = []
         for callback in self.callbacks:
-            if is_a(callback, *_DECIDERS) or getattr(callback, "fires_without_batch", False):
+            decides = is_a(callback, *_DECIDERS) or copies_weights(callback)
+            if decides or getattr(callback, "fires_without_batch", False):
                 chosen.append(callback)
         hooks = self._of_callbacks(name, chosen)
         return self._fire(name, hooks, None)
@@ -246,9 +251,11 @@ class Hooks:
             return None
         return fire(*args, **kwargs)
 
-    def call_callbacks(self, name: str, *args: Any, monitoring: bool | None = None, **kwargs: Any) -> None:
-        """Call the hook of the callbacks alone."""
-        fire = self.bind_callbacks(name, monitoring=monitoring)
+    def call_callbacks(
+        self, name: str, *args: Any, monitoring: bool | None = None, copying: bool | None = None, **kwargs: Any
+    ) -> None:
+        """Call the hook of the callbacks alone; see `bind_callbacks`."""
+        fire = self.bind_callbacks(name, monitoring=monitoring, copying=copying)
         if fire is not None:
             fire(*args, **kwargs)
 

@@ -42,15 +42,18 @@ class CollectedShards:
         """
         return {key: self.add(f"{prefix}/{key}", value) for key, value in values.items()}
 
-    def of_module(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of a module; a tied parameter is saved once."""
-        # 1. The first name of each parameter.
+    def of_module(self, prefix: str, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a module; a tied parameter is saved once.
+
+        Args:
+            prefix: How the names begin.
+            module: The module.
+            state: Its state.
+        """
+        # 1. The first name of each parameter. Buffers have one name each.
         first_names: dict[int, str] = {}
         aliases: dict[str, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             aliases[name] = first_names.setdefault(id(parameter), name)
-        state = {}
-        # 2. The state. Buffers have one name each.
-        for key, value in module.state_dict().items():
-            state[key] = self.add(f"state_dict/{aliases.get(key, key)}", value)
-        return state
+        # 2. The state.
+        return {key: self.add(f"{prefix}/{aliases.get(key, key)}", value) for key, value in state.items()}

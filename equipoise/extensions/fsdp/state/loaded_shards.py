@@ -3,12 +3,27 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from equipoise.parallel.shards.sources import source_of
 
-__all__ = ["shard_like"]
+__all__ = ["shard_like", "take_shards"]
+
+
+def take_shards(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Replace whole tensors of a module's state by this process's shards.
+
+    Args:
+        module: The module, or a copy of it.
+        state: The state, which is to be loaded.
+        prefix: How the names of the module's tensors begin in it.
+    """
+    parameters = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+    buffers = module.named_buffers(prefix.removesuffix("."), remove_duplicate=False)
+    for key, present in (*parameters, *buffers):
+        if key in state:
+            state[key] = shard_like(present, state[key])
 
 
 def shard_like(like: Any, value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.gathering import whole
@@ -35,7 +36,7 @@ class ShardedState(PortableState):
     processes receive such tensors, and nothing is gathered.
 
     Args:
-        module: The module in shards.
+        sharded: The module in shards. Its copies have portable states, too.
         group: The processes.
         folders: Writes checkpoints as folders of shards. Default: None, they are whole.
 
@@ -46,8 +47,11 @@ class ShardedState(PortableState):
     is_sharded: ClassVar[bool] = True
     folders: ShardFolders | None = None
 
-    def __init__(self, module: nn.Module, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
-        self._module = module
+    def __init__(self, sharded: ShardedModule, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
+        self._module = sharded.module
+        self._copies = sharded.copies
+        self._num_copies = 0
+        sharded.on_copied = self._adopt
         self._group = group
         self.folders = folders
         self.optimizers: list[Optimizer] = []
@@ -88,20 +92,32 @@ class ShardedState(PortableState):
         return None if self.folders is None else self.folders.collected
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's full state; see `PortableState.module_state`."""
+        """Return the module's full state; see `PortableState.module_state`.
+
+        Each process loads its shards of it by `module.load_state_dict`.
+        """
+        return self._portable("state_dict", module, module.state_dict())
+
+    def _portable(self, name: str, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of the module or of a copy, whole or with placeholders of this name."""
         self._check_complete()
         if self._collected is not None:
-            return self._collected.of_module(module)
+            return self._collected.of_module(name, module, state)
         keep = self._group.is_main
-        return {key: whole(value, keep=keep) for key, value in module.state_dict().items()}
+        return {key: whole(value, keep=keep) for key, value in state.items()}
 
-    def load_module_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Load the module's state, each process its shards; see `PortableState.load_module_state`."""
-        shards = dict(state)
-        for key, present in module.state_dict().items():
-            if key in state:
-                shards[key] = shard_like(present, state[key])
-        module.load_state_dict(shards, strict=strict)
+    def _adopt(self, copied: nn.Module) -> None:
+        """Let the `state_dict` of a copy be portable; all processes call it together."""
+        name = f"copies/{self._num_copies}"
+        self._num_copies += 1
+        self._copies.add(copied)
+
+        def make_portable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            for key, value in self._portable(name, module, own).items():
+                state[prefix + key] = value
+
+        copied.register_state_dict_post_hook(make_portable)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state; see `PortableState.optimizer_state`."""
