@@ -1,6 +1,7 @@
 """Full states of modules and optimisers, which any other strategy can load, and the strategy's own state."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -87,6 +88,10 @@ class PortableState:
         Args:
             checkpoint: The whole checkpoint.
         """
+
+    def averaging(self) -> AbstractContextManager[None]:
+        """Return a context in which callbacks compute with the weights and their copies of them."""
+        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state."""

@@ -91,6 +91,7 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         datamodule=request.datamodule,
         strategy_name=type(parts.strategy).__name__,
         fit=parts.fit_loop if request.fitting else None,
+        averaging=lambda: parts.strategy.portable.averaging(),
     )
     return RunContext(
         state=parts.state,

@@ -5,6 +5,7 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback as LightningCallback
@@ -68,6 +69,16 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
     return True
 
 
+def _within(enter: Callable[[], AbstractContextManager[None]], method: Hook) -> Hook:
+    """Return a hook that runs within a context."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with enter():
+            return method(*args, **kwargs)
+
+    return run
+
+
 class HasCallbacks(Protocol):
     """Part of a run's state that hooks read.
 
@@ -90,6 +101,7 @@ class Hooks:
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
         fit: The fit, which callbacks of Lightning ask for validations and steps. Default: None, they act immediately.
+        averaging: Returns a context for callbacks that copy the weights. Default: None, they need none.
     """
 
     def __init__(
@@ -101,12 +113,14 @@ class Hooks:
         datamodule: LightningDataModule | None,
         strategy_name: str,
         fit: Fit | None = None,
+        averaging: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.trainer = trainer
         self.state = state
         self.module = module
         self.datamodule = datamodule
         self.fit = fit
+        self._averaging = averaging
         self.profiler: Profiler = state.profiler
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
@@ -318,6 +332,8 @@ class Hooks:
                 continue
             method = with_true_values(callback, name, getattr(callback, name), self.fit)
             method = without_skipped_steps(callback, name, method, self.fit)
+            if self._averaging is not None and copies_weights(callback):
+                method = _within(self._averaging, method)
             hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")
             hooks.append(hook)
         return hooks

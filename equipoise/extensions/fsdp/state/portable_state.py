@@ -1,11 +1,13 @@
 """Full states of a module in shards, which any other strategy can load."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
@@ -118,6 +120,10 @@ class ShardedState(PortableState):
                 state[prefix + key] = value
 
         copied.register_state_dict_post_hook(make_portable)
+
+    def averaging(self) -> AbstractContextManager[None]:
+        """Let shards stand beside buffers, which are whole, in one operation; see `PortableState.averaging`."""
+        return implicit_replication()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state; see `PortableState.optimizer_state`."""
