@@ -12,6 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch import nn
 
 from equipoise.interop.lightning.checkpoint_hooks import Fit
 from equipoise.interop.lightning.classes import base_of, is_a
@@ -19,6 +20,7 @@ from equipoise.interop.lightning.finders import is_stock_finder
 
 __all__ = [
     "cannot_fire",
+    "copies_of",
     "copies_weights",
     "files_written_after",
     "kept_files",
@@ -88,6 +90,18 @@ def copies_weights(callback: Any) -> bool:
     if is_a(callback, WeightAveraging, StochasticWeightAveraging):
         return True
     return bool(getattr(callback, "copies_weights", False))
+
+
+def copies_of(module: nn.Module, callbacks: Iterable[Any]) -> list[nn.Module]:
+    """Return the copies of a module that callbacks have.
+
+    Args:
+        module: The module.
+        callbacks: Any callbacks.
+    """
+    values = [value for callback in callbacks if copies_weights(callback) for value in vars(callback).values()]
+    parts = [part for value in values if isinstance(value, nn.Module) for part in value.modules()]
+    return [part for part in parts if type(part) is type(module) and part is not module]
 
 
 def looks_after_training_epochs(callback: Any) -> bool:

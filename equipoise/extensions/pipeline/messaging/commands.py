@@ -62,11 +62,19 @@ def message_tag(stage: int, kind: int) -> int:
 
 
 class TensorSpec(NamedTuple):
-    """Properties of a parameter or buffer, which a worker knows before it receives the values."""
+    """Properties of a parameter or buffer, which a worker knows before it receives the values.
+
+    Attributes:
+        is_parameter: True for a parameter.
+        shape: Its shape.
+        dtype: Its dtype.
+        on_host: True if it lies on the host beside a device. Default: False.
+    """
 
     is_parameter: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+    on_host: bool = False
 
 
 class StepOrder(NamedTuple):

@@ -1,10 +1,12 @@
 """Parameters whose values are in another process: shapes can be read, values cannot.
 
 A module keeps every parameter, and so does an optimiser; their shapes, dtypes, names and missing gradients stay right.
-Any value would be wrong, so reading or writing one is an error that says where the values are.
+Any value would be wrong, so reading or writing one is an error that says where the values are; unless operations are
+noted, which are computed there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +14,26 @@ from torch import Tensor, nn
 from equipoise.errors import StepError
 from equipoise.tree import leaves_of
 
-__all__ = ["ElsewhereParameter", "bring_back", "send_elsewhere"]
+__all__ = [
+    "ElsewhereParameter",
+    "Unknown",
+    "bring_back",
+    "is_elsewhere",
+    "noted",
+    "origin_of",
+    "send_elsewhere",
+    "view_of",
+]
+
+# Called with a function of torch and its arguments; returns the result, or raises Unknown.
+Note = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 # Functions that read or write an attribute, such as `grad`.
 _ATTRIBUTES = {"__get__", "__set__", "__delete__"}
 # Functions that need no values.
 _VALUE_FREE = {
     "__len__",
+    "_has_compatible_shallow_copy_type",
     "data_ptr",
     "dim",
     "element_size",
@@ -47,6 +62,15 @@ _VALUE_FREE = {
 # Functions that return a view, which has no values either.
 _VIEWS = {"detach", "view", "view_as", "expand", "as_subclass"}
 _ALLOWED = _ATTRIBUTES | _VALUE_FREE | _VIEWS
+# Those that have the values of the whole tensor.
+_SAME = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+# What notes operations at present.
+_notes: list[Note] = []
+
+
+class Unknown(Exception):
+    """An operation needs values that are in another process."""
 
 
 def _torch_function(
@@ -60,7 +84,7 @@ def _torch_function(
     if reads_type or name in _ALLOWED:
         result = call(func, types, args, kwargs or {})
         if type(result) is Tensor:
-            return result.as_subclass(_ElsewhereView)
+            return view_of(result, origin_of(args[0]) if func in _SAME else None)
         return result
     if name == "equal":
         # Lightning's callbacks look for a parameter in an optimiser by this.
@@ -70,6 +94,11 @@ def _torch_function(
     # A format such as ".3f" needs the value.
     if name == "__format__" and not any(args[1:]):
         return str(args[0])
+    if _notes:
+        try:
+            return _notes[-1](func, args, kwargs or {})
+        except Unknown:
+            pass
     raise StepError(
         f"A parameter of another stage ({_first_description(args)}) was read or written to by `{name}`, in a callback,"
         " a hook or a step, but its values lie in another process. Use it within the network's forward; or read"
@@ -85,9 +114,44 @@ class ElsewhereParameter(nn.Parameter):
 
 
 class _ElsewhereView(Tensor):
-    """View of a parameter in another process, as `data` and `detach` return it."""
+    """View of a parameter in another process, as `data` and `detach` return it, or the result of an operation there."""
 
     __torch_function__: Any = classmethod(_torch_function)
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor are in another process."""
+    return isinstance(tensor, ElsewhereParameter | _ElsewhereView)
+
+
+def view_of(tensor: Tensor, origin: Tensor | int | None) -> Tensor:
+    """Return a tensor as one whose values are in another process.
+
+    Args:
+        tensor: Has the shape, and no values.
+        origin: The parameter whose values it has, or the number of the operation's result; None if neither.
+    """
+    view = tensor.as_subclass(_ElsewhereView)
+    vars(view)["origin"] = origin
+    return view
+
+
+def origin_of(tensor: Tensor) -> Tensor | int | None:
+    """Return the parameter whose values a tensor has, or the number of the operation whose result it is."""
+    if isinstance(tensor, ElsewhereParameter):
+        return tensor
+    origin: Tensor | int | None = vars(tensor).get("origin")
+    return origin
+
+
+@contextmanager
+def noted(note: Note) -> Iterator[None]:
+    """Note operations in other processes within the context, instead of refusing them."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.pop()
 
 
 def send_elsewhere(parameter: Tensor) -> None:

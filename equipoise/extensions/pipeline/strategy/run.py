@@ -11,6 +11,7 @@ from equipoise.extensions.pipeline.processes.main_process.client import StageCli
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.extensions.pipeline.processes.optimizers.replica_exchange import ReplicaExchange
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
+from equipoise.interop.lightning.callbacks import copies_of
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.communication.process_group import group_store
@@ -54,13 +55,15 @@ class ProcessParts:
             own_state: The functions that `PortableState` takes.
             has_replicas: True if there are several replicas.
         """
+        copies = copies_of(module, getattr(getattr(module, "trainer", None), "callbacks", ()))
         if not has_replicas:
-            backend = ProcessBackend(client, module, *own_state)
+            backend = ProcessBackend(client, module, *own_state, copies)
             restore_metrics = compute_metrics_alone(module)
             return cls(backend, restore_metrics)
         check_same_modules(module)
-        copy_from_first((*module.parameters(), *module.buffers()))
-        backend = ProcessBackend(client, module, *own_state)
+        for whole in (module, *copies):
+            copy_from_first((*whole.parameters(), *whole.buffers()))
+        backend = ProcessBackend(client, module, *own_state, copies)
         store = group_store()
         # Replicas have begun their process groups themselves.
         assert store is not None

@@ -5,7 +5,7 @@ their values, sends stages, and commands the steps. A parameter that several sta
 Their gradients are summed before the optimisers step, so the optimisers do the same everywhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,18 @@ class StageClient:
         self._names: dict[int, str] = {}
         self._sent_layers: list[set[str]] = []
 
-    def begin(self, module: nn.Module, before_move: Callable[[], None]) -> None:
+    def begin(self, module: nn.Module, before_move: Callable[[], None], copies: Iterable[nn.Module] = ()) -> None:
         """Begin with a module, all of which is still in this process.
 
         Args:
             module: The module.
             before_move: Called before tensors move to a process that does not have them.
+            copies: Copies of the module, whose parameters move with those of the module. Default: none.
         """
         commands = self.commands
         self.placement = TensorPlacement(module, commands.last)
+        for copied in copies:
+            self.placement.adopt(module, copied, commands.devices[-1])
         self.transfer = TensorTransfer(commands, self.placement, before_move)
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
         self._sent_layers = [set() for _ in range(commands.last)]

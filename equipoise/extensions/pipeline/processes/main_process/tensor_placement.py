@@ -7,6 +7,7 @@ processes.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
@@ -47,6 +48,9 @@ class TensorPlacement:
             key = len(self.tensors)
             self._keys[identity] = key
             self.tensors.append(tensor)
+        # For the key of a parameter those of its copies, and the copies that lie on the host on purpose.
+        self._copies: dict[int, list[int]] = {}
+        self._on_host: set[int] = set()
         # For a key the workers that have the tensor.
         self._workers_with: dict[int, list[int]] = {}
         self.needed_here: set[int] = set()
@@ -61,9 +65,31 @@ class TensorPlacement:
                 is_parameter=isinstance(tensor, nn.Parameter),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
+                on_host=self._keys[id(tensor)] in self._on_host,
             )
             specs.append(spec)
         return specs
+
+    def adopt(self, module: nn.Module, copied: nn.Module, device: torch.device) -> None:
+        """Let the parameters of a copy of the module lie where those of the module do.
+
+        Args:
+            module: The module.
+            copied: The copy, such as an average of the weights.
+            device: The device of this process.
+        """
+        for parameter, of_copy in zip(module.parameters(), copied.parameters(), strict=True):
+            key = len(self.tensors)
+            self._copies.setdefault(self._keys[id(parameter)], []).append(key)
+            self._keys[id(of_copy)] = key
+            self.tensors.append(of_copy)
+            if of_copy.device.type == "cpu" != device.type:
+                self._on_host.add(key)
+
+    def of_module(self, keys: Iterable[int]) -> set[int]:
+        """Return those of the keys that are of the module itself, and not of a copy."""
+        of_copies = {key for copies in self._copies.values() for key in copies}
+        return set(keys) - of_copies
 
     def key_of(self, tensor: Tensor) -> int | None:
         """Return the key of a tensor; None if the module does not have it."""
@@ -83,7 +109,7 @@ class TensorPlacement:
                 key = self.key_of(tensor)
                 # A forward may use tensors that are not the module's.
                 if key is not None:
-                    keys.add(key)
+                    keys.update((key, *self._copies.get(key, ())))
         return keys
 
     # Places.
@@ -100,6 +126,10 @@ class TensorPlacement:
             return not self.is_elsewhere(key)
         stages = self._workers_with.get(key, [])
         return stage in stages
+
+    def stages_with(self, key: int) -> list[int]:
+        """Return the first stages of the workers that have a tensor."""
+        return self._workers_with.get(key, [])
 
     def owner_of(self, key: int) -> int:
         """Return the first stage that has a tensor."""

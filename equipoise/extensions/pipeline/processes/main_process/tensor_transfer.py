@@ -6,13 +6,21 @@ Of tensors that only workers use, the main process keeps the shapes. Reading the
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.messaging.commands import placeholder
-from equipoise.extensions.pipeline.messaging.remote_parameters import bring_back, send_elsewhere
+from equipoise.extensions.pipeline.messaging.remote_operations import RemoteOperations
+from equipoise.extensions.pipeline.messaging.remote_parameters import (
+    bring_back,
+    is_elsewhere,
+    noted,
+    origin_of,
+    send_elsewhere,
+)
 from equipoise.extensions.pipeline.processes.main_process.tensor_placement import TensorPlacement
 from equipoise.extensions.pipeline.processes.main_process.worker_commands import WorkerCommands
 from equipoise.interop.torch.modules import has_gradient_hooks
@@ -38,6 +46,8 @@ class TensorTransfer:
         self._commands = commands
         self._placement = placement
         self._before_move = before_move
+        # What a callback computes with the parameters of workers; None outside of its hooks.
+        self._operations: RemoteOperations | None = None
         # Trainability that the workers were sent last, by key.
         self._trainable: dict[int, bool] = {}
 
@@ -86,10 +96,61 @@ class TensorTransfer:
             self._trainable = trainable
             self._commands.send_to_all("tensors.set_trainable", trainable)
 
+    # Computations of callbacks.
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Let a callback compute with the parameters of workers, where they lie, and with present buffers, here."""
+        placement = self._placement
+        # 1. Buffers come from the workers, since they are small.
+        for key, value in self._fetch(self._buffers_elsewhere()).items():
+            tensor = placement.tensors[key]
+            tensor.data = value.to(tensor.device)
+        # 2. The operations.
+        operations = RemoteOperations(placement.key_of, placement.stages_with)
+        self._operations = operations
+        try:
+            with noted(operations):
+                yield
+            self._send_operations(are_last=True)
+        finally:
+            self._operations = None
+        # 3. A callback that has changed the module has changed what is in this process, too.
+        if placement.of_module(operations.changed):
+            here = placement.needed_here.union(self._buffers_elsewhere())
+            for stage in range(self._commands.last):
+                self._send_values(stage, sorted(here.intersection(placement.keys_of_worker(stage))))
+            self._commands.messenger.flush()
+
+    def _buffers_elsewhere(self) -> list[int]:
+        placement = self._placement
+        return [key for key in placement.keys_elsewhere() if not isinstance(placement.tensors[key], nn.Parameter)]
+
+    def _send_operations(self, *, are_last: bool = False) -> None:
+        """Let the workers compute what waits."""
+        if self._operations is None or not self._operations.have_results:
+            return
+        pending = self._operations.take()
+        for stage in range(self._commands.last):
+            self._commands.send_command(stage, "tensors.compute", pending.get(stage, []), are_last)
+        self._commands.messenger.flush()
+
+    def complete(self, state: dict[str, Any]) -> None:
+        """Replace the tensors of a state that have their values in workers by the values."""
+        keys = {}
+        for name, value in state.items():
+            origin = origin_of(value) if isinstance(value, Tensor) and is_elsewhere(value) else None
+            key = self._placement.key_of(origin) if isinstance(origin, Tensor) else None
+            if key is not None:
+                keys[name] = key
+        values = self._fetch(sorted(set(keys.values())))
+        state.update((name, values[key]) for name, key in keys.items())
+
     # Values of single tensors.
 
     def _fetch(self, keys: Iterable[int]) -> dict[int, Tensor]:
         """Return for each key the values of a tensor that only workers have."""
+        self._send_operations()
         # 1. Ask each owner for its tensors.
         keys_of_stages: dict[int, list[int]] = {}
         for key in keys:

@@ -1,7 +1,7 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,10 +36,16 @@ class ProcessBackend(PortableState):
         module: The user's module, all of which is still in this process.
         own_state: Function that returns the strategy's own state; see `PortableState`.
         load_own_state: Function that restores it.
+        copies: Copies of the module that callbacks have, such as averages of its weights. Default: none.
     """
 
     def __init__(
-        self, processes: StageClient, module: nn.Module, own_state: SaveState, load_own_state: LoadState
+        self,
+        processes: StageClient,
+        module: nn.Module,
+        own_state: SaveState,
+        load_own_state: LoadState,
+        copies: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(own_state, load_own_state)
         self.processes = processes
@@ -47,10 +53,16 @@ class ProcessBackend(PortableState):
         self._optimizers: list[Optimizer] = []
         # For the number of an optimiser the groups of parameters that the workers have received.
         self._sent: dict[int, list[list[int]]] = {}
-        processes.begin(module, before_move=self._recall_states)
+        processes.begin(module, self._recall_states, copies)
         self._commands = processes.commands
         self._placement = processes.placement
         self._transfer = processes.transfer
+
+        def complete(copied: nn.Module, state: dict[str, Any], *rest: Any) -> None:
+            self._transfer.complete(state)
+
+        # Torch takes no method.
+        self._hooks = [copied.register_state_dict_post_hook(complete) for copied in copies]
 
     @property
     def device(self) -> torch.device:
@@ -299,8 +311,14 @@ class ProcessBackend(PortableState):
         with self._transfer.gathered_parameters(changed=True):
             module.load_state_dict(state, strict=strict)
 
+    def averaging(self) -> AbstractContextManager[None]:
+        """Return a context in which callbacks compute with parameters of workers; see `PortableState.averaging`."""
+        return self._transfer.averaging()
+
     def end(self) -> None:
         """Take back all parameters and states at the end of a run."""
+        for hook in self._hooks:
+            hook.remove()
         self._recall_states()
         self._transfer.gather_parameters()
         self.processes.end()

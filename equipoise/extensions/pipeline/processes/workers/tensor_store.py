@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.messaging.commands import TensorSpec, placeholder
+from equipoise.extensions.pipeline.messaging.remote_operations import Operation, compute_operations
 
 __all__ = ["TensorStore"]
 
@@ -29,6 +30,7 @@ class TensorStore:
         self._specs = list(specs)
         self._device = device
         self._tensors: dict[int, Tensor] = {}
+        self._results: dict[int, Tensor] = {}
         self.present: set[int] = set()
 
     def __getitem__(self, key: int) -> Tensor:
@@ -64,7 +66,18 @@ class TensorStore:
         tensor = self[key]
         # Layers and optimisers refer to the tensor, so it is not replaced.
         values = values.detach()
-        tensor.data = values.to(self._device)
+        tensor.data = values.to("cpu" if self._specs[key].on_host else self._device)
+
+    def compute(self, operations: Sequence[Operation], are_last: bool) -> None:
+        """Compute operations of a callback with the tensors.
+
+        Args:
+            operations: The operations; see `RemoteOperations`.
+            are_last: True if no later ones refer to results of these.
+        """
+        compute_operations(operations, self, self._results, self._device)
+        if are_last:
+            self._results.clear()
 
     def set_trainable(self, trainable: Mapping[int, bool]) -> None:
         """Freeze and unfreeze parameters."""

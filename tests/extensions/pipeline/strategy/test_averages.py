@@ -1,0 +1,138 @@
+"""Averages of the weights of a pipeline, in threads and in processes, where they lie with the stages."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from equipoise import PipelineStrategy, Trainer
+from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
+from tests.conftest import ignoring
+from tests.extensions.pipeline.strategy.test_processes import Model, data
+
+pytestmark = [
+    pytest.mark.slow,
+    *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks"),
+    pytest.mark.usefixtures("quick_collections"),
+]
+
+
+class Remembering(nn.Module):
+    """Keeps the weights with which it has computed, whatever the number of micro-batches."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("former", torch.zeros_like(inner.linear.bias))  # type: ignore[arg-type, union-attr]
+
+    def forward(self, pair: Any) -> Any:
+        if self.training:
+            self.former.copy_(self.inner.linear.bias.detach())  # type: ignore[operator, union-attr]
+        return self.inner(pair)
+
+
+class Averaged(Model):
+    """Has weights at both ends of the network, frozen ones, and a buffer in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.net.blocks
+        blocks[1].norm.requires_grad_(False)  # type: ignore[union-attr]
+        self.net.blocks = nn.Sequential(*(Remembering(block) for block in blocks))
+
+
+class Normed(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.append(nn.BatchNorm1d(3))
+
+
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "exponential": lambda: EMAWeightAveraging(decay=0.7),
+    "without buffers, rarely": lambda: EMAWeightAveraging(decay=0.7, use_buffers=False, update_every_n_steps=3),
+    "all at once": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    "equal weights": WeightAveraging,
+    "stochastic": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+}
+ENGINES: dict[str, Any] = {
+    "one device": ("single_device", ["cpu"]),
+    "threads": (PipelineStrategy(micro_batches=3), ["cpu"] * 2),
+    "processes": (PipelineStrategy(micro_batches=3, engine="processes", timeout=120.0), ["cpu"] * 2),
+    "3 processes": (PipelineStrategy(micro_batches=3, engine="processes", timeout=120.0), ["cpu"] * 3),
+}
+
+
+class Watch(Callback):
+    """Notes the values of validations, and the bytes of the average in this process."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.held = 0
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        for callback in trainer.callbacks:
+            for value in vars(callback).values():
+                if isinstance(value, AveragedModel):
+                    self.held = sum(p.nbytes for p in value.parameters() if not is_elsewhere(p))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["val"]))
+
+
+def averaged(average: Callback, engine: str, kind: Any = Averaged, **options: Any) -> dict[str, Any]:
+    """Train 21 steps, and return the weights at the end, the values of validations, and the bytes held here."""
+    watch = Watch()
+    strategy, devices = ENGINES[engine]
+    callbacks = [average, watch, *options.pop("callbacks", ())]
+    ckpt_path = options.pop("ckpt_path", None)
+    options = {"max_epochs": 7, "enable_checkpointing": False, "num_sanity_val_steps": 2, **options}
+    trainer = Trainer(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    module = kind()
+    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    return {**module.state_dict(), "values": torch.tensor(watch.values), "held": watch.held}
+
+
+@cache
+def on_one_device(name: str, **options: Any) -> dict[str, Any]:
+    return averaged(AVERAGES[name](), "one device", **options)
+
+
+def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    for name in expected.keys() - {"held"}:
+        assert torch.allclose(expected[name], actual[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_an_average_is_that_of_one_device(name: str, engine: str) -> None:
+    assert_same(on_one_device(name), averaged(AVERAGES[name](), engine))
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"val_check_interval": 1}], ids=str)
+@pytest.mark.parametrize("engine", ["threads", "3 processes"])
+def test_with_accumulation_and_evaluations_between(engine: str, options: dict[str, Any]) -> None:
+    expected = on_one_device("exponential", **options)
+    actual = averaged(AVERAGES["exponential"](), engine, **options)
+    assert_same(expected, actual)
+    if engine != "threads":
+        assert 0 < actual["held"] < 0.6 * expected["held"]
