@@ -19,6 +19,7 @@ from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
 
 __all__ = [
+    "begin_again",
     "cannot_fire",
     "copies_of",
     "copies_weights",
@@ -90,6 +91,24 @@ def copies_weights(callback: Any) -> bool:
     if is_a(callback, WeightAveraging, StochasticWeightAveraging):
         return True
     return bool(getattr(callback, "copies_weights", False))
+
+
+def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> None:
+    """Let StochasticWeightAveraging begin an epoch that is resumed: its schedule of learning rates begins there.
+
+    It does not average a second time in an epoch. In the epoch of batch statistics it would forget them.
+
+    Args:
+        callbacks: The callbacks of the run.
+        trainer: The trainer.
+        module: The module.
+    """
+    for callback in callbacks:
+        if is_a(callback, StochasticWeightAveraging):
+            statistics = [buffer.clone() for buffer in module.buffers()]
+            callback.on_train_epoch_start(trainer, module)
+            for buffer, value in zip(module.buffers(), statistics, strict=True):
+                buffer.copy_(value)
 
 
 def copies_of(module: nn.Module, callbacks: Iterable[Any]) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.interop.lightning.callbacks import begin_again
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import splitter_of
@@ -280,6 +281,8 @@ class FitLoop:
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
             progress.begin_epoch()
+        else:
+            begin_again(self.state.callbacks, self.context.hooks.trainer, self.context.module)
         # 3. The order.
         if data.stream is None:
             self._start_stream()
