@@ -5,6 +5,7 @@ from numbers import Real
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from equipoise.errors import ConfigurationError
@@ -13,7 +14,7 @@ from equipoise.interop.torch.modules import is_compiled
 from equipoise.parallel.batches.shares import are_shares
 from equipoise.validation import check_whole
 
-__all__ = ["all_are", "check_arguments", "check_entries", "check_module"]
+__all__ = ["all_are", "check_arguments", "check_averages", "check_entries", "check_module"]
 
 
 def check_arguments(
@@ -144,3 +145,20 @@ def check_module(module: nn.Module, *, training: bool) -> None:
             f"{kind} overrides `backward`, but under strategy='pipeline' the backward runs stage by stage. Leave"
             " it out, or choose another strategy."
         )
+
+
+def check_averages(module: nn.Module) -> None:
+    """Check that callbacks that average weights can do so where layers are in other processes.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ConfigurationError: If StochasticWeightAveraging would reset layers of BatchNorm.
+    """
+    for callback in getattr(getattr(module, "trainer", None), "callbacks", ()):
+        if is_a(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
+            raise ConfigurationError(
+                "StochasticWeightAveraging resets the statistics of BatchNorm layers, which are in other processes"
+                " under engine='processes'. Take engine='threads', or WeightAveraging, which averages them."
+            )

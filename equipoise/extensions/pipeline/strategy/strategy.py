@@ -14,7 +14,13 @@ from equipoise.extensions.pipeline.processes.launch import StageLaunch
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.extensions.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
 from equipoise.extensions.pipeline.schedule.schedule import check_schedule, check_stages, splits
-from equipoise.extensions.pipeline.strategy.checks import all_are, check_arguments, check_entries, check_module
+from equipoise.extensions.pipeline.strategy.checks import (
+    all_are,
+    check_arguments,
+    check_averages,
+    check_entries,
+    check_module,
+)
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
 from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
 from equipoise.extensions.pipeline.strategy.recovery import FinerBatch, PipelineRecovery
@@ -212,6 +218,8 @@ class PipelineStrategy(Strategy):
         """Refuse a module whose backward does not run by micro-batches; see `Strategy.check_module`."""
         self._is_training = training
         check_module(module, training=training)
+        if training and self.engine == "processes":
+            check_averages(module)
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Convert the module; its parts are placed when the network is first called."""

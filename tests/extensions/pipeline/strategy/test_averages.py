@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from equipoise import PipelineStrategy, Trainer
+from equipoise import ConfigurationError, PipelineStrategy, StepError, Trainer
 from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import Model, data
@@ -51,10 +53,12 @@ class Averaged(Model):
         self.net.blocks = nn.Sequential(*(Remembering(block) for block in blocks))
 
 
-class Normed(Averaged):
+class Normed(Model):
+    """Has statistics of batches, for which StochasticWeightAveraging adds an epoch."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.net.blocks.append(nn.BatchNorm1d(3))
+        self.net.blocks[1].norm = nn.BatchNorm1d(6)  # type: ignore[index, union-attr]
 
 
 AVERAGES: dict[str, Callable[[], Callback]] = {
@@ -136,3 +140,115 @@ def test_with_accumulation_and_evaluations_between(engine: str, options: dict[st
     assert_same(expected, actual)
     if engine != "threads":
         assert 0 < actual["held"] < 0.6 * expected["held"]
+
+
+def test_statistics_of_batches_are_those_of_one_device_in_threads() -> None:
+    """With one micro-batch, which has the statistics of the batch."""
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+    ENGINES["one micro-batch"] = (PipelineStrategy(micro_batches=1), ["cpu"] * 2)
+    assert_same(on_one_device("stochastic", kind=Normed), averaged(average, "one micro-batch", Normed))
+
+
+def test_statistics_of_batches_are_refused_in_processes() -> None:
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+    with pytest.raises(ConfigurationError, match=r"StochasticWeightAveraging .*engine='threads'"):
+        averaged(average, "processes", Normed)
+
+
+# Checkpoints
+
+
+class Killed(Exception):
+    """Ends a run."""
+
+
+class SavesAndDies(Callback):
+    """Saves a checkpoint within an epoch, and ends the run a step later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 7:
+            trainer.save_checkpoint(self.path)
+        if trainer.global_step == 8:
+            raise Killed
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("name", ["exponential", "equal weights", "stochastic"])
+def test_a_killed_run_ends_as_an_undisturbed_one(name: str, engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "killed.ckpt"
+    with pytest.raises(Killed):
+        averaged(AVERAGES[name](), engine, callbacks=[SavesAndDies(path)])
+    actual = averaged(AVERAGES[name](), engine, ckpt_path=path)
+    expected = on_one_device(name)
+    # The first two epochs were validated before.
+    assert_same({**expected, "values": expected["values"][-5:]}, {**actual, "values": actual["values"][-5:]})
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("3 processes", "one device"), ("one device", "processes"), ("processes", "threads")]
+)
+@pytest.mark.parametrize("name", ["exponential", "stochastic"])
+def test_a_run_goes_on_elsewhere(name: str, writer: str, reader: str, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    averaged(AVERAGES[name](), writer, callbacks=[saves], enable_checkpointing=True, max_epochs=3)
+    actual = averaged(AVERAGES[name](), reader, ckpt_path=tmp_path / "epoch=2.ckpt")
+    expected = on_one_device(name)
+    assert_same({**expected, "values": expected["values"][-4:]}, {**actual, "values": actual["values"][-4:]})
+
+
+def test_a_checkpoint_is_that_of_one_device(tmp_path: Path) -> None:
+    contents = []
+    for engine in ("one device", "processes"):
+        saves = ModelCheckpoint(dirpath=tmp_path / engine, filename="{epoch}", save_top_k=-1)
+        averaged(AVERAGES["exponential"](), engine, callbacks=[saves], enable_checkpointing=True, max_epochs=3)
+        contents.append(torch.load(tmp_path / engine / "epoch=2.ckpt", weights_only=False))
+    one, other = contents
+    assert list(one) == list(other)
+    for entry in ("state_dict", "current_model_state", "averaging_state"):
+        assert list(one[entry]) == list(other[entry])
+        assert all(torch.allclose(value, other[entry][name], rtol=0, atol=1e-12) for name, value in one[entry].items())
+    assert not torch.equal(other["state_dict"]["net.out.weight"], other["current_model_state"]["net.out.weight"])
+
+
+# What stays refused
+
+
+class Reads(EMAWeightAveraging):
+    """Asks for a value where only a result is known."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.net.blocks[0].inner.linear.weight.norm().item()
+
+
+class Writes(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            module.net.blocks[0].inner.linear.weight.mul_(2)
+
+
+@pytest.mark.parametrize("callback", [Reads(), Writes()], ids=lambda callback: type(callback).__name__)
+def test_values_of_other_processes_are_refused(callback: Callback) -> None:
+    with pytest.raises(StepError, match="its values lie in another process"):
+        averaged(callback, "processes")
+
+
+def test_an_average_is_whole_after_the_run_and_serves_an_evaluation() -> None:
+    """As on one device, a validation after the run uses it."""
+    values = []
+    for engine in ("one device", "processes"):
+        average = EMAWeightAveraging(decay=0.7)
+        strategy, devices = ENGINES[engine]
+        trainer = Trainer(
+            strategy=strategy, devices=devices, accelerator="cpu", precision="64-true", logger=False, max_epochs=2,
+            callbacks=[average], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = Averaged()
+        trainer.fit(module, data(), data())
+        with torch.no_grad():
+            module.net.out.weight.mul_(0)
+        (results,) = trainer.validate(module, data())
+        values.append(results["val"])
+    assert values[0] == pytest.approx(values[1], rel=0, abs=1e-12)
