@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
@@ -137,7 +136,7 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     # 3. The hooks.
     strategy.processes.barrier("pre_setup")
     hooks.call_datamodule("setup", stage=fn)
-    if context.precision.widens and any(map(copies_weights, state.callbacks)):
+    if context.precision.widens and hooks.copies_weights:
         # An average in float32 would round the weights with which it is exchanged.
         context.precision.convert_module(module)
     # Those that copy weights wait for shards.

@@ -175,9 +175,9 @@ def copy_in_shards(units: Sequence[nn.Module], root: nn.Module, memo: dict[int, 
 
     # 3. Without what would gather the weights of the original.
     for unit, state in zip(units, states, strict=True):
-        unit_copy = memo[id(unit)]
-        unit_copy._forward_pre_hooks.pop(state._pre_forward_hook_handle.id)
-        unit_copy._forward_hooks.pop(state._post_forward_hook_handle.id)
+        attributes = vars(memo[id(unit)])
+        attributes.get("_forward_pre_hooks", {}).pop(state._pre_forward_hook_handle.id, None)
+        attributes.get("_forward_hooks", {}).pop(state._post_forward_hook_handle.id, None)
     _remove_marks(copied)
     return copied
 

@@ -111,13 +111,13 @@ def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> No
                 buffer.copy_(value)
 
 
-def copies_of(module: nn.Module, callbacks: Iterable[Any]) -> list[nn.Module]:
-    """Return the copies of a module that callbacks have.
+def copies_of(module: nn.Module) -> list[nn.Module]:
+    """Return the copies of a module that the callbacks of its trainer have.
 
     Args:
         module: The module.
-        callbacks: Any callbacks.
     """
+    callbacks = getattr(getattr(module, "trainer", None), "callbacks", ())
     values = [value for callback in callbacks if copies_weights(callback) for value in vars(callback).values()]
     parts = [part for value in values if isinstance(value, nn.Module) for part in value.modules()]
     return [part for part in parts if type(part) is type(module) and part is not module]

@@ -172,6 +172,9 @@ class EvaluationLoop(SentState):
         hooks.call_module(f"on_{word}_model_eval")
         hooks.call(f"on_{word}_start")
         hooks.call(f"on_{word}_epoch_start")
+        if hooks.copies_weights:
+            # The buffers of averages differ between processes as those of the module did.
+            context.strategy.sync_buffers()
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
         for index, stream in enumerate(streams):

@@ -133,6 +133,11 @@ class Hooks:
         """All callbacks, in order."""
         return self.state.callbacks
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether a callback copies the weights, as averages of them do."""
+        return any(map(copies_weights, self.callbacks))
+
     # Hooks that are bound once and called often
 
     def bind(self, name: str) -> Hook | None:

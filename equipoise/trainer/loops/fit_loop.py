@@ -161,6 +161,8 @@ class FitLoop:
         # Before the hooks: a resumed run must not call them again.
         self.fit.end()
         hooks.call("on_train_end")
+        if hooks.copies_weights:
+            context.strategy.sync_buffers()
         # Below the line that a progress bar leaves of the last epoch.
         self.stopping.say_why()
 

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from equipoise import Trainer
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import FEATURES, QUIET, Net, assert_close, fit, fsdp, in_processes, loader, make
+from tests.extensions.fsdp.test_traps import Overflows
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,6 +61,16 @@ class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7))  # type: ignore[assignment]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        mean = self.first[1].running_mean.sum()  # type: ignore[index, union-attr]
+        self.log("most", mean, reduce_fx="max", sync_dist=True)
+        self.log("least", mean, reduce_fx="min", sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        values = self.trainer.callback_metrics
+        assert values["most"] == values["least"]
 
 
 class FromEpochs(WeightAveraging):
@@ -126,6 +137,12 @@ def run_all() -> dict[str, Any]:
     processes = torch.distributed.get_world_size()
     results = {name: averaged(name, fsdp(), processes) for name in AVERAGES}
     results |= {name: averaged("exponential", fsdp(), processes, **options) for name, options in OPTIONS.items()}
+    results["statistics of batches"] = averaged("exponential", fsdp(), processes, kind=Normed)
+    for strategy in ("fsdp", "ddp"):
+        name = f"skipped under {strategy}"
+        results[name] = averaged("exponential", strategy, processes, kind=Overflows, precision="16-mixed")
+        name = f"an epoch for statistics under {strategy}"
+        results[name] = averaged("stochastic", strategy, processes, kind=Normed)
     return results
 
 
@@ -139,6 +156,18 @@ def undisturbed(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_an_average_is_that_of_one_device(name: str, undisturbed: dict[str, Any]) -> None:
     average = name if name in AVERAGES else "exponential"
     assert_same(averaged(average, **OPTIONS.get(name, {})), undisturbed[name])
+
+
+def test_a_step_that_the_scaler_skips_is_not_averaged(undisturbed: dict[str, Any]) -> None:
+    """With the bits of replicas, whose averages are whole."""
+    expected, actual = undisturbed["skipped under ddp"], undisturbed["skipped under fsdp"]
+    assert_close(expected["weights"], actual["weights"], tolerance=0.0)
+
+
+def test_all_processes_evaluate_the_same_statistics_of_batches(undisturbed: dict[str, Any]) -> None:
+    """The module compares them; the epoch that StochasticWeightAveraging adds for them is that of replicas."""
+    assert len(undisturbed["statistics of batches"]["values"]) == 5
+    assert_same(*(undisturbed[f"an epoch for statistics under {strategy}"] for strategy in ("ddp", "fsdp")))
 
 
 def test_each_process_holds_its_part_alone(undisturbed: dict[str, Any]) -> None:

@@ -34,6 +34,8 @@ class Placement:
 
     Attributes:
         placed: True after `place`.
+        copies: Copies of the module, such as averages of its weights, whose tensors lie beside those of the module.
+            Default: none.
         tied_copies: Copies of layers that several devices use.
     """
 
@@ -50,6 +52,7 @@ class Placement:
         self.in_processes = in_processes
         self.tied_copies = TiedCopies()
         self.placed = False
+        self.copies: Sequence[nn.Module] = ()
         self._num_devices = len(devices) // stages_per_device
         # The stage of each submodule and tensor, by identity. The tensors are kept: a forward may replace a buffer, and
         # a new tensor with the identity of the old one would be taken for it.
@@ -148,6 +151,8 @@ class Placement:
         for submodule in self.module.modules():
             if isinstance(submodule, nn.RNNBase):
                 submodule.flatten_parameters()
+        for copied in self.copies:
+            self._place_copy(copied)
         self.placed = True
         return sizes
 
@@ -173,6 +178,14 @@ class Placement:
                 note_placed(tensor, self._device_index(stage))
             size += tensor.nbytes
         return size
+
+    def _place_copy(self, copied: nn.Module) -> None:
+        """Move the tensors of a copy to those of the module, unless they lie on the host on purpose."""
+        for tensor, of_copy in zip(
+            (*self.module.parameters(), *self.module.buffers()), (*copied.parameters(), *copied.buffers()), strict=True
+        ):
+            if of_copy.device == self.devices[-1]:
+                move(of_copy, tensor.device)
 
     def _device_index(self, stage: int) -> int:
         return stage % self._num_devices

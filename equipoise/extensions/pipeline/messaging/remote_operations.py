@@ -192,20 +192,23 @@ def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def compute_operations(
-    operations: Iterable[Operation], tensors: Mapping[int, Tensor], results: dict[int, Tensor], device: torch.device
+    operations: Iterable[Operation],
+    tensor_of: Callable[[int], Tensor],
+    results: dict[int, Tensor],
+    device: torch.device,
 ) -> None:
     """Compute operations in the process where their tensors are.
 
     Args:
         operations: What `RemoteOperations.take` has returned for this process.
-        tensors: Tensors by their keys.
+        tensor_of: Returns the tensor with a key.
         results: Earlier results by their numbers; receives the new ones.
         device: The device that stands for that of the main process.
     """
 
     def decoded(value: Any) -> Any:
         if isinstance(value, _Operand):
-            return (results if value.is_result else tensors)[value.number]
+            return results[value.number] if value.is_result else tensor_of(value.number)
         if isinstance(value, torch.device) and value.type != "cpu":
             return device
         return value

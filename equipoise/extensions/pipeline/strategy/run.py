@@ -55,7 +55,7 @@ class ProcessParts:
             own_state: The functions that `PortableState` takes.
             has_replicas: True if there are several replicas.
         """
-        copies = copies_of(module, getattr(getattr(module, "trainer", None), "callbacks", ()))
+        copies = copies_of(module)
         if not has_replicas:
             backend = ProcessBackend(client, module, *own_state, copies)
             restore_metrics = compute_metrics_alone(module)

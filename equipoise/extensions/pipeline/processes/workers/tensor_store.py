@@ -75,7 +75,7 @@ class TensorStore:
             operations: The operations; see `RemoteOperations`.
             are_last: True if no later ones refer to results of these.
         """
-        compute_operations(operations, self, self._results, self._device)
+        compute_operations(operations, self.__getitem__, self._results, self._device)
         if are_last:
             self._results.clear()
 
