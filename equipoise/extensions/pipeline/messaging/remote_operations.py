@@ -5,6 +5,7 @@ operation needs no value here, and its result lies where its operands do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 from weakref import finalize
 
@@ -15,15 +16,22 @@ from equipoise.extensions.pipeline.messaging.commands import placeholder
 from equipoise.extensions.pipeline.messaging.remote_parameters import Unknown, is_elsewhere, origin_of, view_of
 from equipoise.tree import leaves_of, map_leaves
 
-__all__ = ["RemoteOperations", "compute_operations"]
+__all__ = ["Operation", "RemoteOperations", "compute_operations"]
 
-# Name of a function, its arguments, and the numbers of its results: one for each tensor, in order. Without a name, the
-# results are needed no more.
-Operation = tuple[str, Any, Any, list[int]]
+# A function, its arguments, and the number of each tensor of its result; None for one that it has changed in place.
+# Without a function, the result with this number is needed no more.
+Operation = tuple[Any, Any, Any, list[Any]]
+
+# First stages of the processes that have a tensor.
+Place = tuple[int, ...]
+
+# A result that a callback has kept from another run has a number that is unknown in this one.
+_numbers = count()
+_META = torch.device("meta")
 
 
 class _Operand:
-    """A tensor of an operation.
+    """A tensor of an operation, as it is sent.
 
     Args:
         number: Key of a tensor of the module or of a copy of it, or number of an earlier result.
@@ -35,29 +43,27 @@ class _Operand:
         self.is_result = is_result
 
 
+class _Result:
+    """Result of an operation, to which all of its views refer. It is freed in the workers when none is left."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class RemoteOperations:
     """Operations that wait to be sent.
 
     Args:
         key_of: Returns the key of a parameter.
-        stages_of: Returns the stages whose processes have the tensor with a key.
-
-    Attributes:
-        changed: Keys of the tensors that operations have changed.
+        stages_of: Returns the first stages of the workers that have the tensor with a key.
     """
 
     def __init__(self, key_of: Callable[[Tensor], int | None], stages_of: Callable[[int], Sequence[int]]) -> None:
         self._key_of = key_of
         self._stages_of = stages_of
-        # For the number of a result the stages in whose processes it is.
-        self._results: list[tuple[int, ...]] = []
+        # For the number of a result.
+        self._places: dict[int, Place] = {}
         self._pending: dict[int, list[Operation]] = {}
-        self.changed: set[int] = set()
-
-    @property
-    def have_results(self) -> bool:
-        """Whether there has been an operation."""
-        return bool(self._results)
 
     def take(self) -> dict[int, list[Operation]]:
         """Return the operations that wait, for each stage."""
@@ -71,124 +77,137 @@ class RemoteOperations:
         Raises:
             Unknown: If the operation needs values.
         """
-        name = function.__name__
-        if name == "to" and _changes_nothing(args[0], (*args[1:], *kwargs.values())):
-            return args[0]
-        if name.startswith("_foreach_"):
+        if function.__name__.startswith("_foreach_"):
             return self._for_each(function, args, kwargs)
         return self._note(function, args, kwargs)
 
     def _for_each(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Divide an operation on lists of tensors by the processes in which these are."""
-        count = len(args[0])
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index in range(count):
-            tensors = [values[index] for values in args if isinstance(values, list | tuple)]
-            groups.setdefault(self._place_of(tensors), []).append(index)
-        results: list[Any] = [None] * count
+        groups: dict[Place, list[int]] = {}
+        for index in range(len(args[0])):
+            place = self._place_of(leaves_of([_entries(argument, [index]) for argument in args]))
+            groups.setdefault(place, []).append(index)
+        results = list(args[0])
         for place, indices in groups.items():
-            of_group = [_chosen(values, indices) if isinstance(values, list | tuple) else values for values in args]
-            compute = self._note if place else _call
-            for index, result in zip(indices, compute(function, of_group, kwargs) or of_group[0], strict=True):
+            arguments = [_entries(argument, indices) for argument in args]
+            if place:
+                of_group = self._note(function, arguments, kwargs)
+            else:
+                of_group = function(*arguments, **kwargs)
+            # A change in place may return none.
+            for index, result in zip(indices, of_group or arguments[0], strict=True):
                 results[index] = result
         return results
 
-    def _place_of(self, values: Iterable[Any]) -> tuple[int, ...]:
-        """Return the stages of all tensors among values; none if they are in this process."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        # A number, such as that of updates, is sent.
-        places = {self._stages_with(tensor) for tensor in tensors if is_elsewhere(tensor) or tensor.ndim}
+    def _place_of(self, values: Iterable[Any]) -> Place:
+        """Return where all tensors among values are; nothing if they are in this process."""
+        # A number of this process, such as that of updates, is sent.
+        places = {self._place(v) for v in values if isinstance(v, Tensor) and (is_elsewhere(v) or v.ndim)}
         if len(places) > 1:
             raise Unknown
         return places.pop() if places else ()
 
-    def _stages_with(self, tensor: Tensor) -> tuple[int, ...]:
+    def _place(self, tensor: Tensor) -> Place:
         if not is_elsewhere(tensor):
             return ()
         operand = self._operand(tensor)
-        return self._results[operand.number] if operand.is_result else tuple(self._stages_of(operand.number))
+        if operand.is_result:
+            return self._places[operand.number]
+        return tuple(self._stages_of(operand.number))
 
     def _operand(self, tensor: Tensor) -> _Operand:
         origin = origin_of(tensor)
-        if isinstance(origin, int):
-            return _Operand(origin, is_result=True)
-        key = None if origin is None else self._key_of(origin)
+        if isinstance(origin, _Result) and origin.number in self._places:
+            return _Operand(origin.number, is_result=True)
+        key = None
+        if isinstance(origin, Tensor):
+            key = self._key_of(origin)
         if key is None:
             raise Unknown
         return _Operand(key, is_result=False)
 
     def _note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        place = self._place_of(leaves_of((args, kwargs)))
+        values = list(leaves_of((args, kwargs)))
+        place = self._place_of(values)
         # 1. The shapes of the results.
+        here = next(value.device for value in values if isinstance(value, Tensor) and is_elsewhere(value))
+        device = next((value for value in values if isinstance(value, torch.device)), here)
+        if function is Tensor.to and device != here:
+            kwargs = {**kwargs, "copy": True}
         originals: dict[int, Tensor] = {}
-
-        def shape_of(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not is_elsewhere(value):
-                return value
-            shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            originals[id(shape)] = value
-            return shape
-
-        shapes = map_leaves(shape_of, [list(args), dict(kwargs)])
+        shapes = map_leaves(lambda value: _without_values(value, originals), [list(args), dict(kwargs)])
         try:
             result = function(*shapes[0], **shapes[1])
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise Unknown from error
+        if function is Tensor.to and id(result) in originals:
+            return originals[id(result)]
 
-        # 2. The operation, and the results.
-        numbers: list[int] = []
+        # 2. The results.
+        numbers: list[Any] = []
 
         def result_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 raise Unknown
-            # What is changed in place has a number as well.
-            self._results.append(place)
-            numbers.append(len(self._results) - 1)
+            # It was changed in place.
             if id(value) in originals:
-                self._note_change(originals[id(value)])
+                numbers.append(None)
                 return originals[id(value)]
-            device = next(iter(originals.values())).device
-            view = view_of(placeholder(value.shape, value.dtype).to(device), numbers[-1])
-            finalize(view, self._drop, place, numbers[-1])
-            return view
+            numbers.append(next(_numbers))
+            return self._result(numbers[-1], place, placeholder(value.shape, value.dtype).to(device))
 
-        if result is None:
-            for tensor in args[0]:
-                self._note_change(tensor)
-        results = None if result is None else map_leaves(result_of, result)
+        results = result
+        if result is not None:
+            results = map_leaves(result_of, result)
+
+        # 3. The operation.
         encoded = map_leaves(self._encoded, [list(args), dict(kwargs)])
         for stage in place:
-            self._pending.setdefault(stage, []).append((function.__name__, *encoded, numbers))
+            self._pending.setdefault(stage, []).append((function, *encoded, numbers))
         return results
 
-    def _drop(self, place: Iterable[int], number: int) -> None:
-        """Let workers free a result that this process refers to no more."""
-        for stage in place:
-            self._pending.setdefault(stage, []).append(("", [], {}, [number]))
+    def _result(self, number: int, place: Place, shape: Tensor) -> Tensor:
+        """Return the result with a number."""
+        result = _Result(number)
+        self._places[number] = place
+        finalize(result, self._drop, number)
+        return view_of(shape, result)
 
-    def _note_change(self, tensor: Tensor) -> None:
-        operand = self._operand(tensor)
-        if not operand.is_result:
-            self.changed.add(operand.number)
+    def _drop(self, number: int) -> None:
+        """Let workers free a result to which nothing refers any more."""
+        for stage in self._places.pop(number):
+            self._pending.setdefault(stage, []).append((None, [], {}, [number]))
 
     def _encoded(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if is_elsewhere(value):
+            return self._operand(value)
         # It may change before it is sent.
-        return self._operand(value) if is_elsewhere(value) else value.detach().clone()
+        return value.detach().clone()
 
 
-def _changes_nothing(tensor: Tensor, arguments: Iterable[Any]) -> bool:
-    """Return True for a conversion to the device and dtype that a tensor has."""
-    return all(argument in (tensor.device, tensor.dtype, None) or isinstance(argument, bool) for argument in arguments)
+def _entries(argument: Any, indices: Iterable[int]) -> Any:
+    """Return entries of a list; an argument that is none is for all entries."""
+    if not isinstance(argument, list | tuple):
+        return argument
+    return [argument[index] for index in indices]
 
 
-def _chosen(values: Sequence[Any], indices: Iterable[int]) -> list[Any]:
-    return [values[index] for index in indices]
+def _without_values(value: Any, originals: dict[int, Tensor]) -> Any:
+    """Return an argument with which shapes of results are computed; `originals` receives the tensor of another process.
 
-
-def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return function(*args, **kwargs)
+    A number of this process keeps its value, which torch may read.
+    """
+    if isinstance(value, torch.device):
+        return _META
+    if not isinstance(value, Tensor):
+        return value
+    if not is_elsewhere(value):
+        return value.detach().cpu()
+    shape = torch.empty(value.shape, dtype=value.dtype, device=_META)
+    originals[id(shape)] = value
+    return shape
 
 
 def compute_operations(
@@ -208,26 +227,31 @@ def compute_operations(
 
     def decoded(value: Any) -> Any:
         if isinstance(value, _Operand):
-            return results[value.number] if value.is_result else tensor_of(value.number)
+            if value.is_result:
+                return results[value.number]
+            return tensor_of(value.number)
         if isinstance(value, torch.device) and value.type != "cpu":
             return device
         return value
 
-    for name, args, kwargs, numbers in operations:
-        if not name:
+    for function, args, kwargs, numbers in operations:
+        if function is None:
             results.pop(numbers[0], None)
             continue
-        function: Any = getattr(Tensor, name, None) or getattr(torch, name)
-        args, kwargs = map_leaves(decoded, [args, kwargs])
+        args, kwargs = _on_one_device(map_leaves(decoded, [args, kwargs]))
         with torch.no_grad():
-            result = function(*_beside_the_first(args), **kwargs)
-        tensors_of_result = [value for value in leaves_of(result) if isinstance(value, Tensor)]
-        # A change of several tensors in place may return none.
-        results.update(zip(numbers, tensors_of_result, strict=False))
+            result = function(*args, **kwargs)
+        tensors = [value for value in leaves_of(result) if isinstance(value, Tensor)]
+        results.update((number, tensor) for number, tensor in zip(numbers, tensors, strict=False) if number is not None)
 
 
-def _beside_the_first(args: list[Any]) -> list[Any]:
+def _on_one_device(arguments: Any) -> Any:
     """Bring tensors to the device of the first: an average may lie on the host."""
-    device = next(value.device for value in leaves_of(args) if isinstance(value, Tensor))
-    moved: list[Any] = map_leaves(lambda value: value.to(device) if isinstance(value, Tensor) else value, args)
-    return moved
+    device = next(value.device for value in leaves_of(arguments) if isinstance(value, Tensor))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return value
+
+    return map_leaves(moved, arguments)

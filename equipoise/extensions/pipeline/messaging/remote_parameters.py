@@ -84,7 +84,10 @@ def _torch_function(
     if reads_type or name in _ALLOWED:
         result = call(func, types, args, kwargs or {})
         if type(result) is Tensor:
-            return view_of(result, origin_of(args[0]) if func in _SAME else None)
+            origin = None
+            if func in _SAME:
+                origin = origin_of(args[0])
+            return view_of(result, origin)
         return result
     if name == "equal":
         # Lightning's callbacks look for a parameter in an optimiser by this.
@@ -124,24 +127,23 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return isinstance(tensor, ElsewhereParameter | _ElsewhereView)
 
 
-def view_of(tensor: Tensor, origin: Tensor | int | None) -> Tensor:
+def view_of(tensor: Tensor, origin: Any) -> Tensor:
     """Return a tensor as one whose values are in another process.
 
     Args:
         tensor: Has the shape, and no values.
-        origin: The parameter whose values it has, or the number of the operation's result; None if neither.
+        origin: The parameter whose values it has, or what stands for the result of an operation; None if neither.
     """
     view = tensor.as_subclass(_ElsewhereView)
     vars(view)["origin"] = origin
     return view
 
 
-def origin_of(tensor: Tensor) -> Tensor | int | None:
-    """Return the parameter whose values a tensor has, or the number of the operation whose result it is."""
+def origin_of(tensor: Tensor) -> Any:
+    """Return the parameter whose values a tensor has, or what stands for the result of an operation; see `view_of`."""
     if isinstance(tensor, ElsewhereParameter):
         return tensor
-    origin: Tensor | int | None = vars(tensor).get("origin")
-    return origin
+    return vars(tensor).get("origin")
 
 
 @contextmanager

@@ -61,8 +61,8 @@ class ProcessParts:
             restore_metrics = compute_metrics_alone(module)
             return cls(backend, restore_metrics)
         check_same_modules(module)
-        for whole in (module, *copies):
-            copy_from_first((*whole.parameters(), *whole.buffers()))
+        for replicated in (module, *copies):
+            copy_from_first((*replicated.parameters(), *replicated.buffers()))
         backend = ProcessBackend(client, module, *own_state, copies)
         store = group_store()
         # Replicas have begun their process groups themselves.

@@ -28,6 +28,7 @@ class TensorPlacement:
     Attributes:
         tensors: All parameters and buffers of the module. Their indices are the keys.
         needed_here: Keys of the tensors that workers have and that the stages of the main process use as well.
+        on_host: Keys of copies of parameters that lie on the host on purpose, beside other devices.
 
     Example:
         >>> placement = TensorPlacement(nn.Linear(2, 3), last=1)
@@ -48,9 +49,10 @@ class TensorPlacement:
             key = len(self.tensors)
             self._keys[identity] = key
             self.tensors.append(tensor)
-        # For the key of a parameter those of its copies, and the copies that lie on the host on purpose.
+        self._num_own = len(self.tensors)
+        # For the key of a parameter those of its copies.
         self._copies: dict[int, list[int]] = {}
-        self._on_host: set[int] = set()
+        self.on_host: set[int] = set()
         # For a key the workers that have the tensor.
         self._workers_with: dict[int, list[int]] = {}
         self.needed_here: set[int] = set()
@@ -65,7 +67,7 @@ class TensorPlacement:
                 is_parameter=isinstance(tensor, nn.Parameter),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
-                on_host=self._keys[id(tensor)] in self._on_host,
+                on_host=self._keys[id(tensor)] in self.on_host,
             )
             specs.append(spec)
         return specs
@@ -84,12 +86,7 @@ class TensorPlacement:
             self._keys[id(of_copy)] = key
             self.tensors.append(of_copy)
             if of_copy.device.type == "cpu" != device.type:
-                self._on_host.add(key)
-
-    def of_module(self, keys: Iterable[int]) -> set[int]:
-        """Return those of the keys that are of the module itself, and not of a copy."""
-        of_copies = {key for copies in self._copies.values() for key in copies}
-        return set(keys) - of_copies
+                self.on_host.add(key)
 
     def key_of(self, tensor: Tensor) -> int | None:
         """Return the key of a tensor; None if the module does not have it."""
@@ -102,7 +99,7 @@ class TensorPlacement:
         Args:
             layers: Layers, tensors and other attributes by name; see `used_parts`.
         """
-        keys = set()
+        keys: set[int] = set()
         for layer in layers.values():
             tensors = parameters_and_buffers(layer)
             for tensor in tensors:
@@ -143,6 +140,16 @@ class TensorPlacement:
         keys = []
         for key in self._workers_with:
             if self.is_elsewhere(key):
+                keys.append(key)
+        return keys
+
+    def keys_here_too(self) -> list[int]:
+        """Return the keys of the module's tensors that workers have and whose values are in this process, too."""
+        keys = []
+        for key in self._workers_with:
+            has_values = key in self.needed_here or not isinstance(self.tensors[key], nn.Parameter)
+            # Averages of what is here are computed here alone.
+            if has_values and key < self._num_own:
                 keys.append(key)
         return keys
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
@@ -46,8 +47,8 @@ class TensorTransfer:
         self._commands = commands
         self._placement = placement
         self._before_move = before_move
-        # What a callback computes with the parameters of workers; None outside of its hooks.
-        self._operations: RemoteOperations | None = None
+        # What a callback computes with the parameters of workers.
+        self._operations = RemoteOperations(placement.key_of, placement.stages_with)
         # Trainability that the workers were sent last, by key.
         self._trainable: dict[int, bool] = {}
 
@@ -101,39 +102,28 @@ class TensorTransfer:
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Let a callback compute with the parameters of workers, where they lie, and with present buffers, here."""
-        placement = self._placement
-        # 1. Buffers come from the workers, since they are small.
-        for key, value in self._fetch(self._buffers_elsewhere()).items():
-            tensor = placement.tensors[key]
-            tensor.data = value.to(tensor.device)
+        tensors = self._placement.tensors
+        # 1. The values that are here, too; buffers are small.
+        keys = self._placement.keys_here_too()
+        for key, value in self._fetch(filter(self._placement.is_elsewhere, keys)).items():
+            tensors[key].data = value.to(tensors[key].device)
+        before = {key: tensors[key].detach().clone() for key in keys}
+
         # 2. The operations.
-        operations = RemoteOperations(placement.key_of, placement.stages_with)
-        self._operations = operations
-        try:
-            with noted(operations):
-                yield
-            self._send_operations(are_last=True)
-        finally:
-            self._operations = None
-        # 3. A callback that has changed the module has changed what is in this process, too.
-        if placement.of_module(operations.changed):
-            here = placement.needed_here.union(self._buffers_elsewhere())
-            for stage in range(self._commands.last):
-                self._send_values(stage, sorted(here.intersection(placement.keys_of_worker(stage))))
-            self._commands.messenger.flush()
+        with noted(self._operations):
+            yield
+        self._send_operations()
 
-    def _buffers_elsewhere(self) -> list[int]:
-        placement = self._placement
-        return [key for key in placement.keys_elsewhere() if not isinstance(placement.tensors[key], nn.Parameter)]
-
-    def _send_operations(self, *, are_last: bool = False) -> None:
-        """Let the workers compute what waits."""
-        if self._operations is None or not self._operations.have_results:
-            return
-        pending = self._operations.take()
-        for stage in range(self._commands.last):
-            self._commands.send_command(stage, "tensors.compute", pending.get(stage, []), are_last)
+        # 3. Those of the values that have changed.
+        changed = {key for key in keys if not torch.equal(tensors[key], before[key])}
+        for stage in range(self._commands.last) if changed else ():
+            self._send_values(stage, sorted(changed.intersection(self._placement.keys_of_worker(stage))))
         self._commands.messenger.flush()
+
+    def _send_operations(self) -> None:
+        """Let the workers compute what waits."""
+        for stage, operations in self._operations.take().items():
+            self._commands.send_command(stage, "tensors.compute", operations)
 
     def complete(self, state: dict[str, Any]) -> None:
         """Replace the tensors of a state that have their values in workers by the values."""
@@ -219,7 +209,7 @@ class TensorTransfer:
             self._commands.messenger.flush()
 
         # 4. Move what this process needs to its device, and drop the rest. What was fetched may lie on another one.
-        for key in self._placement.needed_here:
+        for key in self._placement.needed_here - self._placement.on_host:
             move(self._placement.tensors[key], self._commands.devices[-1])
         if moving:
             self.release_parameters()

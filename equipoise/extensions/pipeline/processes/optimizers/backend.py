@@ -61,8 +61,10 @@ class ProcessBackend(PortableState):
         def complete(copied: nn.Module, state: dict[str, Any], *rest: Any) -> None:
             self._transfer.complete(state)
 
-        # Torch takes no method.
-        self._hooks = [copied.register_state_dict_post_hook(complete) for copied in copies]
+        # Torch takes no method, and annotates nothing here.
+        self._hooks: list[Any] = []
+        for copied in copies:
+            self._hooks.append(copied.register_state_dict_post_hook(complete))  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:

@@ -68,16 +68,9 @@ class TensorStore:
         values = values.detach()
         tensor.data = values.to("cpu" if self._specs[key].on_host else self._device)
 
-    def compute(self, operations: Sequence[Operation], are_last: bool) -> None:
-        """Compute operations of a callback with the tensors.
-
-        Args:
-            operations: The operations; see `RemoteOperations`.
-            are_last: True if no later ones refer to results of these.
-        """
+    def compute(self, operations: Sequence[Operation]) -> None:
+        """Compute operations of a callback with the tensors; see `RemoteOperations`."""
         compute_operations(operations, self.__getitem__, self._results, self._device)
-        if are_last:
-            self._results.clear()
 
     def set_trainable(self, trainable: Mapping[int, bool]) -> None:
         """Freeze and unfreeze parameters."""
