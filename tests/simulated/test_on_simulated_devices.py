@@ -36,7 +36,7 @@ GROUPS = {
         *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "loss_profile", "stacks", "faults")),
         "tests/strategies/replicated",
     ],
-    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "process_loops")],
+    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "process_loops", "averages")],
 }
 # At most two cases of each test run: further cases differ in numbers, not in devices. All cases of a file run with
 # `python -m pytest -p tests.simulated.plugin -m "" FILE`.

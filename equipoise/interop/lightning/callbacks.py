@@ -29,6 +29,7 @@ __all__ = [
     "load_saving_states",
     "looks_after_training_epochs",
     "saving_states",
+    "with_buffers_kept",
     "without_skipped_steps",
 ]
 
@@ -93,6 +94,30 @@ def copies_weights(callback: Any) -> bool:
     return bool(getattr(callback, "copies_weights", False))
 
 
+def with_buffers_kept(callback: Callback, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook of a callback as it is to be called; what replaces buffers changes their values instead.
+
+    StochasticWeightAveraging replaces statistics of batches by tensors on the device of the module, but a layer of a
+    pipeline may lie on another one.
+
+    Args:
+        callback: Any callback.
+        hook: The hook's name.
+        method: The hook.
+    """
+    if hook != "on_train_epoch_start" or not is_a(callback, StochasticWeightAveraging):
+        return method
+
+    def start(trainer: Any, module: nn.Module) -> None:
+        buffers = [(part, *item) for part in module.modules() for item in part.named_buffers(recurse=False)]
+        method(trainer, module)
+        for part, name, buffer in buffers:
+            buffer.copy_(getattr(part, name))
+            setattr(part, name, buffer)
+
+    return start
+
+
 def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> None:
     """Let StochasticWeightAveraging begin an epoch that is resumed: its schedule of learning rates begins there.
 
@@ -119,8 +144,14 @@ def copies_of(module: nn.Module) -> list[nn.Module]:
     """
     callbacks = getattr(getattr(module, "trainer", None), "callbacks", ())
     values = [value for callback in callbacks if copies_weights(callback) for value in vars(callback).values()]
-    parts = [part for value in values if isinstance(value, nn.Module) for part in value.modules()]
-    return [part for part in parts if type(part) is type(module) and part is not module]
+    copies = []
+    for value in values:
+        # It may be within an AveragedModel.
+        parts = value.modules() if isinstance(value, nn.Module) else ()
+        copied = next((part for part in parts if type(part) is type(module)), module)
+        if copied is not module:
+            copies.append(copied)
+    return copies
 
 
 def looks_after_training_epochs(callback: Any) -> bool:

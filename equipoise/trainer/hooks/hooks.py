@@ -15,7 +15,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.callbacks.callback import Callback
-from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, without_skipped_steps
+from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, with_buffers_kept, without_skipped_steps
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
@@ -337,6 +337,7 @@ class Hooks:
                 continue
             method = with_true_values(callback, name, getattr(callback, name), self.fit)
             method = without_skipped_steps(callback, name, method, self.fit)
+            method = with_buffers_kept(callback, name, method)
             if self._averaging is not None and copies_weights(callback):
                 method = _within(self._averaging, method)
             hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")

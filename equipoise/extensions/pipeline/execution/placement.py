@@ -15,6 +15,7 @@ from equipoise.extensions.pipeline.execution.tied_copies import TiedCopies
 from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.stage_spec import find_part, parameters_and_buffers
 from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.interop.lightning.callbacks import copies_of
 from equipoise.parallel.device_work import note_placed
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
@@ -34,8 +35,6 @@ class Placement:
 
     Attributes:
         placed: True after `place`.
-        copies: Copies of the module, such as averages of its weights, whose tensors lie beside those of the module.
-            Default: none.
         tied_copies: Copies of layers that several devices use.
     """
 
@@ -52,7 +51,6 @@ class Placement:
         self.in_processes = in_processes
         self.tied_copies = TiedCopies()
         self.placed = False
-        self.copies: Sequence[nn.Module] = ()
         self._num_devices = len(devices) // stages_per_device
         # The stage of each submodule and tensor, by identity. The tensors are kept: a forward may replace a buffer, and
         # a new tensor with the identity of the old one would be taken for it.
@@ -151,8 +149,11 @@ class Placement:
         for submodule in self.module.modules():
             if isinstance(submodule, nn.RNNBase):
                 submodule.flatten_parameters()
-        for copied in self.copies:
-            self._place_copy(copied)
+
+        # 4. Tensors of copies, such as averages of the weights, lie beside those of the module.
+        if not self.in_processes:
+            for copied in copies_of(self.module):
+                self._place_copy(copied)
         self.placed = True
         return sizes
 

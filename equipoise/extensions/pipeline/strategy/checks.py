@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.torch.modules import is_compiled
 from equipoise.parallel.batches.shares import are_shares
@@ -154,11 +155,18 @@ def check_averages(module: nn.Module) -> None:
         module: The user's module.
 
     Raises:
-        ConfigurationError: If StochasticWeightAveraging would reset layers of BatchNorm.
+        ConfigurationError: If StochasticWeightAveraging would reset layers of BatchNorm, or if a trainable parameter
+            has a class of its own.
     """
-    for callback in getattr(getattr(module, "trainer", None), "callbacks", ()):
+    for callback in filter(copies_weights, getattr(getattr(module, "trainer", None), "callbacks", ())):
         if is_a(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise ConfigurationError(
                 "StochasticWeightAveraging resets the statistics of BatchNorm layers, which are in other processes"
                 " under engine='processes'. Take engine='threads', or WeightAveraging, which averages them."
             )
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and type(parameter) is not nn.Parameter:
+                raise ConfigurationError(
+                    f"{type(callback).__name__} cannot average {name} in other processes, since its class,"
+                    f" {type(parameter).__name__}, is not nn.Parameter. Take engine='threads'."
+                )

@@ -28,7 +28,6 @@ from equipoise.extensions.pipeline.strategy.run import PipelineRun, ProcessParts
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
-from equipoise.interop.lightning.callbacks import copies_of
 from equipoise.interop.torch.modules import set_device_of
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
@@ -263,8 +262,6 @@ class PipelineStrategy(Strategy):
             processes=client,
             common_cut=None if parts is None else parts.common_cut,
         )
-        if client is None:
-            network.placement.copies = copies_of(module)
         self._run = PipelineRun(network, Splitter(module), parts)
         network.cover()
 

@@ -209,7 +209,8 @@ def test_a_checkpoint_is_that_of_one_device(tmp_path: Path) -> None:
     assert list(one) == list(other)
     for entry in ("state_dict", "current_model_state", "averaging_state"):
         assert list(one[entry]) == list(other[entry])
-        assert all(torch.allclose(value, other[entry][name], rtol=0, atol=1e-12) for name, value in one[entry].items())
+        for name, value in one[entry].items():
+            assert torch.allclose(value.cpu(), other[entry][name].cpu(), rtol=0, atol=1e-12), name
     assert not torch.equal(other["state_dict"]["net.out.weight"], other["current_model_state"]["net.out.weight"])
 
 
