@@ -89,9 +89,7 @@ class TorchEngine:
 
         # 4. Parameters without a gradient are refused by name; the wrapper would refuse the next step.
         if last and zero_loss is None and self._refuses_unused:
-            for parameter in self._trainable.values():
-                if parameter.grad is None:
-                    raise self._unused()
+            self._check_used()
         return result
 
     def _zero_loss(self) -> Tensor:
@@ -102,12 +100,15 @@ class TorchEngine:
             terms.append(empty.sum().to(torch.float32))
         return torch.stack(terms).sum()
 
-    def _unused(self) -> StepError:
+    def _check_used(self) -> None:
         unused = [name for name, parameter in self._trainable.items() if parameter.grad is None]
+        # Without a backward, as in the epoch that StochasticWeightAveraging adds, none has a gradient.
+        if not unused or len(unused) == len(self._trainable):
+            return
         names = ", ".join(unused[:5])
         if len(unused) > 5:
             names += f" and {len(unused) - 5} more"
-        return StepError(
+        raise StepError(
             f"Parameters that took no part in the loss: {names}. Say so with"
             " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
         )
