@@ -72,8 +72,7 @@ class ShardedModule:
         module: The module.
         units: The units.
         switches: What the user's step switches.
-        copies: Copies of the module that still exist.
-        on_copied: Called with each new copy.
+        on_copied: Called with each new copy. Default: None.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -84,8 +83,8 @@ class ShardedModule:
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
         self.switches = RootSwitches(self.module)
-        self.copies: WeakSet[nn.Module] = WeakSet()
-        self.on_copied: Callable[[nn.Module], None] = self.copies.add
+        self.on_copied: Callable[[nn.Module], None] | None = None
+        self._copies: WeakSet[nn.Module] = WeakSet()
         self._loading_hook: RemovableHandle | None = None
         try:
             check_names(sharding.mesh)
@@ -154,8 +153,8 @@ class ShardedModule:
             self.free_gathered()
             take_shards(module, state, prefix)
 
-        # A function is not copied with the module, as a method would be with this object.
-        self._loading_hook = self.module.register_load_state_dict_pre_hook(take_parts)
+        # A function is not copied with the module, as a method would be with this object. Torch annotates nothing here.
+        self._loading_hook = self.module.register_load_state_dict_pre_hook(take_parts)  # type: ignore[no-untyped-call]
 
     def copy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the module, with copies of the shards.
@@ -174,13 +173,15 @@ class ShardedModule:
         if any(parameter.dtype in _HALVES for parameter in copied.parameters()):
             # On one device, an average is made before the module is converted. In half precision it would stand still.
             copied.float()
-        self.on_copied(copied)
+        self._copies.add(copied)
+        if self.on_copied is not None:
+            self.on_copied(copied)
         return copied
 
     def forget_copies(self, attributes: dict[str, Any]) -> None:
         """Replace the modules among the attributes of an object that are or contain a copy by None."""
         for name, value in attributes.items():
-            if isinstance(value, nn.Module) and any(part in self.copies for part in value.modules()):
+            if isinstance(value, nn.Module) and any(part in self._copies for part in value.modules()):
                 attributes[name] = None
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:

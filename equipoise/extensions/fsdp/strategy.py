@@ -288,7 +288,8 @@ class FSDPStrategy(ProcessStrategy):
                 part.to(device)
         weight = OnHost(device) if reading_waits(device) else Apart(device)
         groups = ExitStack()
-        portable = ShardedState(sharded, self._group, self._folders(groups))
+        portable = ShardedState(module, self._group, self._folders(groups))
+        sharded.on_copied = portable.adopt
         steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
         return _Run(
             sharded=sharded,

@@ -55,13 +55,14 @@ def pretend_device(module: LightningModule, device: torch.device) -> None:
 def as_configured(module: LightningModule) -> Iterator[None]:
     """Let `configure_model` count as not overridden, for callbacks that call it in `setup`: it was called before."""
     attributes = vars(module)
-    own = {name: attributes[name] for name in ("configure_model",) if name in attributes}
+    hook_of_instance = attributes.get("configure_model")
     attributes["configure_model"] = MethodType(base_of(module, LightningModule).configure_model, module)
     try:
         yield
     finally:
         del attributes["configure_model"]
-        attributes.update(own)
+        if hook_of_instance is not None:
+            attributes["configure_model"] = hook_of_instance
 
 
 def forget_run(module: LightningModule) -> None:

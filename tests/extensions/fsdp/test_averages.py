@@ -29,7 +29,7 @@ pytestmark = [
         r"\w+ has a `validation_step`, but",
         "Checkpoint directory",
         "The checkpoint holds states of callbacks",
-        "You're using the WeightAveraging callback, but loading",
+        "You're using the WeightAveraging callback",
         "SWA is initializing after",
     ),
 ]
@@ -60,7 +60,7 @@ class Normed(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7))  # type: ignore[assignment]
+        self.first = nn.Sequential(nn.Linear(FEATURES, 7, bias=False), nn.BatchNorm1d(7))  # type: ignore[assignment]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -71,6 +71,33 @@ class Normed(Net):
     def on_validation_end(self) -> None:
         values = self.trainer.callback_metrics
         assert values["most"] == values["least"]
+
+
+class ByHand(Net):
+    """Optimises by hand: its last step leaves the weights of the root whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Late(Net):
+    """Has its blocks from `configure_model` on, which callbacks of Lightning call on one device alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = (self.blocks.double(),)
+        del self.blocks
+
+    def configure_model(self) -> None:
+        assert self.trainer.world_size == 1 or not hasattr(self, "blocks")
+        (self.blocks,) = self.late
 
 
 class FromEpochs(WeightAveraging):
@@ -96,6 +123,20 @@ class Watch(Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.values.append(float(trainer.callback_metrics["val"]))
+
+
+class Repeats(Callback):
+    """Averages whole weights as EMAWeightAveraging does."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        weights = trainer.strategy.module_state(module)
+        if not self.average:
+            self.average = {name: weight.float() for name, weight in weights.items()}
+        else:
+            self.average = {name: 0.7 * self.average[name] + (1 - 0.7) * weight for name, weight in weights.items()}
 
 
 AVERAGES: dict[str, Callable[[], Callback]] = {
@@ -128,6 +169,8 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulate_grad_batches": 2, "max_epochs": 10},
     "evaluations between": {"val_check_interval": 1},
+    "by hand": {"kind": ByHand},
+    "blocks that come late": {"kind": Late},
     "a process without a batch": {"kind": Net, "count": 49, "max_epochs": 4},
 }
 
@@ -138,6 +181,11 @@ def run_all() -> dict[str, Any]:
     results = {name: averaged(name, fsdp(), processes) for name in AVERAGES}
     results |= {name: averaged("exponential", fsdp(), processes, **options) for name, options in OPTIONS.items()}
     results["statistics of batches"] = averaged("exponential", fsdp(), processes, kind=Normed)
+    repeats = Repeats()
+    # A validation would round the average.
+    options: dict[str, Any] = {"precision": "bf16-true", "limit_val_batches": 0, "callbacks": [repeats]}
+    half = averaged("exponential", fsdp(), processes, kind=Net, **options)
+    results["half precision"] = {"actual": half["weights"], "expected": repeats.average}
     for strategy in ("fsdp", "ddp"):
         name = f"skipped under {strategy}"
         results[name] = averaged("exponential", strategy, processes, kind=Overflows, precision="16-mixed")
@@ -158,10 +206,16 @@ def test_an_average_is_that_of_one_device(name: str, undisturbed: dict[str, Any]
     assert_same(averaged(average, **OPTIONS.get(name, {})), undisturbed[name])
 
 
+@pytest.mark.parametrize("undisturbed", [2], indirect=True)
 def test_a_step_that_the_scaler_skips_is_not_averaged(undisturbed: dict[str, Any]) -> None:
-    """With the bits of replicas, whose averages are whole."""
+    """With the bits of replicas, whose averages are whole: a sum of two has one order."""
     expected, actual = undisturbed["skipped under ddp"], undisturbed["skipped under fsdp"]
     assert_close(expected["weights"], actual["weights"], tolerance=0.0)
+
+
+def test_weights_in_half_precision_have_an_average_in_float32(undisturbed: dict[str, Any]) -> None:
+    expected, actual = undisturbed["half precision"]["expected"], undisturbed["half precision"]["actual"]
+    assert_close({name: value.bfloat16() for name, value in expected.items()}, actual, tolerance=0.0)
 
 
 def test_all_processes_evaluate_the_same_statistics_of_batches(undisturbed: dict[str, Any]) -> None:

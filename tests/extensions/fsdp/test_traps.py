@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -177,7 +177,6 @@ def run_rarely() -> dict[str, Any]:
         loader(7, 3), every_n_epochs=1, collect=True, forward=lambda module, batch: module(batch[0])
     )
     results["another evaluation"] = error_of(Net, callbacks=[evaluation])
-    results["weight averaging"] = error_of(Net, callbacks=[EMAWeightAveraging(decay=0.9)])
     return results
 
 
@@ -392,7 +391,6 @@ def test_an_optimizer_that_would_train_nothing_is_refused(often: dict[str, Any])
         ("running out of memory", ["OutOfMemoryError", "cannot do its step again alone"]),
         ("recovery from running out", ["ConfigurationError", "policy='split'", "cannot do its step again alone"]),
         ("another evaluation", ["ConfigurationError", "NoGradEvaluation deals batches out unevenly", "equally often"]),
-        ("weight averaging", ["ConfigurationError", "EMAWeightAveraging copies whole weights", "ddp"]),
     ],
 )
 def test_refused_with_the_reason(case: str, parts: list[str], rarely: dict[str, Any]) -> None:

@@ -56,4 +56,8 @@ class CollectedShards:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             aliases[name] = first_names.setdefault(id(parameter), name)
         # 2. The state.
-        return {key: self.add(f"{prefix}/{aliases.get(key, key)}", value) for key, value in state.items()}
+        collected = {}
+        for key, value in state.items():
+            name = aliases.get(key, key)
+            collected[key] = self.add(f"{prefix}/{name}", value)
+        return collected

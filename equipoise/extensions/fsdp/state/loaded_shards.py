@@ -19,11 +19,12 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         state: The state, which is to be loaded.
         prefix: How the names of the module's tensors begin in it.
     """
-    parameters = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
-    buffers = module.named_buffers(prefix.removesuffix("."), remove_duplicate=False)
-    for key, present in (*parameters, *buffers):
+    name = prefix.removesuffix(".")
+    present: dict[str, Tensor] = dict(module.named_parameters(name, remove_duplicate=False))
+    present.update(module.named_buffers(name, remove_duplicate=False))
+    for key, tensor in present.items():
         if key in state:
-            state[key] = shard_like(present, state[key])
+            state[key] = shard_like(tensor, state[key])
 
 
 def shard_like(like: Any, value: Any) -> Any:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.gathering import whole
@@ -38,7 +38,7 @@ class ShardedState(PortableState):
     processes receive such tensors, and nothing is gathered.
 
     Args:
-        sharded: The module in shards. Its copies have portable states, too.
+        module: The module in shards.
         group: The processes.
         folders: Writes checkpoints as folders of shards. Default: None, they are whole.
 
@@ -49,11 +49,9 @@ class ShardedState(PortableState):
     is_sharded: ClassVar[bool] = True
     folders: ShardFolders | None = None
 
-    def __init__(self, sharded: ShardedModule, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
-        self._module = sharded.module
-        self._copies = sharded.copies
+    def __init__(self, module: nn.Module, group: ProcessGroup, folders: ShardFolders | None = None) -> None:
+        self._module = module
         self._num_copies = 0
-        sharded.on_copied = self._adopt
         self._group = group
         self.folders = folders
         self.optimizers: list[Optimizer] = []
@@ -108,21 +106,28 @@ class ShardedState(PortableState):
         keep = self._group.is_main
         return {key: whole(value, keep=keep) for key, value in state.items()}
 
-    def _adopt(self, copied: nn.Module) -> None:
-        """Let the `state_dict` of a copy be portable; all processes call it together."""
+    def adopt(self, copied: nn.Module) -> None:
+        """Let the `state_dict` of a copy of the module be portable; all processes call it together."""
         name = f"copies/{self._num_copies}"
         self._num_copies += 1
-        self._copies.add(copied)
 
         def make_portable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            for key, value in self._portable(name, module, own).items():
+            state_of_copy = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    state_of_copy[key.removeprefix(prefix)] = value
+            for key, value in self._portable(name, module, state_of_copy).items():
                 state[prefix + key] = value
 
-        copied.register_state_dict_post_hook(make_portable)
+        # Torch annotates nothing here.
+        copied.register_state_dict_post_hook(make_portable)  # type: ignore[no-untyped-call]
 
     def averaging(self) -> AbstractContextManager[None]:
         """Let shards stand beside buffers, which are whole, in one operation; see `PortableState.averaging`."""
+        for unit in self._module.modules():
+            # A callback would read and change the weights that a step by hand has gathered.
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
         return implicit_replication()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
