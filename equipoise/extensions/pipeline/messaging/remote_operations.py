@@ -100,16 +100,17 @@ class RemoteOperations:
         return results
 
     def _place_of(self, values: Iterable[Any]) -> Place:
-        """Return where all tensors among values are; nothing if they are in this process."""
-        # A number of this process, such as that of updates, is sent.
-        places = {self._place(v) for v in values if isinstance(v, Tensor) and (is_elsewhere(v) or v.ndim)}
-        if len(places) > 1:
+        """Return where an operation is computed; nothing if all tensors among its arguments are in this process."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        places = {self._place(tensor) for tensor in tensors if is_elsewhere(tensor)}
+        if not places:
+            return ()
+        # Tensors of this process are sent, but the first one may be that which is changed.
+        if len(places) > 1 or (tensors[0].ndim and not is_elsewhere(tensors[0])):
             raise Unknown
-        return places.pop() if places else ()
+        return places.pop()
 
     def _place(self, tensor: Tensor) -> Place:
-        if not is_elsewhere(tensor):
-            return ()
         operand = self._operand(tensor)
         if operand.is_result:
             return self._places[operand.number]
@@ -151,6 +152,8 @@ class RemoteOperations:
                 raise Unknown
             # It was changed in place.
             if id(value) in originals:
+                if not is_elsewhere(originals[id(value)]):
+                    raise Unknown
                 numbers.append(None)
                 return originals[id(value)]
             numbers.append(next(_numbers))
@@ -195,7 +198,7 @@ def _entries(argument: Any, indices: Iterable[int]) -> Any:
 
 
 def _without_values(value: Any, originals: dict[int, Tensor]) -> Any:
-    """Return an argument with which shapes of results are computed; `originals` receives the tensor of another process.
+    """Return an argument with which shapes of results are computed; `originals` receives tensors without their values.
 
     A number of this process keeps its value, which torch may read.
     """
@@ -203,7 +206,7 @@ def _without_values(value: Any, originals: dict[int, Tensor]) -> Any:
         return _META
     if not isinstance(value, Tensor):
         return value
-    if not is_elsewhere(value):
+    if not is_elsewhere(value) and not value.ndim:
         return value.detach().cpu()
     shape = torch.empty(value.shape, dtype=value.dtype, device=_META)
     originals[id(shape)] = value

@@ -114,6 +114,18 @@ def test_a_copy_on_another_device() -> None:
 
 
 @torch.no_grad()
+def test_values_of_this_process_are_sent() -> None:
+    """Such as weights that a callback has kept from before they moved."""
+    elsewhere = Elsewhere()
+    kept = torch.ones(3, 2, dtype=torch.float64)
+    with noted(elsewhere.operations):
+        elsewhere.parameters[0].lerp_(kept, 0.25)
+        kept.zero_()
+    elsewhere.compute()
+    assert torch.equal(elsewhere.stores[0][0], values()[0].lerp(torch.ones(3, 2, dtype=torch.float64), 0.25))
+
+
+@torch.no_grad()
 def test_a_result_lasts_as_long_as_it_is_referred_to() -> None:
     """Such as weights that a callback keeps from one hook to another."""
     elsewhere = Elsewhere()
@@ -146,13 +158,13 @@ def test_a_result_of_another_run_is_refused() -> None:
         lambda one, other: one.sum().item(),
         lambda one, other: one.tolist(),
         lambda one, other: one.add(other),
-        lambda one, other: one.add(torch.ones(2, dtype=torch.float64)),
         lambda one, other: one.data.T.mul(2),
         lambda one, other: torch.zeros(3, 2, dtype=torch.float64).copy_(one),
+        lambda one, other: torch.add(one, 1, out=torch.zeros(3, 2, dtype=torch.float64)),
         lambda one, other: bool(one.isnan().any()),
         lambda one, other: torch._foreach_add([one], [other]),
     ],
-    ids=["a number", "a list", "another process", "values here", "a view", "a change here", "a condition", "lists"],
+    ids=["a number", "a list", "another process", "a view", "a change here", "a result here", "a condition", "lists"],
 )
 def test_values_are_refused(read: Callable[[Tensor, Tensor], Any]) -> None:
     elsewhere = Elsewhere()

@@ -1,5 +1,6 @@
 """Averages of the weights of a pipeline, in threads and in processes, where they lie with the stages."""
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,14 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
+import equipoise
 from equipoise import ConfigurationError, PipelineStrategy, StepError, Trainer
 from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import Model, data
+from tests.extensions.pipeline.strategy.test_replicas import Counted, samples
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,18 +65,52 @@ class Normed(Model):
         self.net.blocks[1].norm = nn.BatchNorm1d(6)  # type: ignore[index, union-attr]
 
 
+class Own(equipoise.Callback):
+    """An average without a class of Lightning's, which keeps the weights of training during a validation."""
+
+    copies_weights = True
+    average: Any = None
+    kept: Any = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.average = copy.deepcopy(module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
+            average.lerp_(weight, 0.3)
+
+    @torch.no_grad()
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.kept = [weight.clone() for weight in module.parameters()]
+        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
+            weight.copy_(average)
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        for kept, weight in zip(self.kept, module.parameters(), strict=True):
+            weight.copy_(kept)
+        self.kept = None
+
+
 AVERAGES: dict[str, Callable[[], Callback]] = {
     "exponential": lambda: EMAWeightAveraging(decay=0.7),
     "without buffers, rarely": lambda: EMAWeightAveraging(decay=0.7, use_buffers=False, update_every_n_steps=3),
     "all at once": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
     "equal weights": WeightAveraging,
     "stochastic": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+    "of the user": Own,
 }
 ENGINES: dict[str, Any] = {
     "one device": ("single_device", ["cpu"]),
     "threads": (PipelineStrategy(micro_batches=3), ["cpu"] * 2),
     "processes": (PipelineStrategy(micro_batches=3, engine="processes", timeout=120.0), ["cpu"] * 2),
     "3 processes": (PipelineStrategy(micro_batches=3, engine="processes", timeout=120.0), ["cpu"] * 3),
+    "replicas": (PipelineStrategy(micro_batches=3, engine="processes", replicas=2, timeout=120.0), ["cpu"] * 4),
+    "a stage of a tied weight alone": (
+        PipelineStrategy(micro_batches=3, engine="processes", cut_before=["net.blocks.0"], timeout=120.0),
+        ["cpu"] * 2,
+    ),
 }
 
 
@@ -93,7 +131,9 @@ class Watch(Callback):
         self.values.append(float(trainer.callback_metrics["val"]))
 
 
-def averaged(average: Callback, engine: str, kind: Any = Averaged, **options: Any) -> dict[str, Any]:
+def averaged(
+    average: Callback, engine: str, kind: Any = Averaged, loader: Any = None, **options: Any
+) -> dict[str, Any]:
     """Train 21 steps, and return the weights at the end, the values of validations, and the bytes held here."""
     watch = Watch()
     strategy, devices = ENGINES[engine]
@@ -112,7 +152,7 @@ def averaged(average: Callback, engine: str, kind: Any = Averaged, **options: An
         **options,
     )
     module = kind()
-    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    trainer.fit(module, loader or data(), data(), ckpt_path=ckpt_path)
     return {**module.state_dict(), "values": torch.tensor(watch.values), "held": watch.held}
 
 
@@ -140,6 +180,14 @@ def test_with_accumulation_and_evaluations_between(engine: str, options: dict[st
     assert_same(expected, actual)
     if engine != "threads":
         assert 0 < actual["held"] < 0.6 * expected["held"]
+
+
+@pytest.mark.parametrize(("engine", "replicas"), [("replicas", 2), ("a stage of a tied weight alone", 1)])
+def test_weights_in_several_processes(engine: str, replicas: int) -> None:
+    average, once_more = AVERAGES["exponential"](), AVERAGES["exponential"]()
+    expected = averaged(average, "one device", Counted, DataLoader(samples(24), 12), num_sanity_val_steps=0)
+    loader = DataLoader(samples(24), 12 // replicas)
+    assert_same(expected, averaged(once_more, engine, Counted, loader, num_sanity_val_steps=0))
 
 
 def test_statistics_of_batches_are_those_of_one_device_in_threads() -> None:
