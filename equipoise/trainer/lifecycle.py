@@ -260,9 +260,9 @@ def _configure_optimizers(context: RunContext) -> None:
     optimizers, configs = parse_optimizers(configured, context.module)
     if state.fuses_optimizers:
         fuse_optimizers(optimizers, context.module)
-    for extension in step_extensions(state):
-        extension.check_optimizer(optimizers[0])
     state.set_optimizers(optimizers, configs)
+    for extension in step_extensions(state):
+        extension.check_optimizer(context.stepped_optimizer())
     context.strategy.portable.connect_optimizers(optimizers)
 
 

@@ -101,7 +101,7 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         hooks=hooks,
         logs=parts.logs,
         logger_output=parts.logger_output,
-        lightning_optimizers=parts.lightning_optimizers,
+        as_lightning=parts.as_lightning,
         # A subclass of the Trainer may override the method and the property.
         save_checkpoint=parts.trainer.save_checkpoint,
         trainer_validates=lambda: parts.trainer.enable_validation,

@@ -63,7 +63,7 @@ class CompiledStep(RepeatableStep):
         super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
         self._parameters = list(self.module.parameters())
-        self._optimizer = context.state.optimizers[0]
+        self._optimizer = context.stepped_optimizer()
         self._precision = context.precision
         self._default_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._precision.autocast is None and self._precision.forward_context is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from equipoise.errors import CheckpointError
+from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.extensions.ensemble.members.stacked_members import own_memory
 from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
 from equipoise.strategies.portable_state import PortableState
@@ -76,6 +76,19 @@ class MemberStates(PortableState):
                 f" EnsembleStrategy(members={len(states) + 1})."
             )
         self._keep(states)
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse several optimisers; see `PortableState.connect_optimizers`.
+
+        Raises:
+            ConfigurationError: If there are several.
+        """
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                "strategy='ensemble' steps one optimiser for each member, but `configure_optimizers` returned"
+                f" {len(optimizers)}. Return one, with a parameter group for each choice of options, or train the"
+                " members in runs of their own."
+            )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the first member's optimiser."""

@@ -9,6 +9,7 @@ from torch.optim import LBFGS, Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.optimizers import has_any_step_hooks, is_of_torch
+from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.recovery.armed import is_armed
@@ -77,6 +78,8 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         ConfigurationError: If that is not certain.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        raise _refusal(f"`configure_optimizers` returned {len(optimizer.optimizers)} optimisers")
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or not is_of_torch(optimizer):
         raise _refusal(f"{kind} is not one of torch's optimisers, and may look at several parameters in one step")

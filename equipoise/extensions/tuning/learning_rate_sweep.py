@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.finders import LearningRateSettings
 from equipoise.precision import wide_dtype
 
@@ -56,7 +57,16 @@ class LearningRateSweep(Callback):
         self._smallest_loss = 0.0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Remove the schedulers, which would set other rates, or momenta."""
+        """Remove the schedulers, which would set other rates, or momenta.
+
+        Raises:
+            ConfigurationError: If there are several optimisers, whose rates differ.
+        """
+        if len(trainer.optimizers) > 1:
+            raise ConfigurationError(
+                "The search for a learning rate sets one rate, but `configure_optimizers` returned"
+                f" {len(trainer.optimizers)} optimisers. Search with one of them, or set the rates yourself."
+            )
         trainer.strategy.lr_scheduler_configs.clear()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -88,7 +88,13 @@ class AutomaticOptimization:
         self._window = window
         self._scaler = context.precision.scaler
         self._counts = state.progress.optimizer_step.current
-        self._optimizer: Optimizer = state.optimizers[0]
+        self._optimizer = context.stepped_optimizer()
+        self._are_several = len(state.optimizers) > 1
+        if self._are_several:
+            from equipoise.trainer.optimization.configuration.several_optimizers import check_disjoint
+
+            # Callbacks may have added parameters.
+            check_disjoint(state.optimizers, context.module)
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
@@ -124,11 +130,12 @@ class AutomaticOptimization:
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
 
         # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
-        #    left out if neither the optimiser nor the user can tell. A scaler takes no closure.
+        #    left out if neither the optimiser nor the user can tell. A scaler takes no closure, and several optimisers
+        #    receive none.
         self._user_step = hooks.bind_module("optimizer_step")
-        is_unnoticed = self._scaler is not None or takes_no_closure(self._optimizer)
+        is_unnoticed = self._scaler is not None or self._are_several or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
-        self._lightning_optimizer = None if self._needs_no_closure else context.lightning_optimizers()[0]
+        self._lightning_optimizer = None if self._needs_no_closure else context.as_lightning(self._optimizer)
 
         # 5. The optimiser's step, if that is all that there is to do.
         self._plain_step: Callable[[], Any] | None = None
@@ -275,7 +282,17 @@ class AutomaticOptimization:
         return self._last_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this."""
+        """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this.
+
+        Raises:
+            StepError: If one of several optimisers is to be stepped by itself.
+        """
+        if self._are_several and optimizer is not self._optimizer:
+            raise StepError(
+                f"{type(optimizer).__name__} cannot be stepped by itself: automatic optimisation steps all optimisers"
+                " together. Step the optimiser that `optimizer_step` receives, which stands for all of them, or set"
+                " `self.automatic_optimization = False`."
+            )
         if self._scaler is not None:
             loss = closure()
             skipped = self._gradients.finish(optimizer, loss is None)

@@ -217,6 +217,12 @@ def _check_checkpoint_name(callback: Any) -> None:
 def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
     """Check that a training step takes a batch and its index, or a batch alone."""
     signature = inspect.signature(step)
+    if "optimizer_idx" in signature.parameters:
+        raise ConfigurationError(
+            f"`{owner}` takes `optimizer_idx`, but a training step is called once for all optimisers. To step them in"
+            " turn, as for a GAN, leave it out, set `self.automatic_optimization = False`, and step them in"
+            " `training_step`: `first, second = self.optimizers()`."
+        )
     for arguments in ((None, 0), (None,)):
         with suppress(TypeError):
             signature.bind(*arguments)

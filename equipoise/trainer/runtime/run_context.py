@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.parallel.snapshot import random_state
@@ -23,6 +24,9 @@ from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
+
+if TYPE_CHECKING:
+    from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 
 __all__ = ["RunContext"]
 
@@ -40,7 +44,7 @@ class RunContext:
         hooks: The hooks that callbacks, module and data module override.
         logs: The logged values.
         logger_output: Hands logged values to the loggers.
-        lightning_optimizers: Returns the optimisers as `self.optimizers()` gives them.
+        as_lightning: Returns what automatic optimisation steps in the form in which `optimizer_step` receives it.
         save_checkpoint: The trainer's method, called with a path.
         trainer_validates: Returns the trainer's `enable_validation`.
         prefetch: Copies batches beside the computation, where that is possible.
@@ -58,13 +62,26 @@ class RunContext:
     hooks: Hooks
     logs: Logs
     logger_output: LoggerOutput
-    lightning_optimizers: Callable[[], list[LightningOptimizer]]
+    as_lightning: Callable[[Optimizer], LightningOptimizer]
     save_checkpoint: Callable[[str | os.PathLike[str]], None]
     trainer_validates: Callable[[], bool]
     prefetch: Prefetch
     sources: dict[str, Source] = field(default_factory=dict)
     unplaced: UnplacedHyperparameters | None = None
     fitting: dict[str, Any] = field(default_factory=dict)
+    _combined: "CombinedOptimizer | None" = None
+
+    def stepped_optimizer(self) -> Optimizer:
+        """Return what automatic optimisation steps: the optimiser, or several of them as one."""
+        optimizers = self.state.optimizers
+        if len(optimizers) == 1:
+            return optimizers[0]
+        from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
+
+        # One object as long as the optimisers are the same: strategies know it by its identity.
+        if self._combined is None or self._combined.optimizers != optimizers:
+            self._combined = CombinedOptimizer(optimizers)
+        return self._combined
 
     @property
     def global_step(self) -> int:

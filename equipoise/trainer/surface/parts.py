@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.optimizers import wrap_optimizer
@@ -99,6 +100,11 @@ class TrainerParts:
         if [wrapped.optimizer for wrapped in self._wrapped_optimizers] != optimizers:
             self._wrapped_optimizers = [wrap_optimizer(optimizer, self.strategy_view) for optimizer in optimizers]
         return self._wrapped_optimizers
+
+    def as_lightning(self, optimizer: Optimizer) -> LightningOptimizer:
+        """Return what automatic optimisation steps as `optimizer_step` receives it."""
+        wrapped = self.lightning_optimizers()
+        return wrapped[0] if len(wrapped) == 1 else wrap_optimizer(optimizer, self.strategy_view)
 
     @property
     def states_of_loops(self) -> list[object]:

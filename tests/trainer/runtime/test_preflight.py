@@ -96,7 +96,17 @@ def test_hooks_of_lightning_1(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [lambda self, batch, batch_idx, optimizer_idx: None, lambda self: None], ids=["too many", "none"]
+    "step",
+    [lambda self, batch, batch_idx, optimizer_idx: None, lambda self, batch, batch_idx, optimizer_idx=None: None],
+    ids=["required", "with a default"],
+)
+def test_optimizers_of_lightning_1_that_are_stepped_in_turn(step: Callable[..., Any]) -> None:
+    module = type("Module", (Small,), {"training_step": step})()
+    refuses_fit(module, "`Module.training_step`", "`optimizer_idx`", "GAN", "self.automatic_optimization = False")
+
+
+@pytest.mark.parametrize(
+    "step", [lambda self, batch, batch_idx, other: None, lambda self: None], ids=["too many", "none"]
 )
 def test_arguments_of_training_step(step: Callable[..., Any]) -> None:
     module = type("Module", (Small,), {"training_step": step})()
@@ -176,7 +186,7 @@ def test_nonsense_is_refused_in_manual_optimisation_too(automatic: bool) -> None
 
 def test_several_optimisers_in_automatic_optimisation() -> None:
     module = with_optimizers(lambda m: [sgd(m), sgd(m)])
-    refuses_fit(module, "takes one optimiser", "returned 2", "self.automatic_optimization = False", "self.optimizers()")
+    refuses_fit(module, "layer.weight, layer.bias", "stepped by two of them", "self.automatic_optimization = False")
 
 
 NO_SCHEDULER: dict[str, tuple[Callable[[Any], Any], list[str]]] = {

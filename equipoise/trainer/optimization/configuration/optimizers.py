@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
+from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.optimizers import has_step_hooks, is_of_torch
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.configuration.scheduler_config import (
@@ -70,18 +70,17 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
         returned = NoOptimizer()
     optimizers, schedulers = _parse_form(returned)
 
-    # 2. The trainer steps one optimiser. In manual optimisation there may be several.
+    # 2. The trainer steps all optimisers together. In manual optimisation they may be any.
     if module.automatic_optimization:
         if not optimizers:
             raise ConfigurationError(
                 f"`configure_optimizers` returned {_describe(returned)}, without an optimiser. {_FORMS}"
             )
-        if len(optimizers) != 1:
-            raise ConfigurationRuntimeError(
-                f"Automatic optimisation takes one optimiser, but `configure_optimizers` returned {len(optimizers)}."
-                " Set `self.automatic_optimization = False` and step them in `training_step`: `first, second ="
-                " self.optimizers()`."
-            )
+        if len(optimizers) > 1:
+            from equipoise.trainer.optimization.configuration import several_optimizers
+
+            several_optimizers.check_several(returned, optimizers, module)
+            several_optimizers.warn_of_unstepped(optimizers, module)
 
     # 3. The configuration of each scheduler.
     configs = [scheduler_config(scheduler, module) for scheduler in schedulers]
@@ -145,7 +144,7 @@ def _parse_dictionaries(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[list
         monitor = dictionary.get("monitor")
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler = {"scheduler": scheduler, "monitor": monitor}
-        elif monitor is not None and isinstance(scheduler, Mapping) and len(dictionaries) == 1:
+        elif monitor is not None and isinstance(scheduler, Mapping):
             scheduler = {"monitor": monitor, **scheduler}
         schedulers.append(scheduler)
     return optimizers, schedulers

@@ -10,7 +10,11 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.extensions.pipeline.processes.optimizers.local_gradients import scale_gradients, unscale_gradients
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import (
+    Number,
+    scale_gradients,
+    unscale_gradients,
+)
 from equipoise.extensions.pipeline.processes.optimizers.process_gradients import (
     gradient_norm,
     sum_tied_gradients,
@@ -18,6 +22,7 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
 )
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 
@@ -73,8 +78,16 @@ class ProcessBackend(PortableState):
 
     # Optimisers.
 
-    def number_of(self, optimizer: Optimizer) -> int:
+    def number_of(self, optimizer: Optimizer) -> Number:
         """Return the number by which the workers know an optimiser; send it if they lack it or its parameters."""
+        if isinstance(optimizer, CombinedOptimizer):
+            # Twice: one whose parameters are others than before recalls the states of all.
+            for part in optimizer.optimizers:
+                self._number_of_one(part)
+            return tuple(self._number_of_one(part) for part in optimizer.optimizers)
+        return self._number_of_one(optimizer)
+
+    def _number_of_one(self, optimizer: Optimizer) -> int:
         index = self._find(optimizer)
         if index is None:
             _check_optimizer(optimizer)

@@ -10,7 +10,10 @@ from torch.amp import GradScaler
 from equipoise.interop.torch import foreach
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 
-__all__ = ["ReplicaSums", "scale_gradients", "unscale_gradients"]
+__all__ = ["Number", "ReplicaSums", "scale_gradients", "unscale_gradients"]
+
+# Number by which the workers of a pipeline know an optimiser; those of several that are stepped together.
+Number = int | tuple[int, ...]
 
 
 class ReplicaSums:

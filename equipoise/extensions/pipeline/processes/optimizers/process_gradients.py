@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import Number
 from equipoise.parallel.gradient_sums import sum_gradients
 
 __all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
@@ -73,7 +74,7 @@ def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> li
 
 def gradient_norm(
     processes: StageClient,
-    index: int,
+    index: Number,
     parameters: Sequence[nn.Parameter],
 ) -> Tensor:
     """Return the norm of all gradients of an optimiser.

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from equipoise.extensions.pipeline.processes.optimizers.local_gradients import ReplicaSums
+from equipoise.extensions.pipeline.processes.optimizers.local_gradients import Number, ReplicaSums
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.parallel.payload.shared_payload import loads
 
 __all__ = ["WorkerOptimizers"]
@@ -75,9 +76,14 @@ class WorkerOptimizers:
                 states[key] = dict(state)
         return states
 
+    def _of(self, index: Number) -> Optimizer:
+        if isinstance(index, tuple):
+            return CombinedOptimizer([self._optimizers[number] for number in index])
+        return self._optimizers[index]
+
     def step(
         self,
-        index: int,
+        index: Number,
         options: Sequence[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> None:
@@ -88,7 +94,7 @@ class WorkerOptimizers:
             options: Current options of each of its groups.
             kwargs: Further arguments of the step.
         """
-        optimizer = self._optimizers[index]
+        optimizer = self._of(index)
         # Schedulers change options in the main process only.
         pairs = zip(optimizer.param_groups, options, strict=True)
         for group, current_options in pairs:
@@ -97,9 +103,9 @@ class WorkerOptimizers:
 
     # Gradients.
 
-    def _parameters_here(self, index: int) -> dict[int, nn.Parameter]:
+    def _parameters_here(self, index: Number) -> dict[int, nn.Parameter]:
         """Return the parameters of an optimiser that are in this process, by key."""
-        optimizer = self._optimizers[index]
+        optimizer = self._of(index)
         keys = self._tensors.keys_by_identity()
         parameters = {}
         for parameter in optimizer_parameters(optimizer):
@@ -108,7 +114,7 @@ class WorkerOptimizers:
         # All replicas sum their gradients in the same order.
         return dict(sorted(parameters.items()))
 
-    def _parameters_of(self, index: int) -> dict[int, nn.Parameter]:
+    def _parameters_of(self, index: Number) -> dict[int, nn.Parameter]:
         """Return those parameters of an optimiser in this process that have a gradient, by key."""
         parameters = {}
         for key, parameter in self._parameters_here(index).items():
@@ -116,17 +122,17 @@ class WorkerOptimizers:
                 parameters[key] = parameter
         return parameters
 
-    def sum_gradients(self, index: int) -> None:
+    def sum_gradients(self, index: Number) -> None:
         """Sum gradients over the same stages of all replicas."""
         # All replicas have the same parameters here, also those without a gradient in this one.
         parameters = self._parameters_here(index)
         self._replica_sums.sum(list(parameters.values()))
 
-    def apply(self, index: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def apply(self, index: Number, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a function for those parameters of an optimiser here that have a gradient."""
         return function(list(self._parameters_of(index).values()), *arguments)
 
-    def norms(self, index: int) -> dict[int, Tensor]:
+    def norms(self, index: Number) -> dict[int, Tensor]:
         """Return the norm of each gradient by the key of its parameter."""
         norms = {}
         parameters = self._parameters_of(index)

@@ -1,0 +1,1 @@
+"""Several optimisers of one run."""
