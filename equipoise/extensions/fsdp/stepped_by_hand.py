@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
@@ -16,24 +15,29 @@ class SteppedByHand(StrategyOptimizer):
     """Gathers the root's weights after each step, since the rest of the user's step uses them.
 
     Args:
-        optimizer: The user's optimiser.
+        stepped: The user's optimiser, as its shards are stepped.
         sharded: The module in shards.
     """
 
-    def __init__(self, optimizer: Optimizer, sharded: ShardedModule) -> None:
-        super().__init__(optimizer)
+    def __init__(self, stepped: StrategyOptimizer, sharded: ShardedModule) -> None:
+        super().__init__(stepped.optimizer)
+        self._stepped = stepped
         self._sharded = sharded
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser; see `StrategyOptimizer.step`."""
         self._sharded.switches.follow()
-        result = super().step(closure, **kwargs)
+        result = self._stepped.step(closure, **kwargs)
         self._sharded.gather_root()
         return result
+
+    def unscale(self, scaler: GradScaler) -> None:
+        """Divide the gradients by the scale of the loss; see `StrategyOptimizer.unscale`."""
+        self._stepped.unscale(scaler)
 
     def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
         """Step the optimiser unless a gradient is not finite; see `StrategyOptimizer.scaled_step`."""
         self._sharded.switches.follow()
-        result = super().scaled_step(scaler, **kwargs)
+        result = self._stepped.scaled_step(scaler, **kwargs)
         self._sharded.gather_root()
         return result

@@ -21,6 +21,7 @@ from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
+from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
 from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import choose_units, table_of
@@ -362,10 +363,13 @@ class FSDPStrategy(ProcessStrategy):
             self._run.sharded.gather_root()
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
-        """Let the root's weights be gathered again after a step by hand; see `Strategy.setup_optimizer`."""
+        """Gather the matrices of Muon, and the root's weights after a step by hand; see `Strategy.setup_optimizer`."""
+        stepped = super().setup_optimizer(optimizer)
+        if self._run is not None and needs_whole_matrices(optimizer):
+            stepped = WholeMatrices(optimizer)
         if self._run is not None and self._run.by_hand:
-            return SteppedByHand(optimizer, self._run.sharded)
-        return super().setup_optimizer(optimizer)
+            stepped = SteppedByHand(stepped, self._run.sharded)
+        return stepped
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the gradients of a window into their weighted mean over all processes; see the interface."""

@@ -1,1 +1,1 @@
-"""State of a module in shards: whole, for any strategy, or in folders to which each process writes its shards."""
+"""State of a module in shards: whole, for any strategy or for a step, or in folders to which all processes write."""

@@ -48,5 +48,6 @@ def shard_like(like: Any, value: Any) -> Any:
         value = source.whole()
     if not is_cut:
         return value
-    # Each process has the whole value, so nothing is sent.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    # Each process has the whole value, so nothing is sent. Torch cuts it on the device of the mesh.
+    shard = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return shard.to(like.device)
