@@ -273,7 +273,8 @@ def _restore_optimizers(context: RunContext, states: list[dict[str, Any]], weigh
     if len(states) != len(optimizers):
         raise CheckpointError(
             f"The checkpoint holds {len(states)} optimiser state(s), but `configure_optimizers` returned"
-            f" {len(optimizers)}."
+            f" {len(optimizers)}. Let it return as many as then, or begin a new run from the weights, with"
+            " `load_from_checkpoint` and without ckpt_path."
         )
     names = {id(parameter): name for name, parameter in context.module.named_parameters()}
     saved_dtypes = {}

@@ -81,13 +81,20 @@ class CombinedOptimizer(Optimizer):
         return self.optimizers[-1].register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group, which must be added to one of the optimisers.
+        """Refuse a group, which must be added to one of the optimisers."""
+        raise self._refusal("Add the group to")
 
-        Raises:
-            ConfigurationError: Always.
-        """
-        raise ConfigurationError(
-            f"This stands for {len(self.optimizers)} optimisers. Add the group to one of them: `trainer.optimizers`."
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse, since each optimiser has a state of its own."""
+        raise self._refusal("Ask for the state of")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse, since each optimiser has a state of its own."""
+        raise self._refusal("Load the state of")
+
+    def _refusal(self, remedy: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"This stands for {len(self.optimizers)} optimisers. {remedy} one of them: `trainer.optimizers`."
         )
 
     def __repr__(self) -> str:

@@ -89,12 +89,7 @@ class AutomaticOptimization:
         self._scaler = context.precision.scaler
         self._counts = state.progress.optimizer_step.current
         self._optimizer = context.stepped_optimizer()
-        self._are_several = len(state.optimizers) > 1
-        if self._are_several:
-            from equipoise.trainer.optimization.configuration.several_optimizers import check_disjoint
-
-            # Callbacks may have added parameters.
-            check_disjoint(state.optimizers, context.module)
+        self._are_several = _are_several(context)
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
@@ -359,6 +354,16 @@ class AutomaticOptimization:
 def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
     """Stand for a step of one process without a batch."""
     return StepResult(None, 0, None)
+
+
+def _are_several(context: "RunContext") -> bool:
+    """Return True if several optimisers are stepped as one, which are checked: callbacks may have added parameters."""
+    if len(context.state.optimizers) == 1:
+        return False
+    from equipoise.trainer.optimization.configuration.several_optimizers import check_disjoint
+
+    check_disjoint(context.state.optimizers, context.module)
+    return True
 
 
 def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:

@@ -229,7 +229,7 @@ def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
             return
     raise ConfigurationError(
         f"`{owner}` is called with a batch and its index, but is defined as `{signature}`. Take `(self, batch,"
-        " batch_idx)`; several optimisers are stepped by hand, with `self.automatic_optimization = False`."
+        " batch_idx)`."
     )
 
 

@@ -119,6 +119,21 @@ def test_equal_to_eager_steps(lowering: Lowering, options: dict[str, Any]) -> No
     assert lowering.calls >= 9
 
 
+class Several(Network):
+    """Two optimisers."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in self.parameters() if parameter.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}])
+def test_several_optimizers(lowering: Lowering, options: dict[str, Any]) -> None:
+    assert_same(fit(Several(), compile=True, **options), fit(Several(), **options))
+    assert lowering.calls >= 9
+
+
 # In a process of its own: the compiler leaves threads and environment variables behind.
 KERNELS = """
 import torch

@@ -1,17 +1,21 @@
 """Several optimisers in automatic optimisation: equal to a loop written by hand, under each strategy, and resumed."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import HogwildStrategy, PipelineStrategy
+from equipoise import Callback, CheckpointError, HogwildStrategy, OOMRecovery, PipelineStrategy, StepError
 from tests.support.pipelines import quiet
+from tests.support.trainer_runs import refuses
 
 FEATURES = 6
 BATCH = 8
@@ -64,7 +68,7 @@ def loader(processes: int = 1) -> DataLoader[Any]:
     return DataLoader(TensorDataset(samples, targets), batch_size=BATCH // processes)
 
 
-def by_hand(module: Net) -> Net:
+def by_hand(module: Net, clip: Any = nn.utils.clip_grad_norm_) -> Net:
     """The loop."""
     optimizers, schedulers = module.make_optimizers()
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -75,7 +79,7 @@ def by_hand(module: Net) -> Net:
             (module.training_step(batch, index) / 2).backward()
             if index % 2 == 0:
                 continue
-            nn.utils.clip_grad_norm_(parameters, CLIP)
+            clip(parameters, CLIP)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
@@ -103,6 +107,27 @@ def test_it_equals_a_loop_by_hand(kinds: str) -> None:
     torch.testing.assert_close(weights(module), weights(by_hand(Net(kinds))), rtol=0, atol=0)
 
 
+def test_gradients_are_clipped_by_value() -> None:
+    module = Net()
+    fit(module, gradient_clip_algorithm="value")
+    expected = by_hand(Net(), nn.utils.clip_grad_value_)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=0)
+    assert not torch.equal(weights(expected), weights(by_hand(Net())))
+
+
+def test_fused_optimizers() -> None:
+    module = Net("SGD and Adam")
+    trainer = fit(module, fused_optimizer=True)
+    assert [optimizer.param_groups[0]["fused"] for optimizer in trainer.optimizers] == [True, True]
+    torch.testing.assert_close(weights(module), weights(by_hand(Net("SGD and Adam"))), rtol=0, atol=1e-12)
+
+
+def test_one_of_them_cannot_be_fused() -> None:
+    with pytest.warns(UserWarning, match="fused_optimizer=True has no effect on Muon"):
+        trainer = fit(Net(), fused_optimizer=True)
+    assert trainer.optimizers[1].param_groups[0]["fused"] is True
+
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "dp": {"strategy": "dp", "devices": ["cpu", "cpu"]},
     "balanced": {"strategy": "balanced", "devices": ["cpu", "cpu"]},
@@ -123,3 +148,313 @@ def test_it_equals_one_device_under_each_strategy(name: str, kinds: str) -> None
     trainer = fit(module, **STRATEGIES[name])
     assert trainer.global_step == EPOCHS * BATCHES // 2
     torch.testing.assert_close(weights(module), weights(by_hand(Net(kinds))), rtol=0, atol=1e-12)
+
+
+# The loss in float16.
+
+
+class Unscaled(Net):
+    """The same in 32 bits."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__(kinds)
+        self.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part.float() for part in batch], batch_idx)
+
+
+def scaled_by_hand(module: Net) -> Net:
+    """The loop with a scaler, for which one optimiser of all parameters unscales."""
+    optimizers, schedulers = module.make_optimizers()
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    scaler, all_together = torch.amp.GradScaler("cpu"), SGD(parameters, lr=0.0)
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(loader()):
+            if index % 2 == 0:
+                module.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = module.training_step(batch, index)
+            scaler.scale(loss / 2).backward()
+            if index % 2 == 0:
+                continue
+            scaler.unscale_(all_together)
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+            scaler.step(all_together)
+            scaler.update()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+    return module
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_one_scaler(kinds: str) -> None:
+    module = Unscaled(kinds)
+    fit(module, precision="16-mixed")
+    expected = scaled_by_hand(Unscaled(kinds))
+    torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=0)
+
+
+class Overflows(Unscaled):
+    """The gradients of one parameter overflow in the third window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4:
+            loss = loss + self.net[-1].bias.sum() * 1e36
+        return loss
+
+
+SCALED = ["balanced", "ddp", "fsdp", "pipeline", "pipeline in processes"]
+
+
+def windows(number: int, **options: Any) -> tuple[Tensor, list[float]]:
+    """The weights and learning rates after some windows."""
+    module = Overflows("SGD and Adam")
+    processes = options.pop("processes", 1)
+    trainer = quiet(precision="16-mixed", accumulate_grad_batches=2, limit_train_batches=2 * number, **options)
+    trainer.fit(module, loader(processes))
+    return weights(module), [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fused_optimizer": True}, *(pytest.param(STRATEGIES[name], marks=pytest.mark.slow) for name in SCALED)],
+    ids=["one device", "fused", *SCALED],
+)
+def test_an_overflow_in_one_gradient_skips_all(options: dict[str, Any]) -> None:
+    assert not torch.equal(windows(1, **options)[0], windows(2, **options)[0])
+    before, rates = windows(2, **options)
+    after, same_rates = windows(3, **options)
+    assert torch.equal(before, after)
+    assert rates == same_rates
+
+
+# Out-of-memory errors.
+
+
+class LowOnMemory(SGD):
+    """Memory runs out in its second step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise torch.OutOfMemoryError("injected in the step")
+        return super().step(closure)
+
+
+class Fails(Net):
+    """Memory runs out in the step of one of two optimisers."""
+
+    def make_optimizers(self) -> tuple[list[Any], list[Any]]:
+        optimizers, _ = super().make_optimizers()
+        kinds = [LowOnMemory if self.kinds == name else SGD for name in ("first", "second")]
+        groups = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
+        optimizers = [kind(group, lr=0.1, momentum=0.9) for kind, group in zip(kinds, groups, strict=True)]
+        return optimizers, [StepLR(optimizer, 4, 0.5) for optimizer in optimizers]
+
+
+def test_a_step_that_has_changed_nothing_is_repeated() -> None:
+    module = Fails("first")
+    with pytest.warns(UserWarning, match=r"in optimizer step\. It is done once more"):
+        fit(module, callbacks=[OOMRecovery()])
+    torch.testing.assert_close(weights(module), weights(by_hand(Fails("neither"))), rtol=0, atol=1e-12)
+
+
+def test_a_step_of_which_one_optimizer_has_taken_its_part_is_not_repeated() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"in optimizer step.* already"):
+        fit(Fails("second"), callbacks=[OOMRecovery()])
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_micro_batches() -> None:
+    class Large(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > BATCH // 2:
+                raise torch.OutOfMemoryError("injected in the forward")
+            return super().training_step(batch, batch_idx)
+
+    module = Large()
+    with pytest.warns(UserWarning, match="It is computed in 2 parts"):
+        fit(module, callbacks=[OOMRecovery()])
+    torch.testing.assert_close(weights(module), weights(by_hand(Net())), rtol=0, atol=1e-12)
+
+
+# Hooks.
+
+HOOKS = (
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+
+
+class Hooked(Net):
+    """Overrides the hooks that receive an optimiser, without another effect.
+
+    Attributes:
+        calls: The hooks that were called, in order.
+        received: What they received.
+    """
+
+    def __init__(self, kinds: str = "Muon and AdamW") -> None:
+        super().__init__(kinds)
+        self.calls: list[str] = []
+        self.received: list[Any] = []
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.note("optimizer_step", optimizer)
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.note("optimizer_zero_grad", optimizer)
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.note("configure_gradient_clipping", optimizer)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad", optimizer)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", optimizer)
+
+    def note(self, name: str, optimizer: Any) -> None:
+        self.calls.append(name)
+        self.received.append(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "16-mixed"}], ids=["plain", "scaled"])
+def test_hooks_are_called_once_a_step_with_one_optimizer_for_all(options: dict[str, Any]) -> None:
+    module, expected = Hooked(), Net()
+    trainer = fit(module, **options)
+    fit(expected, **options)
+    assert torch.equal(weights(module), weights(expected))
+    assert {name: module.calls.count(name) for name in HOOKS} == dict.fromkeys(HOOKS, trainer.global_step)
+    for optimizer in module.received:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.optimizers == trainer.optimizers
+        assert optimizer.param_groups == [group for part in trainer.optimizers for group in part.param_groups]
+        states = {id(state) for part in trainer.optimizers for state in part.state.values()}
+        assert {id(state) for state in optimizer.state.values()} == states
+
+
+def test_the_rates_of_all_are_changed_in_optimizer_step() -> None:
+    class Warm(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer.step(closure=optimizer_closure)
+
+    module = Warm()
+    fit(module)
+    assert torch.equal(weights(module), weights(Net()))
+
+
+def test_one_of_them_cannot_be_stepped_by_itself() -> None:
+    class Steps(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.optimizers()[1].step(closure=optimizer_closure)
+
+    refuses(lambda: fit(Steps()), "AdamW", "together", "automatic_optimization = False", error=StepError)
+
+
+def test_a_closure_that_is_not_run_is_an_error() -> None:
+    class Forgets(Net):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(Exception, match="did not run its closure"):
+        fit(Forgets())
+
+
+def test_hooks_of_each_optimizer_run_with_its_steps() -> None:
+    seen: list[str] = []
+
+    class Watched(Net):
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            for optimizer in configured[0]:
+                optimizer.register_step_pre_hook(lambda one, args, kwargs: seen.append(type(one).__name__))
+            return configured
+
+    trainer = fit(Watched())
+    assert seen == ["Muon", "AdamW"] * trainer.global_step
+
+
+def test_learning_rates_are_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = fit(Net(), logger=logger, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")])
+    last = logger.experiment.metrics[-1] if logger.experiment.metrics else trainer.callback_metrics
+    assert {"lr-Muon", "lr-AdamW"} <= set(trainer.callback_metrics) | set(last)
+
+
+# Checkpoints.
+
+
+class Stops(Callback):
+    """Fails in a batch of the second epoch, as a killed run ends.
+
+    Args:
+        path: The checkpoint that it writes two batches earlier.
+        batch: The batch after which it is written.
+    """
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path = path
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+        if trainer.current_epoch == 1 and batch_idx == self.batch + 2:
+            raise KeyError("killed")
+
+
+def resumed(path: Path, batch: int, kinds: str, **options: Any) -> tuple[Net, dict[str, Any]]:
+    """Return the module of a run that was ended and continued, and the checkpoint."""
+    with pytest.raises(KeyError, match="killed"):
+        fit(Net(kinds), callbacks=[Stops(path, batch)], **options)
+    module = Net(kinds)
+    processes = options.pop("processes", 1)
+    trainer = quiet(max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=CLIP, **options)
+    trainer.fit(module, loader(processes), ckpt_path=path)
+    return module, torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("batch", [6, 7], ids=["in a window", "between windows"])
+def test_a_killed_run_goes_on(batch: int, kinds: str, tmp_path: Path) -> None:
+    module, checkpoint = resumed(tmp_path / "x.ckpt", batch, kinds)
+    assert torch.equal(weights(module), weights(by_hand(Net(kinds))))
+    assert [len(state["state"]) for state in checkpoint["optimizer_states"]] == [3, 3]
+    assert [state["last_epoch"] for state in checkpoint["lr_schedulers"]] == [checkpoint["global_step"]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "pipeline in processes"])
+def test_a_killed_run_goes_on_under_each_strategy(name: str, tmp_path: Path) -> None:
+    module, checkpoint = resumed(tmp_path / "x.ckpt", 6, "Muon and AdamW", **STRATEGIES[name])
+    torch.testing.assert_close(weights(module), weights(by_hand(Net())), rtol=0, atol=1e-12)
+    assert [len(state["state"]) for state in checkpoint["optimizer_states"]] == [3, 3]
+
+
+def test_another_number_of_optimizers(tmp_path: Path) -> None:
+    class One(Net):
+        def configure_optimizers(self) -> Any:
+            return AdamW(self.parameters())
+
+    trainer = quiet()
+    trainer.fit(One(), loader())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    def resume() -> None:
+        quiet().fit(Net(), loader(), ckpt_path=tmp_path / "x.ckpt")
+
+    refuses(resume, "1 optimiser state", "returned 2", "`load_from_checkpoint`", error=CheckpointError)

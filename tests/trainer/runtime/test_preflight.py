@@ -110,7 +110,7 @@ def test_optimizers_of_lightning_1_that_are_stepped_in_turn(step: Callable[..., 
 )
 def test_arguments_of_training_step(step: Callable[..., Any]) -> None:
     module = type("Module", (Small,), {"training_step": step})()
-    refuses_fit(module, "`Module.training_step`", "(self, batch, batch_idx)", "by hand")
+    refuses_fit(module, "`Module.training_step`", "(self, batch, batch_idx)")
 
 
 @pytest.mark.parametrize("step", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"])

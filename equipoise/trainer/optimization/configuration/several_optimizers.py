@@ -1,10 +1,11 @@
 """Several optimisers in automatic optimisation: each parameter belongs to one of them."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.notices import rank_zero_warn
@@ -39,12 +40,19 @@ def check_several(returned: Sequence[Any], optimizers: Sequence[Optimizer], modu
         )
 
     # 2. Optimisers that compute the gradients of all parameters again.
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ConfigurationRuntimeError(
-            "LBFGS computes a batch several times in a step, so it cannot be one of several optimisers, which share"
-            f" their gradients. Take it alone, or another one. {_BY_HAND}"
-        )
+    for optimizer in optimizers:
+        if _needs_closure(optimizer):
+            raise ConfigurationRuntimeError(
+                f"{type(optimizer).__name__} computes a batch several times in a step, so it cannot be one of several"
+                f" optimisers, which share their gradients. Take it alone, or another one. {_BY_HAND}"
+            )
     check_disjoint(optimizers, module)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if an optimiser cannot step without a function that computes the gradients, as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_disjoint(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
