@@ -31,7 +31,12 @@ GROUPS = {
         "docs/hogwild",
     ],
     "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints"],
-    "Data and evaluation": ["docs/loaders", "docs/token_batches", "docs/evaluation"],
+    "Data, optimisers and evaluation": [
+        "docs/loaders",
+        "docs/token_batches",
+        "docs/optimizers",
+        "docs/evaluation",
+    ],
     "Configuration, sweeps, several machines": [
         "docs/configuration",
         "docs/sweeps",
