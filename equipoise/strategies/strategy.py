@@ -234,7 +234,7 @@ class Strategy:
         """Return the ways in which this strategy steps an optimiser; called once for each optimiser and epoch.
 
         Args:
-            optimizer: The user's optimiser, which stays as it is.
+            optimizer: The user's optimiser, which stays as it is; several that are stepped together come as one.
         """
         return StrategyOptimizer(optimizer)
 

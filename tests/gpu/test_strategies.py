@@ -46,9 +46,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_cases(6)
+class Several(Mlp):
+    """Matrices and biases have different optimisers."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        biases = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        return torch.optim.SGD(matrices, 0.1, momentum=0.9), torch.optim.Adam(biases, 0.01)
+
+
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("make", [Mlp, Convolution, Recurrent, Tied, Masked], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Mlp, Convolution, Recurrent, Tied, Masked, Several], ids=lambda make: make.__name__)
 def test_training_equals_that_of_the_cpu(make: type[LightningModule], name: str) -> None:
     strategy, parts = STRATEGIES[name]
     assert_same(fit(make, CPU), fit(make, strategy=strategy(), parts=parts), TOLERANCE)

@@ -135,6 +135,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp", "devices": 2, "processes": 2},
     "pipeline": {"strategy": "pipeline", "devices": ["cpu", "cpu"]},
     "pipeline in processes": {"strategy": PipelineStrategy(engine="processes"), "devices": ["cpu", "cpu"]},
+    "replicas of a pipeline": {
+        "strategy": PipelineStrategy(engine="processes", replicas=2),
+        "devices": ["cpu"] * 4,
+        "processes": 2,
+    },
     "hogwild": {"strategy": HogwildStrategy(processes=1)},
     "hogwild, shared": {"strategy": HogwildStrategy(processes=1, optimizer_state="shared")},
 }
