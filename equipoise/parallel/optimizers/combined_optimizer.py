@@ -6,6 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.optimizers.combined_state import CombinedState
 
 __all__ = ["CombinedOptimizer"]
@@ -37,6 +38,8 @@ class CombinedOptimizer(Optimizer):
         # step of any optimiser run once more for this one.
         self.optimizers = list(optimizers)
         self.defaults = {}
+        # Without the record for a profiler, if none is at work.
+        self._plain_steps = [plain_step(optimizer) for optimizer in optimizers]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -63,8 +66,12 @@ class CombinedOptimizer(Optimizer):
         result = None
         if closure is not None:
             result = closure()
-        for optimizer in self.optimizers:
-            optimizer.step(**kwargs)
+        if kwargs:
+            for optimizer in self.optimizers:
+                optimizer.step(**kwargs)
+            return result
+        for step in self._plain_steps:
+            step()
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -51,7 +51,7 @@ class WindowGradients:
         self._counts = context.state.progress.zero_grad.current
         self._before_zero_grad = hooks.bind("on_before_zero_grad")
         self._user_zero_grad = hooks.bind_module("optimizer_zero_grad")
-        self._is_torch_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
+        self._is_torch_zero_grad = all(map(_zeroes_as_torch, context.state.optimizers))
 
         # 2. Weighing. A window of one backward in one process has gradients that are right already, unless the strategy
         #    or the recovery from an out-of-memory error computes a batch in micro-batches.
@@ -142,3 +142,7 @@ class WindowGradients:
         if not window.is_open:
             return None
         return self._strategy.finish_gradients(window, optimizer)
+
+
+def _zeroes_as_torch(optimizer: Optimizer) -> bool:
+    return getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
