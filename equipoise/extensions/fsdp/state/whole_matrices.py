@@ -83,7 +83,8 @@ def _step_whole(optimizer: Optimizer, group: dict[str, Any], shard: nn.Parameter
     matrix = nn.Parameter(_gathered(shard.detach()))
     matrix.grad = _gathered(shard.grad)
     if shard in optimizer.state:
-        optimizer.state[matrix] = {name: _gathered(value) for name, value in optimizer.state[shard].items()}
+        kept = optimizer.state[shard]
+        optimizer.state[matrix] = {name: _gathered(value) for name, value in kept.items()}
 
     # 2. The step, which is the same in all processes.
     try:
@@ -99,4 +100,6 @@ def _step_whole(optimizer: Optimizer, group: dict[str, Any], shard: nn.Parameter
 
 def _gathered(value: Any) -> Any:
     """Return a tensor in shards as a whole; everything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor()
