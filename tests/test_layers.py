@@ -47,6 +47,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "comparison": {"pipeline", "planning", "report", "tuning"},
     "compiled": set(),
     "ensemble": set(),
+    "export": set(),
     "fsdp": {"planning"},
     "hogwild": set(),
     "leaks": set(),

@@ -74,6 +74,10 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
     },
     "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
+    "equipoise.extensions.export": {
+        "equipoise.extensions.export.export": ("Export", "export_weights"),
+        "equipoise.extensions.export.reading": ("read_weights",),
+    },
     "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
     "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
     "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},

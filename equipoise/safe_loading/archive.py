@@ -16,7 +16,7 @@ from equipoise.safe_loading.stand_in import StandIn
 from equipoise.safe_loading.tensor_formats import Storage
 from equipoise.safe_loading.unpickler import load_pickle
 
-__all__ = ["check_archive", "is_archive", "read_archive"]
+__all__ = ["OpenArchive", "check_archive", "is_archive", "read_archive"]
 
 # Bytes that are read in one call.
 _CHUNK = 1 << 20
@@ -51,6 +51,49 @@ def read_archive(file: IO[bytes], *, values: bool = True) -> Any:
         size = _size_of(file)
         reader = _ArchiveReader(archive, size, values=values)
         return reader.read()
+
+
+class OpenArchive:
+    """A zip archive of torch whose tensors get their values one by one, so that a file of any size needs little memory.
+
+    Args:
+        file: The archive, which stays open while values are read.
+
+    Raises:
+        CheckpointError: If it is damaged.
+
+    Attributes:
+        content: The content, with all tensors on the meta device.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._reader = _ArchiveReader(zipfile.ZipFile(file), _size_of(file), values=False)
+        self.content: Any = self._reader.read()
+        # Torch returns the same object for a storage as long as anything refers to it.
+        self._keys = {id(storage): key for key, storage in self._reader.storages.items()}
+        self._last: tuple[str, torch.UntypedStorage] | None = None
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the content with its values, on the CPU.
+
+        The storage is read as a whole, and kept until another one is read: it may hold several tensors.
+
+        Args:
+            tensor: The tensor on the meta device.
+
+        Raises:
+            CheckpointError: If it has no values in the archive, or they are damaged.
+        """
+        key = self._keys.get(id(tensor.untyped_storage()))
+        if key is None:
+            raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} in it has no values of its own")
+        if self._last is None or self._last[0] != key:
+            # First, so that never two are in memory.
+            self._last = None
+            self._last = (key, self._reader.load_storage(key, tensor.dtype))
+        value = torch.empty(0, dtype=tensor.dtype)
+        value.set_(self._last[1], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return value.conj() if tensor.is_conj() else value
 
 
 def check_archive(file: IO[bytes]) -> None:
@@ -168,10 +211,15 @@ class _ArchiveReader:
         name = f"{self.folder}data/{key}"
         if name not in self.members:
             raise CheckpointError(f"it lacks {name!r}")
-        size = self.members[name].file_size
         if not self.reads_values:
+            size = self.members[name].file_size
             return torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
-        content = torch.empty(size, dtype=torch.uint8)
+        return self.load_storage(key, dtype)
+
+    def load_storage(self, key: str, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Return a storage with its values, after the check sum was compared."""
+        name = f"{self.folder}data/{key}"
+        content = torch.empty(self.members[name].file_size, dtype=torch.uint8)
         with self.archive.open(name) as member:
             _fill(content, member)
         storage = content.untyped_storage()

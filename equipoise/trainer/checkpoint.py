@@ -22,6 +22,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.agreements import agree_to_save
 from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
@@ -41,7 +42,7 @@ def save_checkpoint(
     parts: TrainerParts,
     context: RunContext,
     path: str | os.PathLike[str],
-    weights_only: bool,
+    weights_only: bool | None,
     storage_options: Any,
 ) -> None:
     """Write a checkpoint: a file in the main process, or a folder in all; see `Trainer.save_checkpoint`.
@@ -50,20 +51,32 @@ def save_checkpoint(
         parts: The objects of the trainer.
         context: The present run, or the last one.
         path: The file or folder.
-        weights_only: Leave out everything but the weights and the counters.
+        weights_only: Leave out everything but the weights and the counters. None: in files of weights.
         storage_options: For the user's CheckpointIO, if there is one.
     """
     state = context.state
-    if state.checkpoint_io is None:
+    weight_format = format_of(path, state.checkpoint_io)
+    if state.checkpoint_io is None and weight_format is None:
         check_name(path)
+    if weight_format is not None and weights_only is False:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} can hold weights alone: pass weights_only=True, or name it '.ckpt'."
+        )
     processes = context.strategy.processes
     if parts.fit_loop.fit.is_uneven:
         agree_to_save(processes)
+    if weight_format is not None:
+        with state.profiler.profile("save_checkpoint"):
+            checkpoint = dump_checkpoint(parts, context, weights_only=True, path=os.fspath(path))
+            if processes.is_main:
+                weight_format.write(checkpoint["state_dict"], path)
+            processes.barrier("Trainer.save_checkpoint")
+        return
     folders = context.strategy.portable.folders
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.
         with nullcontext() if folders is None else folders.collecting():
-            checkpoint = dump_checkpoint(parts, context, weights_only=weights_only, path=os.fspath(path))
+            checkpoint = dump_checkpoint(parts, context, weights_only=bool(weights_only), path=os.fspath(path))
         if folders is not None:
             rest = None
             if processes.is_main:

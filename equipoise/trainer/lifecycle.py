@@ -185,8 +185,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
     if checkpoint is not None:
         from equipoise.trainer.restoration import restore_training_state
 
-        restore_training_state(parts, context, checkpoint, path)
-        restored = "Restored all states" if request.fitting else "Loaded model weights"
+        restored = restore_training_state(parts, context, checkpoint, path)
         rank_zero_info(f"{restored} from the checkpoint at {path}")
     checkpoint = None
     context.strategy.processes.barrier("resume_end")

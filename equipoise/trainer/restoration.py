@@ -19,6 +19,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
+from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused_optimizers import with_present_choice
@@ -195,14 +196,17 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
 # After the optimisers were created
 
 
-def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> None:
-    """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`.
+def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> str:
+    """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`; a file of weights has none.
 
     Args:
         parts: The objects of the trainer.
         context: The run.
         checkpoint: The content of the file.
         path: The path of the file.
+
+    Returns:
+        What was restored, for a message.
 
     Raises:
         CheckpointError: If the checkpoint holds weights only.
@@ -219,7 +223,9 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
     # 2. The counters.
     state = context.state
     if not state.fitting:
-        return
+        return "Loaded model weights"
+    if format_of(path, state.checkpoint_io) is not None:
+        return "Training begins anew, with the model weights"
     _check_can_train(checkpoint)
     _restore_counters(parts, checkpoint["loops"])
     if state.max_epochs is not None and 0 <= state.max_epochs < state.current_epoch:
@@ -242,6 +248,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
     # 4. The optimisers.
     _restore_optimizers(context, checkpoint["optimizer_states"], checkpoint.get("state_dict", {}))
     _restore_schedulers(state, checkpoint["lr_schedulers"])
+    return "Restored all states"
 
 
 def _check_can_train(checkpoint: dict[str, Any]) -> None:

@@ -419,8 +419,9 @@ class Trainer(PublicState):
         """Write a checkpoint, completely or not at all; to be called in every process.
 
         Args:
-            filepath: The file; under `FSDPStrategy(checkpoints="sharded")` the folder.
-            weights_only: Leave out everything but the weights and the counters.
+            filepath: The file; under `FSDPStrategy(checkpoints="sharded")` the folder. A name that ends with
+                ".safetensors" holds the present weights alone, see `equipoise.extensions.export`.
+            weights_only: Leave out everything but the weights and the counters. Default: None, False for a checkpoint.
             storage_options: For the CheckpointIO plugin, if there is one.
 
         Raises:
@@ -430,7 +431,7 @@ class Trainer(PublicState):
             raise AttributeError(
                 "A checkpoint holds a module, but no run has brought one yet. Call `fit` or `validate` first."
             )
-        save_checkpoint(self.parts, self.parts.context, filepath, bool(weights_only), storage_options)
+        save_checkpoint(self.parts, self.parts.context, filepath, weights_only, storage_options)
 
     def connect_module(self, model: LightningModule) -> None:
         """Set what `lightning_module` returns, without a run; Lightning's name for it is `strategy.connect`.

@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
@@ -25,17 +26,18 @@ class UnfinishedFolder:
 
     Args:
         target: The path that it receives at its end.
+        check: Raises an error if that path cannot be given up. Default: if it is something else than a checkpoint.
 
     Raises:
-        CheckpointError: If something else than a checkpoint has that path.
+        CheckpointError: By the check.
 
     Attributes:
         path: Where it lies until then.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, check: Callable[[Path], None] | None = None) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        check_replaceable(target)
+        (check or check_replaceable)(target)
         clear_unfinished(target.parent)
         self._target = target
         handle, name = create_locked_folder(target)

@@ -9,11 +9,11 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -23,11 +23,16 @@ from torch import Tensor
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
+if TYPE_CHECKING:
+    from equipoise.safe_loading.archive import OpenArchive
+
 __all__ = [
     "check_contents",
     "check_is_file",
     "check_name",
+    "explaining_reads",
     "is_plain",
+    "open_checkpoint",
     "pack_checkpoint",
     "read_checkpoint",
     "remove_checkpoint",
@@ -206,10 +211,25 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
     read: Callable[[IO[bytes]], Any] = partial(_read_data, values=values)
     if not weights_only:
         read = _read_objects
-    try:
+    with explaining_reads(path, weights_only=weights_only):
         filesystem = get_filesystem(path_text)
         with filesystem.open(path_text, "rb") as file:
             checkpoint: dict[str, Any] = read(file)
+    check_contents(checkpoint, path)
+    return checkpoint
+
+
+@contextmanager
+def explaining_reads(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[None]:
+    """Turn any error while a checkpoint is read into a `CheckpointError` that names the file.
+
+    Args:
+        path: Its path.
+        weights_only: See `read_checkpoint`. Default: True.
+    """
+    path_text = os.fspath(path)
+    try:
+        yield
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"The checkpoint {path_text!r} does not exist.") from error
     except PermissionError as error:
@@ -220,16 +240,47 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
         # A damaged file may raise any error.
         message = _unreadable(path, error, weights_only=weights_only)
         raise CheckpointError(message) from error
-    check_contents(checkpoint, path)
-    return checkpoint
+
+
+@contextmanager
+def open_checkpoint(path: str | os.PathLike[str]) -> Iterator["OpenArchive"]:
+    """Open a checkpoint whose tensors get their values one by one; it is read as data.
+
+    Args:
+        path: A local path, or a URL that fsspec knows.
+
+    Yields:
+        The open file, with the content of `read_checkpoint(path, values=False)`. Read values in `explaining_reads`.
+
+    Raises:
+        CheckpointError: See `read_checkpoint`.
+    """
+    from equipoise.safe_loading.archive import OpenArchive
+
+    check_is_file(path)
+    path_text = os.fspath(path)
+    with ExitStack() as open_files:
+        with explaining_reads(path):
+            file = open_files.enter_context(get_filesystem(path_text).open(path_text, "rb"))
+            _check_is_archive(file)
+            archive = OpenArchive(file)
+        check_contents(archive.content, path)
+        yield archive
 
 
 def _read_data(file: IO[bytes], *, values: bool) -> Any:
     """Read a file without running any code in it."""
-    from equipoise.safe_loading.archive import is_archive, read_archive
+    from equipoise.safe_loading.archive import read_archive
+
+    _check_is_archive(file)
+    return read_archive(file, values=values)
+
+
+def _check_is_archive(file: IO[bytes]) -> None:
+    from equipoise.safe_loading.archive import is_archive
 
     if is_archive(file):
-        return read_archive(file, values=values)
+        return
     raise CheckpointError(
         "it is no zip archive, as torch has written since version 1.6; `torch.save(torch.load(path), path)` converts a"
         " file of an older version"

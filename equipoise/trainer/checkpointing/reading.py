@@ -11,11 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import check_contents, read_checkpoint
+from equipoise.trainer.checkpointing.file import check_contents, check_is_file, read_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
-__all__ = ["load_checkpoint", "read_folder", "run_of"]
+__all__ = ["check_is_no_part", "load_checkpoint", "read_folder", "run_of"]
 
 
 def load_checkpoint(
@@ -29,7 +29,7 @@ def load_checkpoint(
     """Read a checkpoint, and migrate one of an older Lightning.
 
     Args:
-        path: The path of the file, or of the folder of a sharded checkpoint.
+        path: The path of the file, or of the folder of a sharded checkpoint; or of a file of weights, see `format_of`.
         checkpoint_io: The plugin that wrote the file. None: Equipoise or Lightning wrote it.
         weights_only: False creates the objects in it, which runs any code that it names. None or True: it is read as
             data, and stand-ins take the places of objects. Default: None.
@@ -43,20 +43,21 @@ def load_checkpoint(
     Raises:
         CheckpointError: If it cannot be read, or does not have the layout of a checkpoint.
     """
-    from equipoise.parallel.shards.reading import folder_of_part, has_shards
+    from equipoise.parallel.shards.reading import has_shards
+    from equipoise.trainer.checkpointing.module.weight_formats import format_of
 
     # 1. Read the file.
+    weight_format = format_of(path, checkpoint_io)
+    if weight_format is not None:
+        check_is_file(path)
+        # Callbacks learn of the weights, too, as from a checkpoint without their states.
+        return {"state_dict": weight_format.read(path), "callbacks": {}}
     if weights_only is False:
         rank_zero_warn(
             f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
             " that you trust."
         )
-    folder = folder_of_part(path)
-    if folder is not None:
-        raise CheckpointError(
-            f"{os.fspath(path)!r} is a part of a sharded checkpoint, which is the folder {str(folder)!r}. Pass the"
-            " folder."
-        )
+    check_is_no_part(path)
     # The names of remote checkpoints are those of files.
     if "://" not in os.fspath(path) and has_shards(path):
         checkpoint = read_folder(path, weights_only=weights_only is not False, keep_shards=keep_shards)
@@ -78,6 +79,22 @@ def load_checkpoint(
     check_layout(checkpoint)
     warn_of_objects_read(checkpoint, fitting=fitting)
     return checkpoint
+
+
+def check_is_no_part(path: str | os.PathLike[str]) -> None:
+    """Check that a path is not that of a file in a sharded checkpoint.
+
+    Raises:
+        CheckpointError: If it is.
+    """
+    from equipoise.parallel.shards.reading import folder_of_part
+
+    folder = folder_of_part(path)
+    if folder is not None:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} is a part of a sharded checkpoint, which is the folder {str(folder)!r}. Pass the"
+            " folder."
+        )
 
 
 def read_folder(

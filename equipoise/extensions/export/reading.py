@@ -1,0 +1,93 @@
+"""Read weights from files of safetensors, under all of their names."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor
+
+from equipoise.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from equipoise.extensions.export.layout import FORMAT, INDEX_SUFFIX
+
+__all__ = ["read_weights"]
+
+# How names of files in a folder begin: a model, or adapters of peft.
+_STEMS = ("model", "adapter_model")
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the weights in a file or folder of safetensors, as a module loads them.
+
+    Nothing in the files is run. Tied weights come back under all of their names, as one tensor; for files of
+    `safetensors.torch.save_model`, too.
+
+    Args:
+        path: A file, or a folder with "model.safetensors", or with several files and their index.
+
+    Returns:
+        The tensors by name, on the CPU. Their memory is that of the file, read when it is first used.
+
+    Raises:
+        CheckpointError: If there is no such file, or it is damaged.
+        ConfigurationError: If the package safetensors is missing.
+
+    Example:
+        >>> module.load_state_dict(read_weights("model.safetensors"))  # doctest: +SKIP
+        <All keys matched successfully>
+    """
+    library = _library()
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in _files(Path(path)):
+        try:
+            with library.safe_open(file, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118 - it is no mapping
+                    tensors[name] = content.get_tensor(name)
+                metadata |= content.metadata() or {}
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"The file {str(file)!r} does not exist.") from error
+        except (library.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{str(file)!r} cannot be read as safetensors: {error}.") from error
+    for alias, name in metadata.items():
+        # Metadata may say anything else as well.
+        if name in tensors and alias not in FORMAT:
+            tensors.setdefault(alias, tensors[name])
+    return tensors
+
+
+def _library() -> ModuleType:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ConfigurationError(
+            f"Reading safetensors needs a package: pip install 'equipoise[export]' ({error})."
+        ) from error
+    return safetensors
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files at a path: itself, or those of a folder."""
+    if not path.is_dir():
+        yield path
+        return
+    for stem in _STEMS:
+        file = path / f"{stem}.safetensors"
+        if file.is_file():
+            yield file
+            return
+    index = path / f"model{INDEX_SUFFIX}"
+    if not index.is_file():
+        raise CheckpointNotFoundError(f"The folder {str(path)!r} holds no 'model.safetensors', and no index of it.")
+    try:
+        content = json.loads(index.read_bytes())
+        names = set(content["weight_map"].values())
+        # A path would lead out of the folder.
+        is_safe = all(name == Path(name).name for name in names)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{str(index)!r} is no index of weights: {type(error).__name__}: {error}.") from error
+    if not is_safe:
+        raise CheckpointError(f"{str(index)!r} names files outside of its folder.")
+    for name in sorted(names):
+        yield path / name

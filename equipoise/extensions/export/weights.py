@@ -1,0 +1,221 @@
+"""Named weights of a checkpoint, a module or a dictionary; those of a checkpoint get their values one by one."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.extensions.export.layout import CODES, FORMAT
+from equipoise.interop.torch.modules import uncompiled_name
+from equipoise.parallel.shards.placeholders import name_of
+from equipoise.parallel.shards.reading import ShardReader, has_shards
+from equipoise.parallel.shards.sources import connect_placeholders, source_of
+from equipoise.trainer.checkpointing.file import explaining_reads, open_checkpoint
+from equipoise.trainer.checkpointing.module.names import with_present_names
+from equipoise.trainer.checkpointing.reading import check_is_no_part
+
+__all__ = ["CHOICES", "Source", "Weights", "open_weights"]
+
+Source = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
+"""Something with weights: the path or URL of a checkpoint, a module, or tensors by name."""
+
+CHOICES = ("averaged", "trained")
+"""The weights in a checkpoint that a `WeightAveraging` has written."""
+
+# Where Lightning's WeightAveraging keeps the weights that training continues with; those in "state_dict" are averaged.
+_TRAINED = "current_model_state"
+
+# Names that a message lists.
+_MOST_NAMES = 6
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights by name.
+
+    Attributes:
+        tensors: A tensor for each name, from which `read` makes one with values.
+        aliases: Names of tensors that another name stands for, too, each with that name: the first in the module.
+        left_out: Names outside of the prefix.
+        read: Returns a tensor with its values, on the CPU.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    left_out: tuple[str, ...]
+    read: Callable[[Tensor], Tensor]
+
+    def value(self, name: str) -> Tensor:
+        """Return the values of a tensor, on the CPU."""
+        tensor = self.tensors[name].detach()
+        value = self.read(tensor)
+        return value.resolve_conj().resolve_neg()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all values under all names."""
+        values = {name: self.value(name) for name in self.kept_names}
+        return {name: values[self.aliases.get(name, name)] for name in self.tensors}
+
+    @property
+    def kept_names(self) -> list[str]:
+        """The names under which tensors are written, without aliases."""
+        return [name for name in self.tensors if name not in self.aliases]
+
+
+@contextmanager
+def open_weights(source: Source, *, prefix: str = "", choice: str | None = None) -> Iterator[Weights]:
+    """Open weights; a checkpoint stays open in the `with` block.
+
+    Args:
+        source: A checkpoint, a module, or tensors by name.
+        prefix: The part of the module whose weights count, such as "model"; their names begin below it. Default: all.
+        choice: See `export_weights`. Default: None.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot be read, or holds values that are no plain tensors.
+        ConfigurationError: If there are no weights below the prefix.
+    """
+    if isinstance(source, str | os.PathLike):
+        with _checkpoint(source) as (content, read):
+            yield _named(_chosen(content, choice), read, prefix)
+    elif isinstance(source, nn.Module):
+        yield _named(source.state_dict(), _present, prefix)
+    else:
+        yield _named(dict(source), _present, prefix)
+
+
+@contextmanager
+def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]:
+    """Open a checkpoint, a file or a folder of shards: its content without values, and what reads a value."""
+    check_is_no_part(path)
+    reader = None
+    file = path
+    if "://" not in os.fspath(path) and has_shards(path):
+        reader = ShardReader(path)
+        file = reader.rest
+    with open_checkpoint(file) as archive:
+        if reader is not None:
+            connect_placeholders(archive.content, reader)
+
+        def read(tensor: Tensor) -> Tensor:
+            source = source_of(tensor)
+            if source is not None:
+                return source.whole()
+            with explaining_reads(file):
+                return archive.value_of(tensor)
+
+        yield archive.content, read
+
+
+def _chosen(content: dict[str, Any], choice: str | None) -> Any:
+    """Return the averaged or the trained weights of a checkpoint."""
+    trained = content.get(_TRAINED)
+    if choice == "averaged" and trained is None:
+        raise CheckpointError("The checkpoint holds no averaged weights: no WeightAveraging callback has written it.")
+    if choice == "trained" and trained is not None:
+        return trained
+    return content["state_dict"]
+
+
+def _present(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise CheckpointError(f"A tensor of shape {tuple(tensor.shape)} on the meta device has no values to export.")
+    return tensor.cpu()
+
+
+def _named(state: Any, read: Callable[[Tensor], Tensor], prefix: str) -> Weights:
+    """Return the weights of a state below a prefix, after a check that all of them are plain tensors."""
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"Weights are tensors by name, not {state!r:.60}.")
+    # Other programs do not compile the same parts.
+    names = [uncompiled_name(name) for name in state]
+    state = with_present_names(state, names)
+
+    # 1. The part that is exported.
+    begin = ""
+    if prefix:
+        begin = prefix.rstrip(".") + "."
+    chosen = {}
+    left_out = []
+    for name, value in state.items():
+        if name.startswith(begin):
+            chosen[name.removeprefix(begin)] = value
+        else:
+            left_out.append(name)
+    if prefix and not chosen:
+        raise _nothing_below(begin, left_out)
+
+    # 2. What the format can hold of it.
+    for name, value in chosen.items():
+        obstacle = _obstacle(value)
+        if obstacle is not None:
+            raise CheckpointError(
+                f"{name!r} cannot be exported: it {obstacle}, and safetensors holds plain tensors alone. Choose a part"
+                " without it by `prefix`, or pass the tensors that you want as a dictionary."
+            )
+    aliases = _aliases(chosen)
+    return Weights(chosen, aliases, tuple(left_out), read)
+
+
+def _nothing_below(begin: str, names: Sequence[str]) -> ConfigurationError:
+    parts = dict.fromkeys(name.partition(".")[0] for name in names)
+    listed = ", ".join(list(parts)[:_MOST_NAMES])
+    return ConfigurationError(f"There are no weights below {begin!r}: the names begin with {listed or 'nothing'}.")
+
+
+def _obstacle(value: Any) -> str | None:
+    """Return why the format cannot hold a value; None if it can."""
+    if not isinstance(value, Tensor):
+        return f"is no tensor but {value!r:.60}"
+    if is_lazy(value):
+        return "has no shape before the first forward"
+    if value.is_quantized:
+        return f"is quantised ({value.dtype}), with scales beside its bytes"
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(value).__name__}, whose values are more than its bytes"
+    if value.layout is not torch.strided:
+        return f"is sparse ({value.layout})"
+    if value.dtype not in CODES:
+        return f"has the dtype {value.dtype}"
+    return None
+
+
+def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names of tied tensors but the first, each with the first.
+
+    Views that share a part of their memory only are tensors of their own.
+    """
+    first_names: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        # A file has an entry of that name beside those for aliases.
+        if not tensor.numel() or name in FORMAT:
+            continue
+        identity = _identity(tensor)
+        first = first_names.setdefault(identity, name)
+        if first != name:
+            aliases[name] = first
+    return aliases
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return what is equal for tensors that are the same part of one memory, or of one shard."""
+    name = name_of(tensor)
+    if name is not None:
+        return name
+    # Torch returns the same object for a storage as long as anything refers to it.
+    storage = tensor.untyped_storage()
+    return (
+        id(storage),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+    )

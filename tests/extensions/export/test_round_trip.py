@@ -1,0 +1,122 @@
+"""Weights that are exported and read back are the same to the bit, under all of their names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from equipoise import CheckpointError
+from equipoise.extensions.export import export_weights, read_weights
+from tests.extensions.export.modules import bits, random_module
+from tests.support.trainer_runs import refuses
+
+SEEDS = range(50)
+
+
+def assert_same(read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert bits(read[name]) == bits(value), name
+
+
+def identities(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what tied tensors have in common."""
+    return {
+        name: (value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_conj())
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_modules(seed: int, tmp_path: Path) -> None:
+    print(f"seed {seed}")
+    module = random_module(seed)
+    state = module.state_dict()
+    torch.save({"state_dict": state}, tmp_path / "x.ckpt")
+    sources: dict[str, Any] = {"module": module, "file": tmp_path / "x.ckpt", "tensors": state}
+    for name, source in sources.items():
+        out = tmp_path / f"{name}.safetensors"
+        export_weights(source, out)
+        read = read_weights(out)
+        assert_same(read, state)
+
+        # The library reads the same, without further names of tied tensors.
+        alone = safetensors.torch.load_file(out)
+        assert_same(alone, {key: state[key] for key in alone})
+
+        # What is tied in the module is one tensor in what was read.
+        before = identities(state)
+        for key, value in state.items():
+            firsts = [other for other in state if before[other] == before[key] and value.numel()]
+            assert not firsts or read[key] is read[firsts[0]], key
+
+        # A fresh module loads it.
+        fresh = random_module(seed)
+        fresh.load_state_dict(read, assign=True)
+        assert_same(fresh.state_dict(), state)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:10])
+def test_random_modules_in_several_files(seed: int, tmp_path: Path) -> None:
+    state = random_module(seed).state_dict()
+    torch.save({"state_dict": state}, tmp_path / "x.ckpt")
+    result = export_weights(tmp_path / "x.ckpt", tmp_path / "out", max_shard_size=100)
+    assert_same(read_weights(tmp_path / "out"), state)
+    sizes = [len(safetensors.torch.load_file(file)) for file in result.files if file.endswith(".safetensors")]
+    assert sum(sizes) > 1
+    assert all(Path(file).is_file() for file in result.files)
+
+
+def test_the_librarys_own_aliases_are_read(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    module = nn.ModuleDict({"a": layer, "b": layer})
+    safetensors.torch.save_model(module, str(tmp_path / "x.safetensors"))
+    assert_same(read_weights(tmp_path / "x.safetensors"), module.state_dict())
+
+
+def test_a_module_loads_what_the_library_reads(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    module = nn.ModuleDict({"a": layer, "b": layer})
+    export_weights(module, tmp_path / "x.safetensors")
+    fresh = nn.Linear(2, 2)
+    safetensors.torch.load_model(nn.ModuleDict({"a": fresh, "b": fresh}), tmp_path / "x.safetensors")
+    assert_same(fresh.state_dict(), layer.state_dict())
+
+
+def test_dtype_and_prefix(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"net": nn.BatchNorm1d(3), "other": nn.Linear(2, 2)})
+    with torch.no_grad():
+        module["net"].weight.copy_(torch.tensor([1 / 3, 2.0, 1e-3]))
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "x.ckpt")
+    expected = {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in module["net"].state_dict().items()
+    }
+    for prefix in ("net", "net."):
+        options: dict[str, Any] = {"prefix": prefix, "dtype": "bfloat16", "overwrite": True}
+        result = export_weights(tmp_path / "x.ckpt", tmp_path / "x.safetensors", **options)
+        assert result.left_out == ("other.weight", "other.bias")
+        assert_same(read_weights(tmp_path / "x.safetensors"), expected)
+        export_weights(module, tmp_path / "y.safetensors", prefix=prefix, dtype=torch.bfloat16, overwrite=True)
+        assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "x.safetensors").read_bytes()
+    refuses(lambda: export_weights(tmp_path / "x.ckpt", tmp_path / "z", prefix="nett"), "'nett.'", "net, other")
+    refuses(lambda: export_weights(module, tmp_path / "z", prefix="nett"), "'nett'")
+    assert not (tmp_path / "z").exists()
+
+
+def test_names_are_those_without_compilation(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"net": torch.compile(nn.Linear(2, 2))})
+    assert "net._orig_mod.weight" in module.state_dict()
+    export_weights(module, tmp_path / "x.safetensors")
+    assert set(read_weights(tmp_path / "x.safetensors")) == {"net.weight", "net.bias"}
+
+
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+    export_weights(nn.Linear(2, 2), tmp_path / "x.safetensors")
+    content = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(content[:-1])
+    refuses(lambda: read_weights(tmp_path / "x.safetensors"), "cannot be read as safetensors", error=CheckpointError)
