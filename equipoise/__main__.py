@@ -37,7 +37,7 @@ _OWN_LINES = (
     ("completion bash|zsh|fish", "print what to eval so that the shell completes commands and keys"),
 )
 _CONFIGURATION = """\
-All but the last four read the configuration in ./conf; --config-dir FOLDER names another folder; without either they
+Those with key=value read the configuration in ./conf; --config-dir FOLDER names another folder; without either they
 run the digits example. Each run writes to a folder of its own, outputs/DATE/TIME.
 """
 _FIRST_EXAMPLES = (
@@ -195,10 +195,14 @@ def flags_of(command: str) -> Sequence[str]:
 
 
 def _run_added(name: str, arguments: Sequence[str]) -> None:
-    """Run a command of an extension, with the configuration that `fit` would run."""
+    """Run a command of an extension, with the configuration that `fit` would run if it reads one."""
+    command = find_command(name)
+    if not command.reads_configuration:
+        command.run(arguments, [])
+        return
     overrides, folders = _take_folders(arguments)
     _app()
-    find_command(name).run([_quoted(argument) for argument in overrides], folders)
+    command.run([_quoted(argument) for argument in overrides], folders)
 
 
 def _usage() -> str:

@@ -14,6 +14,7 @@ from equipoise.names.extensions import load_extension, names_of_extensions
 
 __all__ = [
     "Command",
+    "Reader",
     "added_commands",
     "find_command",
     "list_of_names",
@@ -28,7 +29,7 @@ _GROUP = "commands"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that works with the configuration that `fit` would run.
+    """A command, most often one that works with the configuration that `fit` would run.
 
     Attributes:
         summary: What it does, for a line of the help.
@@ -37,6 +38,8 @@ class Command:
         flags: Its flags; those with a value end with "=". Default: none.
         usage: Its arguments in the help. Default: "[key=value ...]".
         examples: Further lines of the help, each with arguments and their meaning. Default: none.
+        reads_configuration: False for a command that needs none: it receives all arguments, and no folders, and works
+            without Hydra. Default: True.
 
     Example:
         >>> COMMAND = Command(summary="print the overrides", run=lambda overrides, folders: print(overrides))
@@ -47,6 +50,7 @@ class Command:
     flags: Sequence[str] = ()
     usage: str = "[key=value ...]"
     examples: Sequence[tuple[str, str]] = ()
+    reads_configuration: bool = True
 
 
 def find_command(name: str) -> Command:

@@ -19,6 +19,7 @@ COMMAND = Command(
     run=_run,
     flags=("--dtype=", "--max-shard-size=", "--module=", "--overwrite", "--prefix=", "--weights="),
     usage="CKPT OUT [flags]",
+    reads_configuration=False,
     examples=(
         ("last.ckpt model.safetensors --prefix=model", "the weights of self.model; --dtype=bfloat16, --overwrite"),
         ("last.ckpt folder --module=my.Module", "its model of transformers or peft, for from_pretrained"),
