@@ -7,6 +7,7 @@ would hand an archive with a program in it to TorchScript, and it neither compar
 import io
 import sys
 import zipfile
+from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
@@ -20,6 +21,9 @@ __all__ = ["OpenArchive", "check_archive", "is_archive", "read_archive"]
 
 # Bytes that are read in one call.
 _CHUNK = 1 << 20
+
+# Bytes of a piece of a storage; a multiple of the size of any element.
+_PIECE = 1 << 24
 
 # The bit of a member's attributes that marks a folder; torch does not read the content of such a member.
 _FOLDER_BIT = 0x10
@@ -54,7 +58,7 @@ def read_archive(file: IO[bytes], *, values: bool = True) -> Any:
 
 
 class OpenArchive:
-    """A zip archive of torch whose tensors get their values one by one, so that a file of any size needs little memory.
+    """A zip archive of torch whose values are read piece by piece, so that a file of any size needs little memory.
 
     Args:
         file: The archive, which stays open while values are read.
@@ -73,20 +77,32 @@ class OpenArchive:
         self._keys = {id(storage): key for key, storage in self._reader.storages.items()}
         self._last: tuple[str, torch.UntypedStorage] | None = None
 
-    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the content with its values, on the CPU.
+    def pieces_of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the values of a tensor of the content, in order: flat pieces of at most 16 MiB, on the CPU.
 
-        The storage is read as a whole, and kept until another one is read: it may hold several tensors.
+        A tensor that shares its storage, or is not contiguous, comes as a whole.
 
         Args:
             tensor: The tensor on the meta device.
 
         Raises:
-            CheckpointError: If it has no values in the archive, or they are damaged.
+            CheckpointError: If it has no values in the archive.
+            zipfile.BadZipFile: If they are damaged, which the last piece shows.
         """
-        key = self._keys.get(id(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        key = self._keys.get(id(storage))
         if key is None:
             raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} in it has no values of its own")
+        is_alone = tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and not tensor.is_conj()
+        if not is_alone or self._reader.is_foreign_byte_order:
+            yield self._whole(tensor, key).resolve_conj().reshape(-1)
+            return
+        with self._reader.open_storage(key) as member:
+            while content := member.read(_PIECE):
+                yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(tensor.dtype)
+
+    def _whole(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        """Return a tensor with its values; its storage is kept until another one is read, as it may hold several."""
         if self._last is None or self._last[0] != key:
             # First, so that never two are in memory.
             self._last = None
@@ -216,11 +232,15 @@ class _ArchiveReader:
             return torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
         return self.load_storage(key, dtype)
 
+    def open_storage(self, key: str) -> IO[bytes]:
+        """Open the bytes of a storage; the check sum is compared at their end."""
+        return self.archive.open(f"{self.folder}data/{key}")
+
     def load_storage(self, key: str, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Return a storage with its values, after the check sum was compared."""
+        """Return a storage with its values."""
         name = f"{self.folder}data/{key}"
         content = torch.empty(self.members[name].file_size, dtype=torch.uint8)
-        with self.archive.open(name) as member:
+        with self.open_storage(key) as member:
             _fill(content, member)
         storage = content.untyped_storage()
         if self.is_foreign_byte_order:

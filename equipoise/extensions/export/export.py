@@ -22,8 +22,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Names of the dtypes in which floating-point weights can be written."""
 
 # A size with its unit, as transformers takes it.
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(KB|MB|GB|TB)")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(|KB|MB|GB|TB)")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _STEM = "model"
 _SUFFIX = ".safetensors"
@@ -54,8 +54,8 @@ def export_weights(
 ) -> Export:
     """Write weights as safetensors, which transformers and other programs read.
 
-    A checkpoint is read as data: nothing in it is run. It is read and written tensor by tensor, so the memory is that
-    of the largest tensor, whatever the size of the file. After Ctrl-C or an error nothing is left, and what was there
+    A checkpoint is read as data: nothing in it is run. It is read and written in pieces of a tensor, so a file of any
+    size needs little memory. After Ctrl-C or an error nothing is left, and what was there
     before is unchanged.
 
     Of tied weights the first name is written; the others stand in the metadata of the file, where `read_weights` and
@@ -110,10 +110,10 @@ def export_weights(
     with open_weights(source, prefix=prefix, choice=weights) as opened:
         tensors = _described(opened, chosen_dtype)
         if is_file:
-            file = FileOfWeights(tensors, opened.aliases, opened.value)
+            file = FileOfWeights(tensors, opened.aliases, opened.pieces)
             write_file(target, file.write, overwrite=overwrite)
             return Export((target,), opened.left_out)
-        files = split(tensors, opened.aliases, opened.value, _STEM, most_bytes)
+        files = split(tensors, opened.aliases, opened.pieces, _STEM, most_bytes)
         names = _write_folder(target, files, overwrite=overwrite)
         return Export(_paths(target, names), opened.left_out)
 

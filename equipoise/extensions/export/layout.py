@@ -1,4 +1,4 @@
-"""The format of safetensors, written tensor by tensor: the library's own writer needs all of them in memory.
+"""The format of safetensors, written piece by piece: the library's own writer needs all tensors in memory.
 
 A file is the length of its header in eight bytes, the header as JSON, and the bytes of the tensors one after the other
 (https://huggingface.co/docs/safetensors, "Format"). An index names the file of each tensor where there are several.
@@ -6,7 +6,7 @@ A file is the length of its header in eight bytes, the header as JSON, and the b
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -43,8 +43,8 @@ FORMAT = {"format": "pt"}
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# Bytes that are written in one call.
-_CHUNK = 1 << 24
+# Elements that are converted and written at a time.
+_MOST_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class FileOfWeights:
     Attributes:
         tensors: A tensor for each name, with the shape and the dtype to write, and perhaps no values.
         aliases: Further names of these tensors, each with the name under which it is written.
-        read: Returns the values of a tensor by its name.
+        read: Yields the values of a tensor by its name, in order, in flat pieces.
     """
 
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
-    read: Callable[[str], Tensor]
+    read: Callable[[str], Iterable[Tensor]]
 
     def write(self, file: IO[bytes]) -> None:
-        """Write it, with one tensor in memory at a time."""
+        """Write it, with one piece of a tensor in memory at a time."""
         # Aligned to its elements, each tensor can be mapped into memory.
         names = sorted(self.tensors, key=self._size_of_element, reverse=True)
         header = self._header(names)
@@ -70,12 +70,11 @@ class FileOfWeights:
         file.write(length)
         file.write(header)
         for name in names:
-            value = self.read(name)
-            value = value.to(self.tensors[name].dtype)
-            if value.numel():
-                _write_bytes(file, value)
-            # Before the next one is read.
-            del value
+            dtype = self.tensors[name].dtype
+            for piece in self.read(name):
+                for begin in range(0, len(piece), _MOST_ELEMENTS):
+                    part = piece[begin : begin + _MOST_ELEMENTS]
+                    _write_bytes(file, part.to(dtype))
 
     def _size_of_element(self, name: str) -> int:
         return self.tensors[name].dtype.itemsize
@@ -99,19 +98,17 @@ def _size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _write_bytes(file: IO[bytes], value: Tensor) -> None:
-    # A single element is contiguous with any stride, but has to have 1 for a view as bytes.
-    elements = value.contiguous().as_strided((value.numel(),), (1,))
+def _write_bytes(file: IO[bytes], flat: Tensor) -> None:
+    # A single element may have any stride, but has to have 1 for a view as bytes.
+    elements = flat.contiguous().as_strided((flat.numel(),), (1,))
     content: Any = elements.view(torch.uint8).numpy()
-    data = memoryview(content)
-    for begin in range(0, len(data), _CHUNK):
-        file.write(data[begin : begin + _CHUNK])
+    file.write(memoryview(content))
 
 
 def split(
     tensors: Mapping[str, Tensor],
     aliases: Mapping[str, str],
-    read: Callable[[str], Tensor],
+    read: Callable[[str], Iterable[Tensor]],
     stem: str,
     most_bytes: float,
 ) -> dict[str, FileOfWeights]:
@@ -120,7 +117,7 @@ def split(
     Args:
         tensors: A tensor for each name, with the shape and the dtype to write.
         aliases: Further names of tensors, each with the name under which it is written.
-        read: Returns the values of a tensor by its name.
+        read: Yields the values of a tensor by its name, in order, in flat pieces.
         stem: How names of files begin.
         most_bytes: The largest size of a file, unless a single tensor is larger.
 

@@ -1,4 +1,4 @@
-"""Named weights of a checkpoint, a module or a dictionary; those of a checkpoint get their values one by one."""
+"""Named weights of a checkpoint, a module or a dictionary; those of a checkpoint are read piece by piece."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +20,16 @@ from equipoise.trainer.checkpointing.file import explaining_reads, open_checkpoi
 from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.checkpointing.reading import check_is_no_part
 
-__all__ = ["CHOICES", "Source", "Weights", "open_weights"]
+__all__ = ["CHOICES", "Source", "Weights", "chosen_state", "open_weights"]
 
 Source = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
 """Something with weights: the path or URL of a checkpoint, a module, or tensors by name."""
 
 CHOICES = ("averaged", "trained")
 """The weights in a checkpoint that a `WeightAveraging` has written."""
+
+# Yields the values of a tensor.
+Read = Callable[[Tensor], Iterator[Tensor]]
 
 # Where Lightning's WeightAveraging keeps the weights that training continues with; those in "state_dict" are averaged.
 _TRAINED = "current_model_state"
@@ -43,19 +46,26 @@ class Weights:
         tensors: A tensor for each name, from which `read` makes one with values.
         aliases: Names of tensors that another name stands for, too, each with that name: the first in the module.
         left_out: Names outside of the prefix.
-        read: Returns a tensor with its values, on the CPU.
+        read: Yields the values of a tensor in order, in pieces of any shape, on the CPU.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     left_out: tuple[str, ...]
-    read: Callable[[Tensor], Tensor]
+    read: Read
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the values of a tensor in order: flat pieces, on the CPU."""
+        for piece in self.read(self.tensors[name]):
+            yield piece.detach().resolve_conj().resolve_neg().reshape(-1)
 
     def value(self, name: str) -> Tensor:
-        """Return the values of a tensor, on the CPU."""
-        tensor = self.tensors[name].detach()
-        value = self.read(tensor)
-        return value.resolve_conj().resolve_neg()
+        """Return a tensor with its values, on the CPU."""
+        tensor = self.tensors[name]
+        pieces = list(self.pieces(name))
+        # One is not copied.
+        flat = pieces[0] if len(pieces) == 1 else torch.cat([tensor.new_empty(0, device="cpu"), *pieces])
+        return flat.reshape(tensor.shape)
 
     def state(self) -> dict[str, Tensor]:
         """Return all values under all names."""
@@ -83,7 +93,7 @@ def open_weights(source: Source, *, prefix: str = "", choice: str | None = None)
     """
     if isinstance(source, str | os.PathLike):
         with _checkpoint(source) as (content, read):
-            yield _named(_chosen(content, choice), read, prefix)
+            yield _named(chosen_state(content, choice), read, prefix)
     elif isinstance(source, nn.Module):
         yield _named(source.state_dict(), _present, prefix)
     else:
@@ -91,7 +101,7 @@ def open_weights(source: Source, *, prefix: str = "", choice: str | None = None)
 
 
 @contextmanager
-def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]:
+def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Read]]:
     """Open a checkpoint, a file or a folder of shards: its content without values, and what reads a value."""
     check_is_no_part(path)
     reader = None
@@ -103,18 +113,27 @@ def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], 
         if reader is not None:
             connect_placeholders(archive.content, reader)
 
-        def read(tensor: Tensor) -> Tensor:
+        def read(tensor: Tensor) -> Iterator[Tensor]:
             source = source_of(tensor)
             if source is not None:
-                return source.whole()
+                yield from source.pieces()
+                return
             with explaining_reads(file):
-                return archive.value_of(tensor)
+                yield from archive.pieces_of(tensor)
 
         yield archive.content, read
 
 
-def _chosen(content: dict[str, Any], choice: str | None) -> Any:
-    """Return the averaged or the trained weights of a checkpoint."""
+def chosen_state(content: dict[str, Any], choice: str | None) -> Any:
+    """Return the averaged or the trained weights of a checkpoint.
+
+    Args:
+        content: The content of the checkpoint.
+        choice: See `export_weights`.
+
+    Raises:
+        CheckpointError: If there are no averaged weights, but they were chosen.
+    """
     trained = content.get(_TRAINED)
     if choice == "averaged" and trained is None:
         raise CheckpointError("The checkpoint holds no averaged weights: no WeightAveraging callback has written it.")
@@ -123,13 +142,13 @@ def _chosen(content: dict[str, Any], choice: str | None) -> Any:
     return content["state_dict"]
 
 
-def _present(tensor: Tensor) -> Tensor:
+def _present(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.is_meta:
         raise CheckpointError(f"A tensor of shape {tuple(tensor.shape)} on the meta device has no values to export.")
-    return tensor.cpu()
+    yield tensor.cpu()
 
 
-def _named(state: Any, read: Callable[[Tensor], Tensor], prefix: str) -> Weights:
+def _named(state: Any, read: Read, prefix: str) -> Weights:
     """Return the weights of a state below a prefix, after a check that all of them are plain tensors."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"Weights are tensors by name, not {state!r:.60}.")
@@ -218,4 +237,5 @@ def _identity(tensor: Tensor) -> Any:
         tensor.stride(),
         tensor.dtype,
         tensor.is_conj(),
+        tensor.is_neg(),
     )

@@ -6,6 +6,7 @@ processes exchange pickles without a signature, and each reads on its own here.
 
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ __all__ = ["ShardReader", "folder_of_part", "has_shards", "is_sharded_checkpoint
 
 # The index of a checkpoint that torch has written, which is a pickle.
 _INDEX_OF_TORCH = ".metadata"
+
+# Bytes of a piece of a shard; a multiple of the size of any element.
+_PIECE = 1 << 24
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -95,6 +99,26 @@ class ShardReader(StorageReader):
         tensor = torch.zeros(saved.shape, dtype=saved.dtype)
         self.fill(name, tensor)
         return tensor
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the values of a tensor in order, on the CPU: at most 16 MiB at a time if its shards are rows of it.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            CheckpointError: If it is damaged, which the last piece of a shard shows.
+        """
+        saved = self.tensor(name)
+        chunks = sorted(saved.chunks, key=lambda chunk: chunk.offsets)
+        row = 0
+        for chunk in chunks:
+            if chunk.offsets[:1] != (row,) or chunk.sizes[1:] != saved.shape[1:]:
+                yield self.whole(name)
+                return
+            row += chunk.sizes[0]
+        for chunk in chunks:
+            yield from self._pieces(name, saved, chunk)
 
     def fill(self, name: str, tensor: Tensor) -> None:
         """Read the values of a tensor that this process needs.
@@ -183,15 +207,30 @@ class ShardReader(StorageReader):
             slices.append(slice(begin, begin + length))
         return values[tuple(slices)]
 
+    def _pieces(self, name: str, saved: SavedTensor, chunk: Chunk) -> Iterator[Tensor]:
+        """Yield the values of a shard."""
+        crc32 = 0
+        bytes_left = saved.size_of(chunk)
+        with (self.path / chunk.file).open("rb") as file:
+            file.seek(chunk.begin)
+            while content := bytearray(file.read(min(_PIECE, bytes_left))):
+                bytes_left -= len(content)
+                crc32 = zlib.crc32(content, crc32)
+                yield torch.frombuffer(content, dtype=torch.uint8).view(saved.dtype)
+        self._check_shard(name, chunk, bytes_left, crc32)
+
+    def _check_shard(self, name: str, chunk: Chunk, bytes_left: int, crc32: int) -> None:
+        # The disk may have changed what was written.
+        if bytes_left or crc32 != chunk.crc32:
+            raise self._error(f"a shard of {name!r} in {chunk.file!r} is not what was written")
+
     def _read(self, name: str, saved: SavedTensor, chunk: Chunk) -> Tensor:
         """Return the values of a shard."""
         content = bytearray(saved.size_of(chunk))
         with (self.path / chunk.file).open("rb") as file:
             file.seek(chunk.begin)
             count = file.readinto(content)
-        # The disk may have changed what was written.
-        if count < len(content) or zlib.crc32(content) != chunk.crc32:
-            raise self._error(f"a shard of {name!r} in {chunk.file!r} is not what was written")
+        self._check_shard(name, chunk, len(content) - count, zlib.crc32(content))
         data = torch.frombuffer(content, dtype=torch.uint8)
         return data.view(saved.dtype).reshape(chunk.sizes)
 

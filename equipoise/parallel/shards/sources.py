@@ -1,5 +1,6 @@
 """Sources of placeholders: tensors of a sharded checkpoint that has been opened."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,10 @@ class ShardSource:
     def whole(self) -> Tensor:
         """Return the tensor as a whole, on the CPU."""
         return self.reader.whole(self.name)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield its values in order; see `ShardReader.pieces`."""
+        return self.reader.pieces(self.name)
 
 
 def source_of(value: Any) -> ShardSource | None:
