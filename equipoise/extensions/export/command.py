@@ -13,8 +13,9 @@ from equipoise.app.config.checks import import_paths, locate
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.export.export import Export, export_weights
 from equipoise.extensions.export.pretrained import find_models
-from equipoise.extensions.export.weights import open_weights
-from equipoise.trainer.checkpointing.file import check_is_file
+from equipoise.extensions.export.weights import chosen_state
+from equipoise.trainer.checkpointing.file import check_is_file, read_checkpoint
+from equipoise.trainer.checkpointing.module.names import with_present_names
 
 __all__ = ["run_export"]
 
@@ -33,7 +34,7 @@ def run_export(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     Args:
         arguments: The checkpoint, the file or folder to write, and flags: see `export_weights`. `--module` names the
             class of the `LightningModule`, of which a model of transformers or peft is exported in its own layout.
-        folders: The folders with configurations, beside which the class may lie.
+        folders: None.
 
     Raises:
         ConfigurationError: If an argument is wrong.
@@ -54,10 +55,9 @@ def run_export(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     if class_path is None:
         result = export_weights(checkpoint, out, **options)
     else:
-        # The class may lie beside the configurations, or in the present folder.
-        here = Path("conf").resolve()
         choice = options.pop("weights", None)
-        with import_paths([*folders, here]):
+        # The class may lie in the present folder, beside the configurations.
+        with import_paths([Path("conf").resolve()]):
             module = _load(class_path, checkpoint, choice)
         options.setdefault("prefix", _only_model(module))
         result = export_weights(module, out, **options)
@@ -88,18 +88,20 @@ def _load(class_path: str, checkpoint: str, choice: str | None) -> LightningModu
     check_is_file(checkpoint)
     if os.path.isdir(checkpoint):
         raise ConfigurationError("--module needs a checkpoint that is one file: merge_shards(CKPT, FILE) makes it.")
+    content = read_checkpoint(checkpoint)
+    content["state_dict"] = chosen_state(content, choice)
     try:
-        # It leaves weights as they are; those of the choice come below.
         module = kind.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
-    except (UnpicklingError, TypeError) as error:
+        # It has loaded them in the dtypes of a new module.
+        module.on_load_checkpoint(content)
+        state = with_present_names(content["state_dict"], module.state_dict())
+        module.load_state_dict(state, strict=module.strict_loading, assign=True)
+    except (UnpicklingError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
             f"{class_path} cannot be made from the hyperparameters of {checkpoint!r}: {reason} Make the module in a"
             " program, and call export_weights(module.model, OUT)."
         ) from error
-    with open_weights(checkpoint, choice=choice) as weights:
-        state = weights.state()
-    module.load_state_dict(state, strict=module.strict_loading)
     return module
 
 

@@ -2,14 +2,18 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from equipoise.extensions.export.layout import FORMAT, INDEX_SUFFIX
+from equipoise.extensions.export.places import is_remote
 
 __all__ = ["read_weights"]
 
@@ -24,10 +28,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     `safetensors.torch.save_model`, too.
 
     Args:
-        path: A file, or a folder with "model.safetensors", or with several files and their index.
+        path: A file, or a folder with "model.safetensors" or "adapter_model.safetensors", or with several files and
+            their index; a URL of fsspec, too.
 
     Returns:
-        The tensors by name, on the CPU. Their memory is that of the file, read when it is first used.
+        The tensors by name, on the CPU. Values of a local file are read when they are first used: leave it until then.
 
     Raises:
         CheckpointError: If there is no such file, or it is damaged.
@@ -37,24 +42,49 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         >>> module.load_state_dict(read_weights("model.safetensors"))  # doctest: +SKIP
         <All keys matched successfully>
     """
-    library = _library()
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for file in _files(Path(path)):
-        try:
-            with library.safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118 - it is no mapping
-                    tensors[name] = content.get_tensor(name)
-                metadata |= content.metadata() or {}
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"The file {str(file)!r} does not exist.") from error
-        except (library.SafetensorError, OSError) as error:
-            raise CheckpointError(f"{str(file)!r} cannot be read as safetensors: {error}.") from error
+    with _local(os.fspath(path)) as local:
+        for file in _files(local):
+            metadata |= _read_file(file, tensors)
     for alias, name in metadata.items():
         # Metadata may say anything else as well.
         if name in tensors and alias not in FORMAT:
             tensors.setdefault(alias, tensors[name])
     return tensors
+
+
+@contextmanager
+def _local(path: str) -> Iterator[Path]:
+    """Yield a path on this machine; files elsewhere are copied for the `with` block."""
+    if not is_remote(path):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder)
+        try:
+            filesystem = get_filesystem(path)
+            is_file = filesystem.isfile(path)
+            urls = [path] if is_file else filesystem.ls(path, detail=False)
+            for url in urls:
+                filesystem.get_file(url, str(local / PurePosixPath(url).name))
+        except (ImportError, ValueError, OSError) as error:
+            raise CheckpointNotFoundError(f"{path!r} cannot be read: {type(error).__name__}: {error}.") from error
+        yield local / PurePosixPath(path).name if is_file else local
+
+
+def _read_file(file: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Add the tensors of a file; return its metadata."""
+    library = _library()
+    try:
+        with library.safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 - it is no mapping
+                tensors[name] = content.get_tensor(name)
+            return content.metadata() or {}
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"The file {str(file)!r} does not exist.") from error
+    except (library.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read as safetensors: {error}.") from error
 
 
 def _library() -> ModuleType:
