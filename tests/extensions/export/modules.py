@@ -9,7 +9,8 @@ from torch import Tensor, nn
 __all__ = ["bits", "random_module"]
 
 _PARAMETERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_BUFFERS = (*_PARAMETERS, torch.complex64, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
+_OTHERS = (torch.complex64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
+_BUFFERS = (*_PARAMETERS, *_OTHERS)
 
 
 class Node(nn.Module):

@@ -1,0 +1,172 @@
+"""Weights of checkpoints: of Lightning, averaged, in shards, compiled; and files that are no such checkpoints."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from equipoise import CheckpointError
+from equipoise.extensions.export import export_weights, read_weights
+from equipoise.extensions.export.weights import open_weights
+from equipoise.parallel.shards.placeholders import make_placeholder
+from tests.conftest import ignoring
+from tests.extensions.export.test_round_trip import assert_same
+from tests.extensions.fsdp.programs import Net, fit, fsdp
+from tests.parallel.shards.folders import save
+from tests.safe_loading.test_wrapped_tensors import Rounded
+from tests.support.trainer_runs import Small, loader, refuses, saved, trainer
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but", "The `srun` command", "Checkpoint directory")
+
+
+def exported(source: Any, **options: Any) -> dict[str, Tensor]:
+    """Return what is read back."""
+    out = Path(source).parent / "exported.safetensors"
+    export_weights(source, out, overwrite=True, **options)
+    return read_weights(out)
+
+
+class Saves(L.Callback):
+    """Saves at the end of an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / "x.ckpt")
+        trainer.save_checkpoint(self.folder / "x.safetensors")
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("cls", [L.Trainer, None], ids=["Lightning", "ours"])
+def test_of_either_trainer(cls: Any, weights_only: bool, tmp_path: Path) -> None:
+    module = Small()
+    options = {} if cls is None else {"cls": cls}
+    path = saved(module, tmp_path, weights_only=weights_only, **options)
+    assert_same(exported(path), module.state_dict())
+
+
+def test_averaged_or_trained(tmp_path: Path) -> None:
+    module = Small()
+    trainer(callbacks=[EMAWeightAveraging(decay=0.5), Saves(tmp_path)]).fit(module, loader())
+    content = torch.load(tmp_path / "x.ckpt", weights_only=False)
+    averaged, last = content["state_dict"], content["current_model_state"]
+    assert not torch.equal(averaged["layer.weight"], last["layer.weight"])
+    assert_same(exported(tmp_path / "x.ckpt"), averaged)
+    assert_same(read_weights(tmp_path / "x.safetensors"), last)
+    assert_same(exported(tmp_path / "x.ckpt", weights="averaged"), averaged)
+    assert_same(exported(tmp_path / "x.ckpt", weights="trained"), last)
+    refuses(lambda: exported(tmp_path / "x.ckpt", weights="ema"), "averaged, trained")
+    plain = saved(Small(), tmp_path)
+    refuses(lambda: exported(plain, weights="averaged"), "no averaged weights", error=CheckpointError)
+
+
+class Tied(Net):
+    """Two of its blocks are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Net, Tied])
+def test_under_fsdp(kind: type[Net], tmp_path: Path) -> None:
+    """A folder of two processes, and a file of safetensors that they write, hold the weights of the module."""
+    module, _ = fit(kind, fsdp(checkpoints="sharded"), 2, max_epochs=1, callbacks=[Saves(tmp_path)])
+    assert (tmp_path / "x.ckpt" / "index.json").is_file()
+    assert_same(exported(tmp_path / "x.ckpt"), module.state_dict())
+    assert_same(read_weights(tmp_path / "x.safetensors"), module.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_in_shards(ranks: int, tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(7, 3, 2), "b": torch.arange(5).bfloat16(), "empty": torch.ones(0, 2)}
+    named = {name: make_placeholder(value, name) for name, value in tensors.items()}
+    state = {"tied": named["a"], **named, "whole": torch.ones(3)}
+    folder = tmp_path / "x.ckpt"
+    save(folder, tensors, {"state_dict": state}, count=ranks)
+    read = exported(folder)
+    assert_same(read, {"tied": tensors["a"], **tensors, "whole": torch.ones(3)})
+    assert read["tied"] is read["a"]
+    refuses(lambda: export_weights(folder / "rest.pt", tmp_path / "y"), "Pass the folder", error=CheckpointError)
+    # A damaged shard is found, and leaves no file.
+    shards = folder / "rank-00000.shards"
+    content = bytearray(shards.read_bytes())
+    content[3] ^= 1
+    shards.write_bytes(content)
+    files = sorted(tmp_path.iterdir())
+    refuses(lambda: export_weights(folder, tmp_path / "y"), "not what was written", error=CheckpointError)
+    assert sorted(tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_large_tensor_is_read_in_pieces(form: str, tmp_path: Path) -> None:
+    value = torch.arange(5 * 2**20, dtype=torch.float64).reshape(-1, 4)
+    if form == "file":
+        torch.save({"state_dict": {"a": value}}, tmp_path / "x.ckpt")
+    else:
+        save(tmp_path / "x.ckpt", {"a": value}, {"state_dict": {"a": make_placeholder(value, "a")}}, count=1)
+    with open_weights(tmp_path / "x.ckpt") as weights:
+        pieces = list(weights.pieces("a"))
+    assert [piece.nbytes // 2**20 for piece in pieces] == [16, 16, 8]
+    assert torch.equal(torch.cat(pieces).reshape(-1, 4), value)
+
+
+def test_a_damaged_file_leaves_nothing(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.arange(1000), "b": torch.arange(1000, 2000)}}, tmp_path / "x.ckpt")
+    content = bytearray((tmp_path / "x.ckpt").read_bytes())
+    content[content.find(torch.tensor(1500).numpy().tobytes())] ^= 1
+    (tmp_path / "x.ckpt").write_bytes(content)
+    for out in ("y.safetensors", "y"):
+        export = partial(export_weights, tmp_path / "x.ckpt", tmp_path / out)
+        refuses(export, "x.ckpt", "Bad CRC-32", error=CheckpointError)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (3, "'b' cannot be exported: it is no tensor but 3"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.zeros(1, dtype=torch.complex128), "complex128"),
+        (Rounded(torch.ones(2).bfloat16(), torch.float32), "Rounded"),
+    ],
+)
+def test_values_that_the_format_lacks(value: Any, reason: str, tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(2), "b": value}
+    refuses(lambda: export_weights(state, tmp_path / "y"), reason, "prefix", error=CheckpointError)
+    torch.save({"state_dict": state}, tmp_path / "x.ckpt")
+    refuses(lambda: export_weights(tmp_path / "x.ckpt", tmp_path / "y"), "'b' cannot", error=CheckpointError)
+    assert not (tmp_path / "y").exists()
+    # What has a place in it is exported.
+    export_weights(tmp_path / "x.ckpt", tmp_path / "y", prefix="a")
+    assert read_weights(tmp_path / "y").keys() == {"weight"}
+
+
+def test_modules_without_values(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    refuses(lambda: export_weights(module, tmp_path / "y"), "meta device has no values", error=CheckpointError)
+    refuses(lambda: export_weights(nn.LazyLinear(2), tmp_path / "y"), "before the first forward", error=CheckpointError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_sources(tmp_path: Path) -> None:
+    out = tmp_path / "y"
+    saved(Small(), tmp_path)
+    refuses(lambda: export_weights(tmp_path / "y.ckpt", out), "does not exist", "x.ckpt", error=CheckpointError)
+    refuses(lambda: export_weights(tmp_path, out), "is a folder", "x.ckpt", error=CheckpointError)
+    torch.save(Small().state_dict(), tmp_path / "weights.pt")
+    refuses(lambda: export_weights(tmp_path / "weights.pt", out), "no 'state_dict'", error=CheckpointError)
+    (tmp_path / "text.ckpt").write_text("no zip")
+    refuses(lambda: export_weights(tmp_path / "text.ckpt", out), "no zip archive", error=CheckpointError)
+    wrong: dict[str, Any] = {"dtype": "half", "max_shard_size": "5 m", "weights": "best"}
+    for name, value in wrong.items():
+        refuses(partial(export_weights, Small(), out, **{name: value}), name, repr(value))
+    assert not out.exists()

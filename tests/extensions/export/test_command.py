@@ -1,0 +1,69 @@
+"""`equipoise export` on a terminal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.__main__ import main
+from equipoise.extensions.export import read_weights
+from tests.extensions.export.test_round_trip import assert_same
+from tests.support.trainer_runs import Small, saved
+
+
+def export(*arguments: Any) -> int:
+    return main(["export", *map(str, arguments)])
+
+
+def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = Small()
+    checkpoint = saved(module, tmp_path)
+    out = tmp_path / "out"
+    assert export(checkpoint, out) == 0
+    assert capsys.readouterr().out == f"wrote {out}/model.safetensors\n"
+    assert_same(read_weights(out), module.state_dict())
+    assert export(checkpoint, out, "--prefix=layer", "--dtype=bfloat16", "--max-shard-size=2", "--overwrite") == 0
+    weights = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weights == {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"}
+    assert_same(read_weights(out), module.layer.bfloat16().state_dict())
+
+
+def test_what_is_left_out_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {f"head.{index}": torch.ones(1) for index in range(8)}
+    torch.save({"state_dict": {"net.a": torch.ones(1), **state}}, tmp_path / "x.ckpt")
+    assert export(tmp_path / "x.ckpt", tmp_path / "x.safetensors", "--prefix=net") == 0
+    assert "left out 8 outside of the prefix: head.0, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "equipoise export takes CKPT OUT"),
+        (["x.ckpt"], "it was given x.ckpt"),
+        (["x.ckpt", "y", "z"], "it was given x.ckpt y z"),
+        (["none.ckpt", "y"], "'none.ckpt' does not exist. In that folder there are: x.ckpt."),
+        (["x.ckpt", "y", "--dtype"], "--dtype takes a value"),
+        (["x.ckpt", "y", "--dtype=int8"], "dtype must be one of"),
+        (["x.ckpt", "y", "--max-shard-size=big"], "max_shard_size must be bytes"),
+        (["x.ckpt", "y", "--prefix=network"], "There are no weights below 'network.': the names begin with layer."),
+        (["x.ckpt", "y", "--weights=averaged"], "holds no averaged weights"),
+        (["x.ckpt", "y", "--safe"], "not --safe"),
+        (["x.ckpt", "x.ckpt"], "'x.ckpt' is no folder"),
+        (["x.ckpt", "y", "--module=no.Such"], "--module"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(Small(), tmp_path)
+    assert export(*arguments) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "equipoise export CKPT OUT [flags]" in capsys.readouterr().out
