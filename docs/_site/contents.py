@@ -30,7 +30,7 @@ GROUPS = {
         "docs/ensemble",
         "docs/hogwild",
     ],
-    "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints"],
+    "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints", "docs/export"],
     "Data, optimisers and evaluation": [
         "docs/loaders",
         "docs/token_batches",
