@@ -13,7 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.export.layout import INDEX_SUFFIX, FileOfWeights, index_of, split
 from equipoise.extensions.export.places import Write, is_remote, new_folder, write_file, write_folder
 from equipoise.extensions.export.pretrained import has_own_layout, save_pretrained
-from equipoise.extensions.export.weights import CHOICES, Source, Weights, open_weights
+from equipoise.extensions.export.weights import Source, Weights, open_weights
 from equipoise.validation import is_whole
 
 __all__ = ["DTYPES", "Export", "export_weights"]
@@ -95,8 +95,8 @@ def export_weights(
     target = os.fspath(out)
     chosen_dtype = _dtype(dtype)
     most_bytes = _bytes(max_shard_size)
-    if weights not in (None, *CHOICES):
-        raise ConfigurationError(f"weights must be one of {', '.join(CHOICES)}, or None, not {weights!r}.")
+    if weights is not None and not isinstance(source, str | os.PathLike):
+        raise ConfigurationError(f"weights={weights!r} chooses among those of a checkpoint; a module has no others.")
 
     # 2. A module, or a part of it.
     is_file = target.endswith(_SUFFIX)

@@ -20,13 +20,13 @@ from equipoise.trainer.checkpointing.file import explaining_reads, open_checkpoi
 from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.checkpointing.reading import check_is_no_part
 
-__all__ = ["CHOICES", "Source", "Weights", "chosen_state", "open_weights"]
+__all__ = ["Source", "Weights", "chosen_state", "open_weights"]
 
 Source = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
 """Something with weights: the path or URL of a checkpoint, a module, or tensors by name."""
 
-CHOICES = ("averaged", "trained")
-"""The weights in a checkpoint that a `WeightAveraging` has written."""
+# The weights in a checkpoint that a `WeightAveraging` has written.
+_CHOICES = ("averaged", "trained")
 
 # Yields the values of a tensor.
 Read = Callable[[Tensor], Iterator[Tensor]]
@@ -133,7 +133,10 @@ def chosen_state(content: dict[str, Any], choice: str | None) -> Any:
 
     Raises:
         CheckpointError: If there are no averaged weights, but they were chosen.
+        ConfigurationError: If there is no such choice.
     """
+    if choice not in (None, *_CHOICES):
+        raise ConfigurationError(f"weights must be one of {', '.join(_CHOICES)}, or None, not {choice!r}.")
     trained = content.get(_TRAINED)
     if choice == "averaged" and trained is None:
         raise CheckpointError("The checkpoint holds no averaged weights: no WeightAveraging callback has written it.")

@@ -16,7 +16,7 @@ from equipoise.extensions.export.weights import open_weights
 from equipoise.parallel.shards.placeholders import make_placeholder
 from tests.conftest import ignoring
 from tests.extensions.export.test_round_trip import assert_same
-from tests.extensions.fsdp.programs import Net, fit, fsdp
+from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 from tests.parallel.shards.folders import save
 from tests.safe_loading.test_wrapped_tensors import Rounded
 from tests.support.trainer_runs import Small, loader, refuses, saved, trainer
@@ -61,7 +61,8 @@ def test_averaged_or_trained(tmp_path: Path) -> None:
     assert_same(read_weights(tmp_path / "x.safetensors"), last)
     assert_same(exported(tmp_path / "x.ckpt", weights="averaged"), averaged)
     assert_same(exported(tmp_path / "x.ckpt", weights="trained"), last)
-    refuses(lambda: exported(tmp_path / "x.ckpt", weights="ema"), "averaged, trained")
+    refuses(lambda: exported(tmp_path / "x.ckpt", weights="ema"), "averaged, trained", "'ema'")
+    refuses(lambda: export_weights(module, tmp_path / "y", weights="trained"), "'trained'", "module")
     plain = saved(Small(), tmp_path)
     refuses(lambda: exported(plain, weights="averaged"), "no averaged weights", error=CheckpointError)
 
@@ -81,7 +82,13 @@ def test_under_fsdp(kind: type[Net], tmp_path: Path) -> None:
     module, _ = fit(kind, fsdp(checkpoints="sharded"), 2, max_epochs=1, callbacks=[Saves(tmp_path)])
     assert (tmp_path / "x.ckpt" / "index.json").is_file()
     assert_same(exported(tmp_path / "x.ckpt"), module.state_dict())
-    assert_same(read_weights(tmp_path / "x.safetensors"), module.state_dict())
+    path = tmp_path / "x.safetensors"
+    assert_same(read_weights(path), module.state_dict())
+    # A run in shards begins with it as one on a single device does.
+    sharded, _ = fit(kind, fsdp(), 2, max_epochs=1, ckpt_path=path)
+    alone, _ = fit(kind, max_epochs=1, ckpt_path=path)
+    assert_close(weights_of(sharded), weights_of(alone))
+    assert not torch.equal(alone.first.weight, module.first.weight)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -166,7 +173,7 @@ def test_wrong_sources(tmp_path: Path) -> None:
     refuses(lambda: export_weights(tmp_path / "weights.pt", out), "no 'state_dict'", error=CheckpointError)
     (tmp_path / "text.ckpt").write_text("no zip")
     refuses(lambda: export_weights(tmp_path / "text.ckpt", out), "no zip archive", error=CheckpointError)
-    wrong: dict[str, Any] = {"dtype": "half", "max_shard_size": "5 m", "weights": "best"}
+    wrong: dict[str, Any] = {"dtype": "half", "max_shard_size": "5 m"}
     for name, value in wrong.items():
         refuses(partial(export_weights, Small(), out, **{name: value}), name, repr(value))
     assert not out.exists()

@@ -50,6 +50,8 @@ def test_what_is_left_out_is_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["x.ckpt", "y", "--prefix=network"], "There are no weights below 'network.': the names begin with layer."),
         (["x.ckpt", "y", "--weights=averaged"], "holds no averaged weights"),
         (["x.ckpt", "y", "--safe"], "not --safe"),
+        (["x.ckpt", "y", "--module=tests.support.trainer_runs.Small", "--weights=best"], "averaged, trained"),
+        (["x.ckpt", "y", "--module=tests.support.trainer_runs.Validated", "--prefix=net"], "no part 'net'"),
         (["x.ckpt", "x.ckpt"], "'x.ckpt' is no folder"),
         (["x.ckpt", "y", "--module=no.Such"], "--module"),
     ],
