@@ -191,7 +191,9 @@ def flags_of(command: str) -> Sequence[str]:
     """Return the flags of a command. Those with a value that must follow end with "="."""
     if command in STAGES or command in _OWN_COMMANDS:
         return _OWN_FLAGS.get(command, _FLAGS)
-    return sorted((*find_command(command).flags, *_COMMON_FLAGS))
+    added = find_command(command)
+    common_flags = [flag for flag in _COMMON_FLAGS if added.reads_configuration or flag != "--config-dir"]
+    return sorted((*added.flags, *common_flags))
 
 
 def _run_added(name: str, arguments: Sequence[str]) -> None:
@@ -427,7 +429,8 @@ def _complete(arguments: Sequence[str]) -> None:
     elif complete_words[1] in (*STAGES, *names_of_extensions("commands")):
         # An unfinished line may be wrong in any way, and a message would appear in the middle of it.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception, SystemExit):
-            _complete_key(arguments, complete_words[2:], word)
+            if complete_words[1] in STAGES or find_command(complete_words[1]).reads_configuration:
+                _complete_key(arguments, complete_words[2:], word)
 
 
 def _complete_key(arguments: Sequence[str], words: Sequence[str], word: str) -> None:

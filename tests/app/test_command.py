@@ -242,6 +242,9 @@ def asked(equipoise, monkeypatch, line, point=None):
         pytest.param("equipoise compare --st", ["--steps=", "--strategies="], marks=pytest.mark.whole_package),
         pytest.param("equipoise compare trainer.max_e", ["trainer.max_epochs="], marks=pytest.mark.whole_package),
         pytest.param("equipoise savings --j", ["--json"], marks=pytest.mark.whole_package),
+        pytest.param("equipoise export ", [], marks=pytest.mark.whole_package),
+        pytest.param("equipoise export --de", ["--debug"], marks=pytest.mark.whole_package),
+        pytest.param("equipoise export --c", [], marks=pytest.mark.whole_package),
         ("equipoise nonsense --", []),
     ],
 )

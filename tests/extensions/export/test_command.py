@@ -30,6 +30,18 @@ def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert_same(read_weights(out), module.layer.bfloat16().state_dict())
 
 
+def test_any_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that reads no configuration works in a subfolder of a project, with names as Lightning gives them."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("# equipoise")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    saved(Small(), runs).rename(runs / "epoch=0-step=3.ckpt")
+    monkeypatch.chdir(runs)
+    assert export("epoch=0-step=3.ckpt", "out") == 0
+    assert read_weights("out").keys() == Small().state_dict().keys()
+
+
 def test_what_is_left_out_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {f"head.{index}": torch.ones(1) for index in range(8)}
     torch.save({"state_dict": {"net.a": torch.ones(1), **state}}, tmp_path / "x.ckpt")
