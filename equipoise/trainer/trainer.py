@@ -1,7 +1,7 @@
 """The Trainer: its arguments and entry points."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -117,8 +117,10 @@ class Trainer(PublicState):
             64 KiB, or 1 MiB if it is pinned. True: each batch. False: none. Lightning has no such argument. Default:
             "auto".
         compile: Compile forward, loss and backward of the training step to one program for each shape of a batch, which
-            is used if it computes the same as the step itself; see docs/compile.md. "auto": and if it is faster.
-            Lightning has no such argument. Default: False.
+            is used if it computes the same as the step itself; see docs/compile.md. "auto": and if it is faster. Under
+            ddp and fsdp, and in manual optimisation, blocks of the network are compiled one by one. Options of
+            `torch.compile` (backend, dynamic, options) compile blocks in each case. Lightning has no such argument.
+            Default: False.
         capture: Capture forward, loss and backward of the training step as a CUDA graph for each shape of a batch,
             which is replayed if it computes the same as the step itself, to the bit; see docs/capture.md. Not together
             with `compile`. Lightning has no such argument. Default: False.
@@ -192,7 +194,7 @@ class Trainer(PublicState):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         activation_checkpointing: Sequence[str | type[nn.Module]] | None = None,
-        compile: bool | Literal["auto"] = False,
+        compile: bool | Literal["auto"] | Mapping[str, Any] = False,
         capture: bool = False,
         fused_optimizer: bool = False,
         detect_nonfinite: bool | None = None,

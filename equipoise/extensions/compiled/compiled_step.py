@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from equipoise.extensions.compiled.obstacles import check_strategy, why_eager
+from equipoise.extensions.compiled.blocks.block_steps import BlockSteps, deciding_context
+from equipoise.extensions.compiled.obstacles import check_strategy, compiles_blocks, why_eager
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import LoggedCall, StepProgram
 from equipoise.extensions.compiled.trial import Trial, end_comparison, why_compiled_again
@@ -26,7 +27,7 @@ from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
-from equipoise.trainer.optimization.steps.step_extension import StepExtension
+from equipoise.trainer.optimization.steps.step_extension import Context, StepClass, StepExtension
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -296,13 +297,23 @@ class Compilation(StepExtension):
     """Compiles or captures training steps: `Trainer(compile=...)`, `Trainer(capture=True)`."""
 
     def check_strategy(self, strategy: Strategy, state: "RunState") -> None:
-        """Check that a strategy computes whole steps in one place."""
+        """Check that a strategy computes whole steps in one place, or calls blocks as they are."""
         check_strategy(strategy, state)
 
     def check_run(self, context: "RunContext") -> None:
         """Check the strategy of a run that starts no processes."""
-        check_strategy(context.strategy, context.state)
+        check_strategy(context.strategy, context.state, by_hand=_is_by_hand(context))
 
-    def step_class(self, context: "RunContext") -> CompiledSteps:
+    def step_class(self, context: "RunContext") -> StepClass:
         """Return what creates the step of each epoch."""
+        if compiles_blocks(context.strategy, context.state, by_hand=_is_by_hand(context)):
+            return BlockSteps(context, context.state.block_options or {})
         return CompiledSteps(context)
+
+    def forward_context(self, context: "RunContext") -> Context | None:
+        """Return what decides about compiled blocks in manual optimisation."""
+        return deciding_context(context.module) if _is_by_hand(context) else None
+
+
+def _is_by_hand(context: "RunContext") -> bool:
+    return not context.module.automatic_optimization

@@ -9,7 +9,7 @@ from torch.optim import LBFGS
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import has_own_log
-from equipoise.interop.torch.compiling import why_not_compiled
+from equipoise.interop.torch.compiling import backends, why_not_compiled
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.strategies.strategy import Strategy
 
@@ -17,39 +17,76 @@ if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["check_strategy", "why_eager"]
+__all__ = ["check_strategy", "compiles_blocks", "why_eager"]
 
 # Hooks between the forward and the backward, which are one function when they are compiled.
 _HOOKS_BETWEEN = ("on_before_backward", "on_before_zero_grad")
 _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
 
 
-def check_strategy(strategy: Strategy, state: "RunState") -> None:
-    """Check that a strategy computes whole steps in one place.
+def compiles_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool = False) -> bool:
+    """Return whether the blocks of a network are compiled one by one, and not the step as a whole.
 
     Args:
         strategy: The strategy.
         state: The settings of the run.
+        by_hand: Whether the module optimises by hand. Default: False.
+    """
+    if state.captures_steps:
+        return False
+    return state.block_options is not None or by_hand or not _computes_whole_steps(strategy)
+
+
+def _computes_whole_steps(strategy: Strategy) -> bool:
+    members = ("forward_backward", "backward", "collect_gradients")
+    return all(getattr(type(strategy), name) is getattr(Strategy, name) for name in members)
+
+
+def check_strategy(strategy: Strategy, state: "RunState", *, by_hand: bool = False) -> None:
+    """Check that a strategy computes whole steps in one place, or calls blocks as they are.
+
+    Args:
+        strategy: The strategy.
+        state: The settings of the run.
+        by_hand: Whether the module optimises by hand. Default: False.
 
     Raises:
-        ConfigurationError: If it does not.
+        ConfigurationError: If it does neither.
     """
-    argument = "capture"
-    value: bool | str = state.captures_steps
-    if not value:
-        argument = "compile"
-        value = state.compiles_steps
-    members = ("forward_backward", "backward", "collect_gradients")
-    if any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in members):
+    if state.captures_steps:
+        _check_capture(strategy)
+    elif compiles_blocks(strategy, state, by_hand=by_hand):
+        _check_blocks(strategy, state, by_hand=by_hand)
+
+
+def _check_capture(strategy: Strategy) -> None:
+    if not _computes_whole_steps(strategy):
         raise ConfigurationError(
-            f"{argument}={value!r} works on one device, but strategy={strategy.name!r} computes a step in several"
-            f" parts or processes. Leave {argument} out, or choose strategy='single_device'."
+            f"capture=True works on one device, but strategy={strategy.name!r} computes a step in several"
+            " parts or processes. Leave capture out, or choose strategy='single_device'."
         )
-    if state.captures_steps and strategy.root_device.type != "cuda":
+    if strategy.root_device.type != "cuda":
         raise ConfigurationError(
             f"capture=True replays steps as CUDA graphs, but this run computes on {strategy.root_device}. Leave capture"
             " out, choose accelerator='cuda', or take compile=True, which has kernels for other devices, too."
         )
+
+
+def _check_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool) -> None:
+    if not _computes_whole_steps(strategy) and not getattr(strategy, "may_compile_blocks", False):
+        raise ConfigurationError(
+            f"compile={state.compiles_steps!r} compiles blocks of the network, but strategy={strategy.name!r} does not"
+            " call them as they are, or not in all processes together. Leave compile out, or choose"
+            " strategy='single_device', 'ddp' or 'fsdp'."
+        )
+    if state.compiles_steps == "auto":
+        why = "the module optimises by hand" if by_hand else f"strategy={strategy.name!r} computes it in parts"
+        raise ConfigurationError(
+            f"compile='auto' measures whole steps, but {why}. Take compile=True, which compiles blocks of the network."
+        )
+    backend = (state.block_options or {}).get("backend", "inductor")
+    if backend != "inductor" and backend not in backends():
+        raise ConfigurationError(f"compile: there is no backend {backend!r}. Backends are {', '.join(backends())}.")
 
 
 def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:

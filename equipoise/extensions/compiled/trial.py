@@ -18,7 +18,7 @@ from equipoise.interop.torch.compiling import CompilerError
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
-__all__ = ["Trial", "end_comparison", "why_compiled_again"]
+__all__ = ["Trial", "end_comparison", "reason_of", "why_compiled_again"]
 
 # Counters of the trainer in a condition, and the names by which a step reads them.
 _COUNTERS = {".progress.optimizer_step.": "self.global_step", ".progress.epoch.": "self.current_epoch"}
@@ -71,7 +71,7 @@ class Trial:
             # The eager step follows. What is wrong with the step itself is raised there.
             self._state = None
             is_full = _is_out_of_memory(error)
-            self._refuse(_reason_of(error, self._done))
+            self._refuse(reason_of(error, self._done))
         finally:
             # After an error, tensors are still as the program has left them.
             self._variant.function.restore()
@@ -201,8 +201,13 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
 
 
-def _reason_of(error: Exception, done: str) -> str:
-    """Return the reason for which a step stays eager after an error of the program."""
+def reason_of(error: Exception, done: str) -> str:
+    """Return the reason for which a step or block stays eager after an error of its program.
+
+    Args:
+        error: The error.
+        done: What was done with it: "compiled" or "captured".
+    """
     if _is_out_of_memory(error):
         return f"there is not enough memory to compare it with a {done} one"
     first_line = str(error).partition("\n")[0].rstrip(".")

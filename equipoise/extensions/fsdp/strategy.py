@@ -160,6 +160,8 @@ class FSDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    # Blocks of the module are called as they are, and all processes begin each batch together.
+    may_compile_blocks: ClassVar[bool] = True
 
     _run: _Run | None = None
 

@@ -19,9 +19,22 @@ from torch import Tensor
 from equipoise.interop.adapters import missing_names
 from equipoise.interop.versions import TESTED
 
-__all__ = ["CompiledFunction", "CompilerError", "Lower", "NewVariant", "NotedInputs", "why_not_compiled"]
+__all__ = [
+    "CompiledForward",
+    "CompiledFunction",
+    "CompilerError",
+    "Lower",
+    "NewVariant",
+    "NotedInputs",
+    "backends",
+    "block_settings",
+    "why_not_compiled",
+]
 
-# Options of the backend. Random numbers are drawn by torch's own operations, so they are those of the eager step.
+# The name of torch's own backend.
+_INDUCTOR = "inductor"
+
+# Options of that backend. Random numbers are drawn by torch's own operations, so they are those of the eager step.
 _OPTIONS: Mapping[str, Any] = {"fallback_random": True}
 
 # Settings while a function is traced. There is no public way to any of them.
@@ -57,7 +70,7 @@ def why_not_compiled(feature: str) -> str | None:
     """Return the reason why no training step can be compiled here; None if there is none.
 
     Args:
-        feature: "compile" or "capture", keys of `FEATURES`.
+        feature: "compile", "compile blocks" or "capture", keys of `FEATURES`.
     """
     missing = missing_names(feature, with_fallback=True)
     if not missing:
@@ -164,15 +177,7 @@ class CompiledFunction:
 
     def close(self) -> None:
         """Release the compiled variants, and the objects that their conditions refer to."""
-        from torch._C._dynamo.eval_frame import reset_code
-        from torch._dynamo.eval_frame import cached_backends
-
-        # The compiler keeps both for good, in places that Python's collector does not see.
-        reset_code(self._code)
-        for key, backend in list(cached_backends.items()):
-            # It stands there within a wrapper.
-            if getattr(backend, "compiler_fn", backend) == self._backend:
-                del cached_backends[key]
+        _release(self._code, self._backend)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile a graph; the backend of torch's compiler."""
@@ -191,6 +196,97 @@ class CompiledFunction:
             return lowered(*args)
 
         return run
+
+
+class CompiledForward:
+    """The forward of modules of one kind, compiled together with its backward, which autograd runs as ever.
+
+    Other lengths or attributes are compiled anew, up to the compiler's limit, as with `torch.compile`.
+
+    Args:
+        function: The forward, a function of a module and its arguments.
+        backend: The name of the backend. Default: torch's own.
+        dynamic: Whether sizes are inputs of the program from the start. Default: None, once they change.
+        options: Settings of the default backend. Default: none.
+
+    Attributes:
+        programs: Number of graphs that were compiled.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        backend: str = _INDUCTOR,
+        dynamic: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.programs = 0
+        self._backend_name = backend
+        self._options = dict(options or {})
+        copy: Any = _with_own_code(function, innermost=False)
+        self._code: CodeType = copy.__code__
+        self._backend = self._compile
+        self._compiled = torch.compile(copy, backend=self._backend, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the forward, compiled where no program fits.
+
+        Raises:
+            CompilerError: If it cannot be compiled.
+        """
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:
+            if _is_of_compiler(error):
+                raise CompilerError(_reason(error)) from error
+            raise
+
+    def close(self) -> None:
+        """Release the programs, and the objects that their conditions refer to."""
+        _release(self._code, self._backend)
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        """Compile a graph; the backend of torch's compiler."""
+        self.programs += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _lower(graph, inputs, self._backend_name, self._options)
+
+
+def backends() -> list[str]:
+    """Return the names of all backends of torch's compiler."""
+    return list(torch.compiler.list_backends(exclude_tags=()))
+
+
+@contextmanager
+def block_settings() -> Iterator[None]:
+    """Set what programs of blocks need, which may be compiled at any call of a `with` block.
+
+    They notice hooks that are added to a module later. The compiler's own access to gradients is no warning.
+    """
+    name = "skip_nnmodule_hook_guards"
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    own_filter = warnings.filters[0]
+    try:
+        with _config().patch({name: _SETTINGS[name]}):
+            yield
+    finally:
+        # The user may have changed the others.
+        if own_filter in warnings.filters:
+            warnings.filters.remove(own_filter)  # type: ignore[attr-defined]
+
+
+def _release(code: CodeType, own_backend: Callable[..., Any]) -> None:
+    """Release what the compiler keeps of a function for good, in places that Python's collector does not see."""
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.eval_frame import cached_backends
+
+    reset_code(code)
+    for key, backend in list(cached_backends.items()):
+        # It stands there within a wrapper.
+        if getattr(backend, "compiler_fn", backend) == own_backend:
+            del cached_backends[key]
 
 
 class NotedInputs:
@@ -281,21 +377,29 @@ def _first_change(own_attributes: set[str]) -> str | None:
     return None
 
 
-def _lower(graph: Any, inputs: Any) -> Any:
+def _lower(graph: Any, inputs: Any, backend: str = _INDUCTOR, options: Mapping[str, Any] | None = None) -> Any:
     """Return the function that computes a graph; public ways to the backend take no function before it."""
     from torch._dynamo import lookup_backend
 
-    inductor: Callable[..., Any] = lookup_backend("inductor")
-    return inductor(graph, inputs, config_patches=dict(_OPTIONS))
+    compile_graph: Callable[..., Any] = lookup_backend(backend)
+    if backend != _INDUCTOR:
+        return compile_graph(graph, inputs)
+    return compile_graph(graph, inputs, config_patches={**_OPTIONS, **(options or {})})
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_code(function: Callable[..., Any], *, innermost: bool = True) -> Callable[..., Any]:
     """Return a copy of a function or method whose code is an object of its own.
 
     The compiler keeps the variants with the code: they would count for all functions with this code.
+
+    Args:
+        function: The function or method.
+        innermost: Whether decorators are left out. Default: True.
     """
     owner = getattr(function, "__self__", None)
-    original = inspect.unwrap(function if owner is None else function.__func__)  # type: ignore[attr-defined]
+    original: Any = function if owner is None else function.__func__  # type: ignore[attr-defined]
+    if innermost:
+        original = inspect.unwrap(original)
     copy = FunctionType(
         original.__code__.replace(),
         original.__globals__,

@@ -80,6 +80,8 @@ class DDPStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "ddp"
+    # Blocks of the module are called as they are, and all processes begin each batch together.
+    may_compile_blocks: ClassVar[bool] = True
 
     _run: _Run | None = None
 

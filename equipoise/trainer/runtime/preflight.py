@@ -181,9 +181,6 @@ def _check_manual_optimization(context: "RunContext") -> None:
     elif state.accumulate_grad_batches and state.accumulate_grad_batches != 1:
         argument = f"accumulate_grad_batches={state.accumulate_grad_batches}"
         instead = "step the optimisers after every so many batches"
-    elif state.compiles_steps:
-        argument = "compile=True"
-        instead = "compile functions with `torch.compile`"
     elif state.captures_steps:
         argument = "capture=True"
         instead = "capture functions with `torch.cuda.make_graphed_callables`"

@@ -6,6 +6,7 @@ Each check takes the name of an argument and its value, and raises a Configurati
 import math
 import os
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -323,6 +324,29 @@ def check_auto_flag(name: str, value: Any) -> Literal["auto"] | bool:
     if value == "auto":
         return "auto"
     raise ConfigurationError(f'{name} must be "auto", True or False, not {value!r}.')
+
+
+# What `torch.compile` takes under the same names.
+_COMPILE_OPTIONS: dict[str, type | tuple[type, ...]] = {
+    "backend": str,
+    "dynamic": (bool, type(None)),
+    "options": Mapping,
+}
+
+
+def check_compile_options(value: Any) -> dict[str, Any] | None:
+    """Return the options of `compile`; None if it is a switch."""
+    if not isinstance(value, Mapping):
+        return None
+    for name, option in value.items():
+        if name not in _COMPILE_OPTIONS:
+            raise ConfigurationError(f"compile has no option {name!r}. Its options are {', '.join(_COMPILE_OPTIONS)}.")
+        if not isinstance(option, _COMPILE_OPTIONS[name]):
+            raise ConfigurationError(
+                f"compile: {name} must be a name of a backend, True, False or None for `dynamic`, or a dictionary for"
+                f" `options`, not {option!r}."
+            )
+    return dict(value)
 
 
 def _names_modules(item: Any) -> bool:

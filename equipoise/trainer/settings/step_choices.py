@@ -1,5 +1,6 @@
 """Choices about the steps of a training: what makes them faster, and what makes them need less memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ class StepChoices:
     Attributes:
         prefetch: Whether the next batch travels to the device ahead of its step.
         compiles_steps: Whether training steps are compiled. "auto": where that is faster.
+        block_options: How blocks of the network are compiled; None: as a strategy needs it.
         captures_steps: Whether training steps are captured as CUDA graphs.
         fuses_optimizers: Whether optimisers step all parameters by one kernel.
         activation_checkpointing: Submodules that compute their activations again in the backward.
@@ -31,6 +33,7 @@ class StepChoices:
 
     prefetch: PrefetchChoice = "auto"
     compiles_steps: Literal["auto"] | bool = False
+    block_options: Mapping[str, Any] | None = None
     captures_steps: bool = False
     fuses_optimizers: bool = False
     activation_checkpointing: list[str | type[nn.Module]] | None = None
@@ -44,7 +47,8 @@ class StepChoices:
             ConfigurationError: If a value is none of those that are allowed, or two of them contradict each other.
         """
         self.prefetch = check.check_auto_flag("prefetch", prefetch)
-        self.compiles_steps = check.check_auto_flag("compile", compile)
+        self.block_options = check.check_compile_options(compile)
+        self.compiles_steps = True if self.block_options is not None else check.check_auto_flag("compile", compile)
         self.captures_steps = check.check_flag("capture", capture)
         if self.compiles_steps and self.captures_steps:
             raise ConfigurationError(

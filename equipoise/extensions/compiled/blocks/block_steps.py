@@ -1,0 +1,169 @@
+"""Steps whose network has compiled blocks: they are compared in the first batch, and all processes decide alike."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
+from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
+from equipoise.interop.torch.compiling import block_settings, why_not_compiled
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.processes import Processes
+from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.steps.step_extension import Context
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["BlockSteps", "CompiledBlocks", "deciding_context"]
+
+# Number of batches in which blocks are compared when they are first called. Later ones stay eager.
+_BATCHES_OF_TRIALS = 3
+
+
+class CompiledBlocks:
+    """The compiled blocks of a module, for the time of a run.
+
+    Args:
+        module: The module, on its device or in shards.
+        processes: The processes that compute together.
+        options: Arguments of `CompiledForward`.
+    """
+
+    def __init__(self, module: nn.Module, processes: Processes, options: Mapping[str, Any]) -> None:
+        self._processes = processes
+        self._batches = 0
+        self._closing = ExitStack()
+        kinds: dict[Hashable, list[Block]] = defaultdict(list)
+        for block in choose_blocks(module):
+            kinds[kind_of(block.module)].append(block)
+        if not kinds:
+            rank_zero_warn(
+                f"Compiled blocks: {type(module).__name__} stays eager, because it has no submodule that could be"
+                " compiled: none with submodules of its own and parameters to train."
+            )
+        self._closing.enter_context(block_settings())
+        self._forwards = [BlockForward(blocks, options, self.begin_batch) for blocks in kinds.values()]
+        for forward in self._forwards:
+            self._closing.callback(forward.close)
+        # Those that are still compared; the same in all processes.
+        self._undecided = list(self._forwards)
+
+    def begin_batch(self) -> None:
+        """Decide, with all processes, about the blocks that were compared in the batch before."""
+        if not self._undecided:
+            return
+        self._batches += 1
+        if self._batches == 1:
+            return
+        # 1. What the processes have found. One without a batch has compared nothing.
+        own = [(forward.is_tried, forward.reason) for forward in self._undecided]
+        found = list(zip(*self._processes.gather_objects(own), strict=True))
+
+        # 2. The decision of each kind.
+        left = []
+        for forward, results in zip(self._undecided, found, strict=True):
+            reasons = [reason for _, reason in results if reason is not None]
+            if reasons:
+                forward.decide(reasons[0])
+                forward.warn()
+            elif any(is_tried for is_tried, _ in results):
+                forward.decide(None)
+            elif self._batches <= _BATCHES_OF_TRIALS:
+                left.append(forward)
+            else:
+                forward.decide("no training step has called it")
+        self._undecided = left
+        if not left:
+            self._report()
+
+    def close(self) -> None:
+        """Give all blocks their own forward again."""
+        self._undecided = []
+        self._closing.close()
+
+    def _report(self) -> None:
+        used = [forward for forward in self._forwards if forward.reason is None]
+        if not used:
+            return
+        programs = sum(forward.programs for forward in used)
+        blocks = sum(len(forward.blocks) for forward in used)
+        seconds = sum(forward.seconds for forward in used)
+        names = ", ".join(forward.name for forward in used)
+        rank_zero_info(
+            f"Compiled blocks: {blocks}, by {programs} programs, compiled and compared in {seconds:.1f} s: {names}."
+            " They compute the same as the eager ones."
+        )
+
+
+def deciding_context(module: nn.Module) -> Context | None:
+    """Return a context of a training step that decides about the blocks of a module; None if it has none.
+
+    It is for manual optimisation, where every process has a batch in each step.
+
+    Args:
+        module: The module.
+    """
+    forwards = [getattr(vars(part).get("forward"), "__func__", None) for part in module.modules()]
+    of_blocks = [forward for forward in forwards if isinstance(forward, BlockForward)]
+    if not of_blocks:
+        return None
+    begin_batch = of_blocks[0].begin_batch
+
+    @contextmanager
+    def decided() -> Iterator[None]:
+        begin_batch()
+        yield
+
+    return decided
+
+
+class BlockSteps:
+    """Compiles the blocks of a run's module, and creates the training step of each epoch.
+
+    Args:
+        context: The run.
+        options: Arguments of `CompiledForward`.
+    """
+
+    def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
+        self._blocks: CompiledBlocks | None = None
+        reason = why_not_compiled("compile blocks")
+        if reason is None and context.state.activation_checkpointing:
+            reason = "activation_checkpointing computes its submodules by a forward of its own"
+        if reason is None:
+            self._blocks = CompiledBlocks(context.module, context.strategy.processes, options)
+        else:
+            rank_zero_warn(f"Compiled blocks: the network stays eager, because {reason}.")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RepeatableStep:
+        """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
+        if self._blocks is None:
+            return RepeatableStep(*args, **kwargs)
+        return _BlockStep(self._blocks, *args, **kwargs)
+
+    def close(self) -> None:
+        """Give all blocks their own forward again."""
+        if self._blocks is not None:
+            self._blocks.close()
+
+
+class _BlockStep(RepeatableStep):
+    """A training step of a network with compiled blocks.
+
+    Args:
+        blocks: The blocks. All others are arguments of `AutomaticStep`.
+    """
+
+    def __init__(self, blocks: CompiledBlocks, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin_batch = blocks.begin_batch
+
+    def begin_batch(self, *indices: int) -> None:
+        """Begin a batch of the training loader, also in a process that has none."""
+        self._begin_batch()
+        RepeatableStep.begin_batch(self, *indices)

@@ -1,0 +1,162 @@
+"""The trial of a block: its compiled and its eager forward and backward, from the same state, and compared."""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.compiled.step_state import TOLERANCES, Tolerance, agree
+from equipoise.interop.torch.modules import has_module_hooks
+from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.parallel.snapshot.random_state import RandomState
+from equipoise.tree import leaves_of, map_leaves, tensors_in
+
+__all__ = ["first_difference", "why_not_tried"]
+
+Forward = Callable[..., Any]
+
+# Arguments that a call of the forward does not change.
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+class _Outcome(NamedTuple):
+    """What a forward and its backward compute.
+
+    Attributes:
+        outputs: What the forward has returned, its tensors detached.
+        gradients: The gradients of inputs and parameters, by name.
+        buffers: The buffers after it.
+        generators: The states of the generators after it.
+    """
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    generators: RandomState
+
+
+def why_not_tried(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the reason why a block cannot be computed several times for a trial; None if it can.
+
+    Args:
+        block: The block.
+        args: The arguments of its forward.
+        kwargs: Its keyword arguments.
+    """
+    for name, part in block.named_modules():
+        if name and has_module_hooks(part):
+            return f"there is a hook on its submodule {name}"
+    for leaf in leaves_of([args, dict(kwargs)]):
+        if not isinstance(leaf, (Tensor, *_PLAIN)) and not callable(leaf):
+            return f"it receives a {type(leaf).__name__}, which each call may change"
+    return None
+
+
+def first_difference(
+    block: nn.Module, eager: Forward, compiled: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return what a compiled forward or its backward computes otherwise than the eager one; None if they agree.
+
+    All state is restored, and no gradient reaches a parameter.
+
+    Args:
+        block: The block.
+        eager: Its forward, which receives the block and the arguments.
+        compiled: The compiled forward.
+        args: The arguments.
+        kwargs: The keyword arguments.
+    """
+    outcomes = []
+    for forward in (compiled, eager):
+        with preserve_state(block, containers=True):
+            outcomes.append(_compute(block, forward, args, kwargs))
+    # Casts of parameters belong to the graph of the trial.
+    torch.clear_autocast_cache()
+    of_compiled, expected = outcomes
+    return _difference(of_compiled, expected, _tolerance(expected))
+
+
+def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome:
+    # 1. The forward, of arguments whose gradients end here.
+    leaves: list[Tensor] = []
+    separated: dict[int, Tensor] = {}
+
+    def separate(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        # A forward may ask whether two arguments are the same.
+        if id(value) not in separated:
+            separated[id(value)] = value.detach()
+            if value.requires_grad:
+                leaves.append(value.detach().requires_grad_())
+                # The forward may change its input in place, and a leaf must not change.
+                separated[id(value)] = leaves[-1].clone()
+        return separated[id(value)]
+
+    own_args, own_kwargs = map_leaves(separate, [tuple(args), dict(kwargs)])
+    output = forward(block, *own_args, **own_kwargs)
+
+    # 2. The backward, of weights that differ from element to element.
+    wanted: dict[str, Tensor] = {f"of {name}": p for name, p in block.named_parameters() if p.requires_grad}
+    wanted |= {f"of its input {number}": leaf for number, leaf in enumerate(leaves)}
+    ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    gradients: Sequence[Tensor | None] = [None] * len(wanted)
+    if ends and wanted:
+        weights = [_weights_like(end) for end in ends]
+        gradients = torch.autograd.grad(ends, list(wanted.values()), weights, allow_unused=True)
+
+    # 3. What is compared.
+    outputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(output)]
+    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
+    return _Outcome(outputs, dict(zip(wanted, gradients, strict=True)), buffers, random_state.capture())
+
+
+def _weights_like(tensor: Tensor) -> Tensor:
+    """Return the gradient with which the backward of a trial begins."""
+    numbers = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    return numbers.sin().reshape(tensor.shape).to(tensor.dtype)
+
+
+def _tolerance(expected: _Outcome) -> Tolerance:
+    """Return the rounding of the dtype in which a block computes, that of autocast if it is on."""
+    dtypes = [leaf.dtype for leaf in expected.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    kinds = {leaf.device.type for leaf in expected.outputs if isinstance(leaf, Tensor)}
+    dtypes += [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return max(
+        (TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes), default=TOLERANCES[torch.float32]
+    )
+
+
+def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) -> str | None:
+    if len(computed.outputs) != len(expected.outputs):
+        return "the outputs are others"
+    for value, other in zip(computed.outputs, expected.outputs, strict=True):
+        if not agree(other, value, tolerance):
+            return "the outputs differ"
+    found = [gradient for gradient in expected.gradients.values() if gradient is not None and gradient.numel()]
+    largest = max((float(gradient.abs().max()) for gradient in found), default=0.0)
+    floor = Tolerance(tolerance.relative, tolerance.floor * largest)
+    for name, gradient in expected.gradients.items():
+        if not agree(gradient, computed.gradients[name], floor):
+            return f"the gradient {name} differs"
+    for name, buffer in expected.buffers.items():
+        if not agree(buffer, computed.buffers.get(name), tolerance):
+            return f"the buffer {name} differs"
+    if not expected.generators.equals(computed.generators):
+        return "it draws random numbers otherwise"
+    return None

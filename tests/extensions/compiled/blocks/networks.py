@@ -1,0 +1,187 @@
+"""Networks whose blocks are compiled."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.extensions.fsdp.programs import FEATURES, Net
+
+__all__ = [
+    "AOT",
+    "NETWORKS",
+    "Attention",
+    "Counting",
+    "Pairs",
+    "Whole",
+]
+
+# Torch's own forward and backward graphs, without kernels of the compiler, which take half a minute.
+AOT = {"backend": "aot_eager"}
+
+
+class Plain(Net):
+    """A network whose weights are not sensitive to rounding."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Attention(Plain):
+    """Torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.encoder(self.embedding(features.unsqueeze(-1)))[:, 0])
+
+
+class Whole(Plain):
+    """No repeated blocks, so the module's own forward is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+        self.hidden = nn.Linear(7, 7)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(self.hidden(torch.tanh(self.first(features))).relu())
+
+
+class Perceptron(Plain):
+    """One part with layers of its own, which is compiled as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 7))])
+
+
+class Tied(Plain):
+    """Two blocks share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+
+
+class Frozen(Plain):
+    """A frozen block, which is another kind, and a layer of which one weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.first.weight.requires_grad_(False)
+
+
+class Convolution(nn.Module):
+    """A residual block of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.last = nn.Conv1d(6, 3, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image + self.last(nn.functional.silu(self.norm(self.first(image))))
+
+
+class Convolutions(Plain):
+    """Residual blocks of convolutions in a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Conv1d(1, 3, 1), Convolution(), Convolution())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.images(features.unsqueeze(1)).mean(1))
+
+
+class Pair(nn.Module):
+    """Takes keyword arguments and a nested value, and returns a dictionary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = nn.Linear(7, width)
+        self.right = nn.Linear(width, 7)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, scale: float, mask: Tensor | None = None) -> dict[str, Tensor]:
+        left, right = pair
+        hidden = self.right(torch.sin(self.left(left))) * scale
+        return {"left": hidden + right, "right": left if mask is None else left * mask}
+
+
+class Pairs(Plain):
+    """Blocks of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Pair(5), Pair(5), Pair(6), Pair(6)])
+
+    def forward(self, features: Tensor) -> Tensor:
+        left = right = self.first(features)
+        for number, block in enumerate(self.blocks):
+            mask = (left > 0).to(left.dtype) if number % 2 else None
+            pair = block((left, right), scale=0.5, mask=mask)
+            left, right = pair["left"], pair["right"]
+        return self.last(left + right)
+
+
+class Lengths(Plain):
+    """Sequences of a length that changes from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Linear(1, 7)
+        self.steps = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.deep(features.unsqueeze(-1))
+        if self.training:
+            # The same in all processes, and on one device.
+            self.steps += 1
+            hidden = hidden[:, : 3 + self.steps % (FEATURES - 2)]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden.mean(1))
+
+
+NETWORKS = (Plain, Attention, Whole, Perceptron, Tied, Frozen, Convolutions, Pairs, Lengths)
+
+
+class CountingBlock(nn.Module):
+    """Counts the calls of its Python code, but not those that the compiler makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.calls: list[int] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls.append(1)
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class Counting(Plain):
+    """Logs how often the Python code of its blocks has run in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(3))
+
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block.calls.clear()
+
+    def on_validation_start(self) -> None:
+        self.calls = sum(len(block.calls) for block in self.blocks)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("calls", float(self.calls), sync_dist=True, reduce_fx="sum")
+        for block in self.blocks:
+            block.calls.clear()
