@@ -147,6 +147,7 @@ ADAPTERS: tuple[Adapter, ...] = (
         ("compile", "compile blocks", "capture"),
         _EAGER,
     ),
+    Adapter("torch", ("torch._functorch.config.donated_buffer",), ("compile blocks",), _EAGER),
     Adapter(
         "torch",
         (*_VERSION, *_WATCH, "torch._C._storage_Use_Count", "torch.Tensor._use_count"),

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["check_strategy", "compiles_blocks", "why_eager"]
+__all__ = ["BETWEEN_STEPS", "check_strategy", "compiles_blocks", "why_eager"]
 
 # Hooks between the forward and the backward, which are one function when they are compiled.
 _HOOKS_BETWEEN = ("on_before_backward", "on_before_zero_grad")
 _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
+
+# Value of a strategy's `may_compile_blocks`: parts of a step run in several threads, so blocks are compared between two
+# steps.
+BETWEEN_STEPS = "between steps"
 
 
 def compiles_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool = False) -> bool:

@@ -37,6 +37,7 @@ from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
 from equipoise.extensions.pipeline.stack.stacked_call import StackedCall
 from equipoise.extensions.pipeline.stack.stacked_network import StackedNetwork
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.strategies.timeline import Timeline
 
 __all__ = ["StagedNetwork"]
@@ -256,6 +257,26 @@ class StagedNetwork:
             if traced.fits(structure.tensors):
                 return pipeline
 
+        # 1. Record and cut the forward. Compiled parts are one call.
+        with own_forwards():
+            found = self._new_pipeline(name, structure, is_full_batch=is_full_batch)
+        if isinstance(found, StackPipeline):
+            return found
+        traced, pipeline = found
+
+        # 2. Keep the stages. Calls with ever other numbers or shapes would fill the memory.
+        self._pipeline_count += 1
+        if self._pipeline_count > _MOST_PIPELINES:
+            self._pipeline_count = 1
+            self._pipelines.clear()
+            self._traces.forget()
+        self._pipelines.setdefault(key, []).append((traced, pipeline))
+        return pipeline
+
+    def _new_pipeline(
+        self, name: str, structure: CallStructure, *, is_full_batch: bool
+    ) -> tuple[Traced, Pipeline | ProcessPipeline] | StackPipeline:
+        """Return a recorded call with its stages, or the stages of a network whose forward runs as it is."""
         # 1. Cut and place the network at its first call.
         if self.cut is None:
             self.placement.stop_waiting()
@@ -273,16 +294,7 @@ class StagedNetwork:
             stage_of = self.placement.stage_of(self._modules[name])
             ends = ends_by_placement(traced, stage_of, len(self.options.devices))
         stages = make_stages(traced, ends, self.placement.tied_copy(traced), self.options.devices)
-        pipeline = self._make_pipeline(traced, stages)
-
-        # 3. Keep the stages. Calls with ever other numbers or shapes would fill the memory.
-        self._pipeline_count += 1
-        if self._pipeline_count > _MOST_PIPELINES:
-            self._pipeline_count = 1
-            self._pipelines.clear()
-            self._traces.forget()
-        self._pipelines.setdefault(key, []).append((traced, pipeline))
-        return pipeline
+        return traced, self._make_pipeline(traced, stages)
 
     def _stack_pipeline(self, name: str) -> StackPipeline:
         """Return the stages of a network whose forward runs as it is; they serve for calls of any structure."""

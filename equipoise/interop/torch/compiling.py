@@ -263,13 +263,17 @@ def backends() -> list[str]:
 def block_settings() -> Iterator[None]:
     """Set what programs of blocks need, which may be compiled at any call of a `with` block.
 
-    They notice hooks that are added to a module later. The compiler's own access to gradients is no warning.
+    They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
+    compiler's own access to gradients is no warning.
     """
+    import torch._functorch.config
+
     name = "skip_nnmodule_hook_guards"
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     own_filter = warnings.filters[0]
     try:
-        with _config().patch({name: _SETTINGS[name]}):
+        donates: Any = torch._functorch.config.patch({"donated_buffer": False})  # type: ignore[no-untyped-call]
+        with _config().patch({name: _SETTINGS[name]}), donates:
             yield
     finally:
         # The user may have changed the others.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -71,6 +71,9 @@ class ReplicatedStrategy(Strategy):
     Raises:
         ConfigurationError: If an argument is out of range or does not fit the others.
     """
+
+    # Replicas compute in several threads, so compiled blocks are compared between two steps.
+    may_compile_blocks: ClassVar[str] = "between steps"
 
     def __init__(
         self,

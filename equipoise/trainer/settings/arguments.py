@@ -327,10 +327,10 @@ def check_auto_flag(name: str, value: Any) -> Literal["auto"] | bool:
 
 
 # What `torch.compile` takes under the same names.
-_COMPILE_OPTIONS: dict[str, type | tuple[type, ...]] = {
-    "backend": str,
-    "dynamic": (bool, type(None)),
-    "options": Mapping,
+_COMPILE_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
+    "backend": ((str,), "the name of a backend"),
+    "dynamic": ((bool, type(None)), "True, False or None"),
+    "options": ((Mapping,), "a dictionary"),
 }
 
 
@@ -341,11 +341,9 @@ def check_compile_options(value: Any) -> dict[str, Any] | None:
     for name, option in value.items():
         if name not in _COMPILE_OPTIONS:
             raise ConfigurationError(f"compile has no option {name!r}. Its options are {', '.join(_COMPILE_OPTIONS)}.")
-        if not isinstance(option, _COMPILE_OPTIONS[name]):
-            raise ConfigurationError(
-                f"compile: {name} must be a name of a backend, True, False or None for `dynamic`, or a dictionary for"
-                f" `options`, not {option!r}."
-            )
+        types, words = _COMPILE_OPTIONS[name]
+        if not isinstance(option, types):
+            raise ConfigurationError(f"compile: {name} must be {words}, not {option!r}.")
     return dict(value)
 
 

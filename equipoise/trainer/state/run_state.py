@@ -54,6 +54,7 @@ class RunState(SentState, Stages, Limits, StepChoices):
         metric_listeners: Functions that receive the values that go to loggers, also if there is no logger.
         optimizers: The optimisers that `configure_optimizers` returned.
         lr_scheduler_configs: The learning-rate schedulers that `configure_optimizers` returned.
+        summary_rows: What parts of the present run add to its summary: values by their names.
     """
 
     # Settings of the optimisation.
@@ -98,11 +99,13 @@ class RunState(SentState, Stages, Limits, StepChoices):
     metric_listeners: list[MetricListener] = field(default_factory=list, metadata=LOCAL)
     optimizers: list[Optimizer] = field(default_factory=list, metadata=LOCAL_RESULT)
     lr_scheduler_configs: list[LRSchedulerConfig] = field(default_factory=list, metadata=LOCAL_RESULT)
+    summary_rows: dict[str, str] = field(default_factory=dict)
 
     def begin(self, fn: TrainerFn) -> None:
         """Begin a run of an entry point."""
         super().begin(fn)
         self.should_stop = False
+        self.summary_rows = {}
 
     # The steps of a run.
 

@@ -1,18 +1,21 @@
 """Steps whose network has compiled blocks: they are compared in the first batch, and all processes decide alike."""
 
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
 from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
+from equipoise.extensions.compiled.obstacles import BETWEEN_STEPS
+from equipoise.formats import format_duration
 from equipoise.interop.torch.compiling import block_settings, why_not_compiled
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
 from equipoise.trainer.optimization.steps.step_extension import Context
 
@@ -26,16 +29,20 @@ _BATCHES_OF_TRIALS = 3
 
 
 class CompiledBlocks:
-    """The compiled blocks of a module, for the time of a run.
+    """The compiled blocks of a run's module, which is on its devices or in shards.
 
     Args:
-        module: The module, on its device or in shards.
-        processes: The processes that compute together.
+        context: The run.
         options: Arguments of `CompiledForward`.
     """
 
-    def __init__(self, module: nn.Module, processes: Processes, options: Mapping[str, Any]) -> None:
-        self._processes = processes
+    def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
+        module = context.module
+        at_once = getattr(context.strategy, "may_compile_blocks", True) != BETWEEN_STEPS
+        self._processes = context.strategy.processes
+        self._forward_context = context.precision.forward_context or nullcontext
+        self._rows = context.state.summary_rows
+        self._begin = 0.0
         self._batches = 0
         self._closing = ExitStack()
         kinds: dict[Hashable, list[Block]] = defaultdict(list)
@@ -44,10 +51,10 @@ class CompiledBlocks:
         if not kinds:
             rank_zero_warn(
                 f"Compiled blocks: {type(module).__name__} stays eager, because it has no submodule that could be"
-                " compiled: none with submodules of its own and parameters to train."
+                " compiled: none with submodules and parameters of its own."
             )
         self._closing.enter_context(block_settings())
-        self._forwards = [BlockForward(blocks, options, self.begin_batch) for blocks in kinds.values()]
+        self._forwards = [BlockForward(blocks, options, self.begin_batch, at_once=at_once) for blocks in kinds.values()]
         for forward in self._forwards:
             self._closing.callback(forward.close)
         # Those that are still compared; the same in all processes.
@@ -59,8 +66,12 @@ class CompiledBlocks:
             return
         self._batches += 1
         if self._batches == 1:
+            self._begin = time.perf_counter()
             return
         # 1. What the processes have found. One without a batch has compared nothing.
+        with self._forward_context(), torch.enable_grad():
+            for forward in self._undecided:
+                forward.compare()
         own = [(forward.is_tried, forward.reason) for forward in self._undecided]
         found = list(zip(*self._processes.gather_objects(own), strict=True))
 
@@ -94,6 +105,8 @@ class CompiledBlocks:
         blocks = sum(len(forward.blocks) for forward in used)
         seconds = sum(forward.seconds for forward in used)
         names = ", ".join(forward.name for forward in used)
+        self._rows["compiled blocks"] = f"{blocks}, by {programs} programs"
+        self._rows["time to compiled steps"] = format_duration(time.perf_counter() - self._begin)
         rank_zero_info(
             f"Compiled blocks: {blocks}, by {programs} programs, compiled and compared in {seconds:.1f} s: {names}."
             " They compute the same as the eager ones."
@@ -136,7 +149,7 @@ class BlockSteps:
         if reason is None and context.state.activation_checkpointing:
             reason = "activation_checkpointing computes its submodules by a forward of its own"
         if reason is None:
-            self._blocks = CompiledBlocks(context.module, context.strategy.processes, options)
+            self._blocks = CompiledBlocks(context, options)
         else:
             rank_zero_warn(f"Compiled blocks: the network stays eager, because {reason}.")
 

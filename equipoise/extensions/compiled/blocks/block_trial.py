@@ -14,7 +14,7 @@ from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.tree import leaves_of, map_leaves, tensors_in
 
-__all__ = ["first_difference", "why_not_tried"]
+__all__ = ["first_difference", "separated", "why_not_tried"]
 
 Forward = Callable[..., Any]
 
@@ -91,24 +91,35 @@ def first_difference(
     return _difference(of_compiled, expected, _tolerance(expected))
 
 
-def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome:
-    # 1. The forward, of arguments whose gradients end here.
-    leaves: list[Tensor] = []
-    separated: dict[int, Tensor] = {}
+def separated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
+    """Return arguments in memory of their own whose gradients end in leaves, and these leaves.
 
-    def separate(value: Any) -> Any:
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    leaves: list[Tensor] = []
+    copies: dict[int, Tensor] = {}
+
+    def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         # A forward may ask whether two arguments are the same.
-        if id(value) not in separated:
-            separated[id(value)] = value.detach()
+        if id(value) not in copies:
+            leaf = value.detach().requires_grad_(value.requires_grad)
             if value.requires_grad:
-                leaves.append(value.detach().requires_grad_())
-                # The forward may change its input in place, and a leaf must not change.
-                separated[id(value)] = leaves[-1].clone()
-        return separated[id(value)]
+                leaves.append(leaf)
+            # The forward may change its input in place, and a leaf must not change.
+            copies[id(value)] = leaf.clone()
+        return copies[id(value)]
 
-    own_args, own_kwargs = map_leaves(separate, [tuple(args), dict(kwargs)])
+    own_args, own_kwargs = map_leaves(copied, [tuple(args), dict(kwargs)])
+    return (own_args, own_kwargs), leaves
+
+
+def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome:
+    # 1. The forward, of arguments whose gradients end here.
+    (own_args, own_kwargs), leaves = separated(args, kwargs)
     output = forward(block, *own_args, **own_kwargs)
 
     # 2. The backward, of weights that differ from element to element.

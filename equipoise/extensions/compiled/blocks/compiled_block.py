@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.extensions.compiled.blocks.block_trial import first_difference, why_not_tried
+from equipoise.extensions.compiled.blocks.block_trial import first_difference, separated, why_not_tried
 from equipoise.extensions.compiled.blocks.choice import Block
 from equipoise.extensions.compiled.trial import reason_of
 from equipoise.interop.torch.compiling import CompiledForward, CompilerError
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.replaced_forwards import wants_own_forwards
 
 __all__ = ["BlockForward"]
 
@@ -27,6 +28,7 @@ class BlockForward:
         blocks: The blocks. All have the same class and structure.
         options: Arguments of `CompiledForward`.
         begin_batch: Decides about all blocks of the network between two batches.
+        at_once: Whether blocks are compared in their first call. False: between two steps, while nothing else runs.
 
     Attributes:
         blocks: The blocks.
@@ -36,10 +38,14 @@ class BlockForward:
         seconds: The time that trials have taken in the compiled forward and backward, compilation included.
     """
 
+    # It stands in the place of another forward; see `has_replaced_forward`.
+    replaces_forward = True
     # The name by which a bound method is pickled: what is sent elsewhere has the forward of its class.
     __name__ = "forward"
 
-    def __init__(self, blocks: Sequence[Block], options: Mapping[str, Any], begin_batch: Callable[[], None]) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], options: Mapping[str, Any], begin_batch: Callable[[], None], *, at_once: bool
+    ) -> None:
         self.blocks = list(blocks)
         self.begin_batch = begin_batch
         self.reason: str | None = None
@@ -49,6 +55,9 @@ class BlockForward:
         self._compiled = CompiledForward(self._eager, **options)
         # By identity: the blocks that are not compared yet. Copies of a block are not.
         self._untried = {id(block.module) for block in self.blocks}
+        # Calls that are compared between two steps.
+        self._calls: list[tuple[nn.Module, tuple[Any, Any]]] = []
+        self._at_once = at_once
         self._may_try = True
         self._is_used = False
         for block in self.blocks:
@@ -69,7 +78,7 @@ class BlockForward:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute the forward of a block."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or wants_own_forwards():
             return self._eager(block, *args, **kwargs)
         if self._is_used:
             try:
@@ -80,7 +89,10 @@ class BlockForward:
                 self.warn()
         elif self._may_try and id(block) in self._untried:
             self._untried.discard(id(block))
-            self._try(block, args, kwargs)
+            if self._at_once:
+                self._try(block, args, kwargs)
+            else:
+                self._note(block, args, kwargs)
         return self._eager(block, *args, **kwargs)
 
     def decide(self, reason: str | None) -> None:
@@ -90,8 +102,17 @@ class BlockForward:
             reason: The reason; None: the compiled forward is used.
         """
         self._may_try = False
+        self._calls = []
         self._is_used = reason is None
         self.reason = reason
+
+    def compare(self) -> None:
+        """Compare the blocks that were called since the last time, unless they were compared in these calls."""
+        calls = self._calls
+        self._calls = []
+        for block, (args, kwargs) in calls:
+            if self._may_try:
+                self._try(block, args, kwargs)
 
     def warn(self) -> None:
         """Warn that the blocks stay eager."""
@@ -101,7 +122,8 @@ class BlockForward:
         """Give the blocks their own forward again, and release the programs."""
         self.decide("the run has ended")
         for block in self.blocks:
-            vars(block.module).pop("forward", None)
+            if getattr(vars(block.module).get("forward"), "__func__", None) is self:
+                del vars(block.module)["forward"]
         self._compiled.close()
 
     def _try(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -110,6 +132,16 @@ class BlockForward:
         if reason is None:
             self.is_tried = True
             reason = self._why_different(block, args, kwargs)
+        self._refuse(reason)
+
+    def _note(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note a call of a block, to be compared later."""
+        self._refuse(why_not_tried(block, args, kwargs))
+        if self._may_try:
+            arguments, _ = separated(args, kwargs)
+            self._calls.append((block, arguments))
+
+    def _refuse(self, reason: str | None) -> None:
         if reason is not None:
             self.reason = reason
             self._may_try = False

@@ -41,6 +41,7 @@ from equipoise.extensions.pipeline.recording.targets import (
 from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, TensorNodes
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.activation_checkpointing import is_checkpointed
+from equipoise.strategies.replaced_forwards import has_replaced_forward
 from equipoise.tree import leaves_of, tensors_in
 
 __all__ = ["Recorder"]
@@ -357,8 +358,8 @@ class Recorder(_Base):  # type: ignore[misc]
         return self._call_followed(call)
 
     def _is_leaf(self, module: nn.Module) -> bool:
-        """Return True for a module that is one call: torch's own layers, modules with hooks, checkpointed modules."""
-        if is_checkpointed(module) or id(module) in self._hooked_ids:
+        """Return True for a module that is one call: a layer of torch, or one with hooks or another forward."""
+        if is_checkpointed(module) or has_replaced_forward(module) or id(module) in self._hooked_ids:
             return True
         if isinstance(module, _FOLLOWED) or (module.training and isinstance(module, _FOLLOWED_IN_TRAINING)):
             return False

@@ -139,6 +139,11 @@ class PipelineStrategy(Strategy):
         self.speeds = speeds
         self.link_speeds = link_speeds
         self.threads = threads
+        # Blocks inside a stage are called as they are. Other processes have no part of the trainer, and a schedule that
+        # splits the backward goes through it operation by operation.
+        self.may_compile_blocks: bool | str = False
+        if engine == "threads" and not splits(self.schedule):
+            self.may_compile_blocks = "between steps"
         self._user_shares = shares
         self._shares: ProcessShares | None = None
         self.timeline: Timeline | None = None

@@ -10,9 +10,11 @@ from tests.extensions.fsdp.programs import FEATURES, Net
 __all__ = [
     "AOT",
     "NETWORKS",
-    "Attention",
     "Counting",
+    "CountingBlock",
+    "Frozen",
     "Pairs",
+    "Plain",
     "Whole",
 ]
 
@@ -112,7 +114,7 @@ class Pair(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor], *, scale: float, mask: Tensor | None = None) -> dict[str, Tensor]:
         left, right = pair
         hidden = self.right(torch.sin(self.left(left))) * scale
-        return {"left": hidden + right, "right": left if mask is None else left * mask}
+        return {"left": hidden + right, "right": left.cos() if mask is None else left * mask}
 
 
 class Pairs(Plain):
@@ -136,11 +138,11 @@ class Lengths(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.deep = nn.Linear(1, 7)
+        self.first = nn.Linear(1, 7)
         self.steps = 0
 
     def forward(self, features: Tensor) -> Tensor:
-        hidden = self.deep(features.unsqueeze(-1))
+        hidden = self.first(features.unsqueeze(-1))
         if self.training:
             # The same in all processes, and on one device.
             self.steps += 1

@@ -1,0 +1,211 @@
+"""Compiled blocks on one device, in manual optimisation or by options: equal to eager ones, or eager with a reason."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from equipoise import ConfigurationError, PipelineStrategy, RunSummary, Trainer
+from equipoise.extensions.compiled.blocks.choice import choose_blocks
+from tests.conftest import ignoring
+from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Frozen, Pairs, Plain, Whole
+from tests.extensions.fsdp.programs import assert_close, fit, weights_of
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+
+class NoisyBlock(CountingBlock):
+    """Draws random numbers, and keeps statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(super().forward(hidden)), 0.3, self.training)
+
+
+class Noisy(Counting):
+    """Optimises by hand; a step goes twice through one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss * 0.5)
+        optimizer.step()
+
+
+class InRun(Callback):
+    """Looks at the module in the midst of a training: its names, a copy, and what a pickle holds."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 8:
+            self.names = list(module.state_dict())
+            block = module.blocks[0]
+            self.copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+            with torch.no_grad():
+                self.expected = block.eval()(torch.ones(2, 7, dtype=torch.float64))
+            block.train()
+
+
+@pytest.fixture(autouse=True)
+def reset() -> Any:
+    yield
+    torch.compiler.reset()
+
+
+def test_by_hand_with_random_numbers_and_names_as_ever() -> None:
+    looks = InRun()
+    torch.manual_seed(5)
+    eager, of_eager = fit(Noisy, count=48)
+    numbers = torch.rand(3)
+    torch.manual_seed(5)
+    compiled, of_compiled = fit(Noisy, count=48, compile=AOT, callbacks=[looks, RunSummary(table=False)])
+    assert torch.equal(torch.rand(3), numbers)
+    assert_close(weights_of(eager), weights_of(compiled), 1e-12)
+    # 2 blocks in the first of 4 steps; none in those of the second epoch.
+    assert float(of_eager.callback_metrics["calls"]) == 8
+    assert float(of_compiled.callback_metrics["calls"]) == 0
+    # Names are those without the compiler, copies compute by themselves, and nothing is left in the blocks.
+    assert looks.names == list(eager.state_dict())
+    for copied in looks.copies:
+        assert torch.equal(copied.eval()(torch.ones(2, 7, dtype=torch.float64)), looks.expected)
+    assert all("forward" not in vars(part) for part in compiled.modules())
+    assert of_compiled.run_state.summary_rows["compiled blocks"] == "2, by 2 programs"
+    assert "time to compiled steps" in of_compiled.run_state.summary_rows
+
+
+# What stays eager
+
+
+class HookedInside(Plain):
+    def on_fit_start(self) -> None:
+        self.blocks[1].up.register_forward_hook(lambda *args: None)
+
+
+class Cache:
+    """An object that a forward may change."""
+
+
+class CachingBlock(CountingBlock):
+    def forward(self, hidden: Tensor, cache: Any = None) -> Tensor:
+        return super().forward(hidden)
+
+
+class Caching(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CachingBlock() for _ in range(2))
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        for block in self.blocks:
+            hidden = block(hidden, cache=Cache())
+        return self.last(hidden)
+
+
+class OtherGradient(CountingBlock):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(hidden.detach()) + hidden - hidden.detach()
+        return super().forward(hidden)
+
+
+class Wrong(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OtherGradient() for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        (HookedInside, {}, r"blocks.0 and 2 more \(Block\) stays eager, because there is a hook on its submodule up"),
+        (Caching, {}, r"blocks.0 and 1 more \(CachingBlock\) stays eager, because it receives a Cache"),
+        (Wrong, {}, r"blocks.0 and 1 more .* a compiled one differs: the gradient of its input 0 differs"),
+        (Plain, {"activation_checkpointing": ["blocks.*"]}, "activation_checkpointing computes its submodules"),
+    ],
+)
+def test_what_stays_eager(kind: Callable[[], Any], options: dict[str, Any], reason: str) -> None:
+    eager, _ = fit(kind, count=48)
+    with pytest.warns(UserWarning, match=reason):
+        compiled, _ = fit(kind, count=48, compile=AOT, **options)
+    assert_close(weights_of(eager), weights_of(compiled), 1e-12)
+
+
+# The choice
+
+
+def names_of(module: nn.Module) -> list[str]:
+    return [block.name for block in choose_blocks(module)]
+
+
+def test_the_choice_of_blocks() -> None:
+    assert names_of(Plain()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names_of(Frozen()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names_of(Pairs()) == [f"blocks.{number}" for number in range(4)]
+    # No repeated blocks: the whole part; no parts: the module's own forward.
+    part = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    assert names_of(nn.ModuleDict({"part": part, "head": nn.Linear(2, 2)})) == ["part"]
+    assert names_of(Whole()) == [""]
+    # A block that occurs twice, and one that has a forward of its own already.
+    shared = nn.Sequential(nn.Linear(2, 2))
+    own = nn.Sequential(nn.Linear(2, 2))
+    own.forward = lambda value: value  # type: ignore[method-assign]
+    assert names_of(nn.ModuleDict({"layers": nn.ModuleList([shared, shared, own])})) == ["layers.0"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ensemble", "hogwild", PipelineStrategy(engine="processes"), PipelineStrategy(schedule="interleaved_zero_bubble")],
+)
+def test_strategies_that_call_no_blocks(strategy: Any) -> None:
+    processes = 1 if strategy == "ensemble" else 2
+    name = strategy if isinstance(strategy, str) else strategy.name
+    with pytest.raises(ConfigurationError, match=f"compile=True compiles blocks of the network, but strategy='{name}'"):
+        fit(Plain, strategy, processes, compile=True)
+
+
+def test_auto_measures_whole_steps() -> None:
+    with pytest.raises(ConfigurationError, match="compile='auto' measures whole steps, but the module optimises by"):
+        fit(Noisy, compile="auto")
+    with pytest.raises(ConfigurationError, match="compile='auto' measures whole steps, but strategy='ddp'"):
+        fit(Plain, "ddp", 2, compile="auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "default"}, "compile has no option 'mode'. Its options are backend, dynamic, options"),
+        ({"backend": 3}, "compile: backend must be"),
+        ({"dynamic": "yes"}, "compile: dynamic must be"),
+        ({"options": [1]}, "compile: options must be"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(compile=options)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="compile: there is no backend 'indoctor'"):
+        fit(Plain, compile={"backend": "indoctor"})
