@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["BETWEEN_STEPS", "check_strategy", "compiles_blocks", "why_eager"]
+__all__ = ["check_strategy", "compiles_blocks", "why_eager"]
 
 # Hooks between the forward and the backward, which are one function when they are compiled.
 _HOOKS_BETWEEN = ("on_before_backward", "on_before_zero_grad")
 _METHODS_BETWEEN = ("backward", "optimizer_zero_grad")
-
-# Value of a strategy's `may_compile_blocks`: parts of a step run in several threads, so blocks are compared between two
-# steps.
-BETWEEN_STEPS = "between steps"
 
 
 def compiles_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool = False) -> bool:
@@ -84,7 +80,7 @@ def _check_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool) -> No
             " strategy='single_device', 'ddp' or 'fsdp'."
         )
     if state.compiles_steps == "auto":
-        why = "the module optimises by hand" if by_hand else f"strategy={strategy.name!r} computes it in parts"
+        why = "the module optimises by hand" if by_hand else f"strategy={strategy.name!r} computes them in parts"
         raise ConfigurationError(
             f"compile='auto' measures whole steps, but {why}. Take compile=True, which compiles blocks of the network."
         )

@@ -2,51 +2,18 @@
 
 The two are computed from the same state. Compared are the loss, the outputs, the gradients, the logged values, the
 buffers, and the states of the generators.
-
-Kernels of the compiler round otherwise than torch's own. Two tensors agree if no element differs by more than a share
-of the largest element, and a smaller share of the largest gradient: the gradient of a bias before a BatchNorm is
-nothing but rounding. Captured steps run torch's own kernels: they must agree to the bit.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from equipoise.extensions.compiled.comparison.agreement import COMPARED, Tolerance, agree, largest
 from equipoise.parallel.snapshot import random_state
 from equipoise.tree import leaves_of
 
-__all__ = ["EXACT", "TOLERANCES", "StepState", "Tolerance", "agree"]
-
-
-# Types of values that are compared.
-_COMPARED = (Tensor, int, float, str, type(None))
-
-
-class Tolerance(NamedTuple):
-    """Largest difference of two tensors.
-
-    Attributes:
-        relative: In parts of the largest element of the tensor.
-        floor: In parts of the largest element of all gradients; for other tensors, an absolute number.
-    """
-
-    relative: float
-    floor: float
-
-
-# By the dtype of the computation.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-9, 1e-12),
-    torch.float32: Tolerance(1e-4, 1e-6),
-    torch.bfloat16: Tolerance(5e-2, 1e-2),
-    torch.float16: Tolerance(1e-2, 1e-3),
-}
-
-
-# The same to the bit.
-EXACT = Tolerance(0.0, 0.0)
+__all__ = ["StepState"]
 
 
 class StepState:
@@ -77,8 +44,8 @@ class StepState:
         # 1. The loss and the gradients.
         if not agree(self._loss, compiled._loss, tolerance):
             return f"the loss is {compiled._loss.item():.8g} and not {self._loss.item():.8g}"
-        largest = _largest(gradient for gradient in self._gradients.values() if gradient is not None)
-        floor = Tolerance(tolerance.relative, tolerance.floor * largest)
+        scale = largest(gradient for gradient in self._gradients.values() if gradient is not None)
+        floor = Tolerance(tolerance.relative, tolerance.floor * scale)
         for name, gradient in self._gradients.items():
             if not agree(gradient, compiled._gradients[name], floor):
                 return f"the gradient of {name} differs"
@@ -108,7 +75,7 @@ def _compared_leaves(outputs: Any) -> list[Any]:
     """Return the tensors, numbers and texts of outputs, the tensors detached."""
     leaves = []
     for leaf in leaves_of(outputs):
-        if isinstance(leaf, _COMPARED):
+        if isinstance(leaf, COMPARED):
             leaves.append(_detached(leaf))
     return leaves
 
@@ -126,57 +93,3 @@ def _all_agree(values: Sequence[Any], others: Sequence[Any], tolerance: Toleranc
         return False
     pairs = zip(values, others, strict=True)
     return all(agree(value, other, tolerance) for value, other in pairs)
-
-
-def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
-    """Return True if two values are the same within a tolerance.
-
-    A number may stand for a tensor of one element. Values of other types, such as metrics, are not compared.
-
-    Args:
-        value: A value.
-        other: Another value.
-        tolerance: The largest difference of tensors.
-    """
-    if not isinstance(value, _COMPARED) or not isinstance(other, _COMPARED):
-        return True
-    # 1. Two values of Python, or tensors of another form.
-    tensor: Tensor | None
-    if isinstance(value, Tensor):
-        tensor = value
-        other_tensor = _like(other, value)
-    elif isinstance(other, Tensor):
-        tensor = _like(value, other)
-        other_tensor = other
-    else:
-        return type(value) is type(other) and value == other
-    if tensor is None or other_tensor is None or tensor.shape != other_tensor.shape:
-        return False
-
-    # 2. Two tensors.
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return bool((tensor == other_tensor).all())
-    if not tensor.numel():
-        return True
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    allowed = tolerance.relative * _largest([tensor]) + tolerance.floor
-    return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)
-
-
-def _like(value: Any, tensor: Tensor) -> Tensor | None:
-    """Return a number as a tensor like another; None if it is no number."""
-    if isinstance(value, Tensor):
-        return value.to(tensor.device)
-    if isinstance(value, int | float):
-        return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
-    return None
-
-
-def _largest(tensors: Any) -> float:
-    """Return the largest absolute value of the finite elements of tensors; 0 without any."""
-    largest = 0.0
-    for tensor in tensors:
-        if tensor.numel():
-            finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
-            largest = max(largest, float(finite.abs().max()))
-    return largest

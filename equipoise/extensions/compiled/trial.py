@@ -10,15 +10,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from equipoise.extensions.compiled.comparison.agreement import agree
+from equipoise.extensions.compiled.comparison.failures import ran_out_of_memory, reason_of
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import ProgramResult
-from equipoise.extensions.compiled.step_state import StepState, agree
+from equipoise.extensions.compiled.step_state import StepState
 from equipoise.extensions.compiled.variants import Variant, Variants, shape_of
 from equipoise.interop.torch.compiling import CompilerError
-from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
-__all__ = ["Trial", "end_comparison", "reason_of", "why_compiled_again"]
+__all__ = ["Trial", "end_comparison", "why_compiled_again"]
 
 # Counters of the trainer in a condition, and the names by which a step reads them.
 _COUNTERS = {".progress.optimizer_step.": "self.global_step", ".progress.epoch.": "self.current_epoch"}
@@ -70,7 +71,7 @@ class Trial:
         except Exception as error:
             # The eager step follows. What is wrong with the step itself is raised there.
             self._state = None
-            is_full = _is_out_of_memory(error)
+            is_full = ran_out_of_memory(error)
             self._refuse(reason_of(error, self._done))
         finally:
             # After an error, tensors are still as the program has left them.
@@ -195,23 +196,6 @@ def _readable(name: str) -> str:
     for module in ("L['self']._step.__self__", "self._step.__self__"):
         name = name.replace(module, "self")
     return name.replace("L['batch']", "the batch")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
-
-
-def reason_of(error: Exception, done: str) -> str:
-    """Return the reason for which a step or block stays eager after an error of its program.
-
-    Args:
-        error: The error.
-        done: What was done with it: "compiled" or "captured".
-    """
-    if _is_out_of_memory(error):
-        return f"there is not enough memory to compare it with a {done} one"
-    first_line = str(error).partition("\n")[0].rstrip(".")
-    return f"a {done} one ends with an error ({type(error).__name__}: {first_line})"
 
 
 def _describe(shape: Any) -> str:

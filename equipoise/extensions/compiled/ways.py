@@ -10,8 +10,8 @@ import torch
 
 from equipoise.extensions.compiled.captured.captured_function import CapturedFunction
 from equipoise.extensions.compiled.captured.captured_graph import GraphPool
+from equipoise.extensions.compiled.comparison.agreement import EXACT, TOLERANCES, Tolerance
 from equipoise.extensions.compiled.step_program import StepProgram
-from equipoise.extensions.compiled.step_state import EXACT, TOLERANCES, Tolerance
 from equipoise.interop.torch.compiling import CompiledFunction
 
 __all__ = ["Capturing", "Compiling", "Way"]

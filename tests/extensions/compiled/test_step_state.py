@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.extensions.compiled.step_state import TOLERANCES, StepState
+from equipoise.extensions.compiled.comparison.agreement import TOLERANCES
+from equipoise.extensions.compiled.step_state import StepState
 
 TOLERANCE = TOLERANCES[torch.float64]
 

@@ -14,6 +14,7 @@ from equipoise.strategies.distributed.process_group import ProcessGroup
 __all__ = [
     "FEATURES",
     "QUIET",
+    "STEP",
     "Block",
     "Net",
     "assert_close",

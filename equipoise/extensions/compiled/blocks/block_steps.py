@@ -12,7 +12,6 @@ from torch import nn
 
 from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
 from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
-from equipoise.extensions.compiled.obstacles import BETWEEN_STEPS
 from equipoise.formats import format_duration
 from equipoise.interop.torch.compiling import block_settings, why_not_compiled
 from equipoise.notices import rank_zero_warn
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["BlockSteps", "CompiledBlocks", "deciding_context"]
+
+# Value of a strategy's `may_compile_blocks`: parts of a step run in several threads, so blocks are compared between two
+# steps.
+_BETWEEN_STEPS = "between steps"
 
 # Number of batches in which blocks are compared when they are first called. Later ones stay eager.
 _BATCHES_OF_TRIALS = 3
@@ -38,7 +41,7 @@ class CompiledBlocks:
 
     def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
         module = context.module
-        at_once = getattr(context.strategy, "may_compile_blocks", True) != BETWEEN_STEPS
+        at_once = getattr(context.strategy, "may_compile_blocks", True) != _BETWEEN_STEPS
         self._processes = context.strategy.processes
         self._forward_context = context.precision.forward_context or nullcontext
         self._rows = context.state.summary_rows

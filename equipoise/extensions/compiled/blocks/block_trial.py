@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.compiled.step_state import TOLERANCES, Tolerance, agree
+from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance, agree, largest
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -159,9 +159,8 @@ def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) ->
     for value, other in zip(computed.outputs, expected.outputs, strict=True):
         if not agree(other, value, tolerance):
             return "the outputs differ"
-    found = [gradient for gradient in expected.gradients.values() if gradient is not None and gradient.numel()]
-    largest = max((float(gradient.abs().max()) for gradient in found), default=0.0)
-    floor = Tolerance(tolerance.relative, tolerance.floor * largest)
+    scale = largest(gradient for gradient in expected.gradients.values() if gradient is not None)
+    floor = Tolerance(tolerance.relative, tolerance.floor * scale)
     for name, gradient in expected.gradients.items():
         if not agree(gradient, computed.gradients[name], floor):
             return f"the gradient {name} differs"

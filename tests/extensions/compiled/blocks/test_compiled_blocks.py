@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ignoring
-from tests.extensions.compiled.blocks.networks import AOT, NETWORKS, Counting, CountingBlock
-from tests.extensions.fsdp.programs import assert_close, fit, in_processes, weights_of
+from tests.extensions.compiled.blocks.networks import AOT, NETWORKS, Counting, CountingBlock, Whole
+from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -33,6 +33,25 @@ def test_weights_are_those_of_one_device(strategy: str) -> None:
     of_networks = in_processes(2, partial(all_trained, NETWORKS, strategy))
     for kind, weights in zip(NETWORKS, of_networks, strict=True):
         assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipeline", "dp"])
+@pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind is not Whole])
+def test_weights_in_one_process(kind: Callable[[], Any], strategy: str) -> None:
+    assert_close(trained(kind, "single_device", 1), trained(kind, strategy, 2, compile=AOT, batch_size=STEP), TOLERANCE)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipeline", "dp"])
+def test_the_second_epoch_is_compiled_in_one_process(strategy: str) -> None:
+    eager, of_eager = fit(Counting, strategy, 2, count=48)
+    compiled, of_compiled = fit(Counting, strategy, 2, count=48, compile=AOT)
+    assert_close(weights_of(eager), weights_of(compiled), TOLERANCE)
+    assert float(of_eager.callback_metrics["calls"]) > 0
+    assert float(of_compiled.callback_metrics["calls"]) == 0
+    torch.compiler.reset()
 
 
 def calls_of(kind: Callable[[], Any], strategy: str) -> tuple[dict[str, Tensor], float]:

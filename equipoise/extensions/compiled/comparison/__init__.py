@@ -1,0 +1,1 @@
+"""What counts as the same, and reasons against a program that ends with an error."""

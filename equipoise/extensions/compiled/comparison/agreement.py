@@ -1,0 +1,100 @@
+"""Whether two values agree: a program of the compiler rounds otherwise than torch's own kernels.
+
+Two tensors agree if no element differs by more than a share of the largest element, and a smaller share of the largest
+gradient: the gradient of a bias before a BatchNorm is nothing but rounding. Captured steps run torch's own kernels:
+they must agree to the bit.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["COMPARED", "EXACT", "TOLERANCES", "Tolerance", "agree", "largest"]
+
+
+# Types of values that are compared.
+COMPARED = (Tensor, int, float, str, type(None))
+
+
+class Tolerance(NamedTuple):
+    """Largest difference of two tensors.
+
+    Attributes:
+        relative: In parts of the largest element of the tensor.
+        floor: In parts of the largest element of all gradients; for other tensors, an absolute number.
+    """
+
+    relative: float
+    floor: float
+
+
+# By the dtype of the computation.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-12),
+    torch.float32: Tolerance(1e-4, 1e-6),
+    torch.bfloat16: Tolerance(5e-2, 1e-2),
+    torch.float16: Tolerance(1e-2, 1e-3),
+}
+
+
+# The same to the bit.
+EXACT = Tolerance(0.0, 0.0)
+
+
+def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
+    """Return True if two values are the same within a tolerance.
+
+    A number may stand for a tensor of one element. Values of other types, such as metrics, are not compared.
+
+    Args:
+        value: A value.
+        other: Another value.
+        tolerance: The largest difference of tensors.
+    """
+    if not isinstance(value, COMPARED) or not isinstance(other, COMPARED):
+        return True
+    # 1. Two values of Python, or tensors of another form.
+    tensor: Tensor | None
+    if isinstance(value, Tensor):
+        tensor = value
+        other_tensor = _like(other, value)
+    elif isinstance(other, Tensor):
+        tensor = _like(value, other)
+        other_tensor = other
+    else:
+        return type(value) is type(other) and value == other
+    if tensor is None or other_tensor is None or tensor.shape != other_tensor.shape:
+        return False
+
+    # 2. Two tensors.
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return bool((tensor == other_tensor).all())
+    if not tensor.numel():
+        return True
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    allowed = tolerance.relative * largest([tensor]) + tolerance.floor
+    return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _like(value: Any, tensor: Tensor) -> Tensor | None:
+    """Return a number as a tensor like another; None if it is no number."""
+    if isinstance(value, Tensor):
+        return value.to(tensor.device)
+    if isinstance(value, int | float):
+        return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+    return None
+
+
+def largest(tensors: Any) -> float:
+    """Return the largest absolute value of the finite elements of tensors; 0 without any.
+
+    Args:
+        tensors: The tensors.
+    """
+    largest = 0.0
+    for tensor in tensors:
+        if tensor.numel():
+            finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+            largest = max(largest, float(finite.abs().max()))
+    return largest
