@@ -7,9 +7,10 @@ torch's compiler is imported with the first function that is compiled: it takes 
 
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -227,7 +228,8 @@ class CompiledForward:
         copy: Any = _with_own_code(function, innermost=False)
         self._code: CodeType = copy.__code__
         self._backend = self._compile
-        self._compiled = torch.compile(copy, backend=self._backend, dynamic=dynamic)
+        self._compiled: Callable[..., Any] = torch.compile(copy, backend=self._backend, dynamic=dynamic)
+        self._thread = _ThreadSettings()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the forward, compiled where no program fits.
@@ -235,6 +237,7 @@ class CompiledForward:
         Raises:
             CompilerError: If it cannot be compiled.
         """
+        self._thread.enter()
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:
@@ -254,6 +257,18 @@ class CompiledForward:
             return _lower(graph, inputs, self._backend_name, self._options)
 
 
+class _ThreadSettings(threading.local):
+    """The settings of `block_settings` in each thread, which has settings of its own since torch 2.13."""
+
+    def __init__(self) -> None:
+        # At the first access in a thread.
+        for config, name in _block_settings():
+            setattr(config, name, False)
+
+    def enter(self) -> None:
+        """Set them for the calling thread, which the first access to this object does."""
+
+
 def backends() -> list[str]:
     """Return the names of all backends of torch's compiler."""
     return list(torch.compiler.list_backends(exclude_tags=()))
@@ -266,19 +281,24 @@ def block_settings() -> Iterator[None]:
     They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
     compiler's own access to gradients is no warning.
     """
-    import torch._functorch.config
-
-    name = "skip_nnmodule_hook_guards"
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     own_filter = warnings.filters[0]
     try:
-        donates: Any = torch._functorch.config.patch({"donated_buffer": False})  # type: ignore[no-untyped-call]
-        with _config().patch({name: _SETTINGS[name]}), donates:
+        with ExitStack() as stack:
+            for config, name in _block_settings():
+                stack.enter_context(config.patch({name: False}))
             yield
     finally:
         # The user may have changed the others.
         if own_filter in warnings.filters:
             warnings.filters.remove(own_filter)  # type: ignore[attr-defined]
+
+
+def _block_settings() -> list[tuple[Any, str]]:
+    """Return the settings that programs of blocks need off: the object of each, and its name."""
+    import torch._functorch.config
+
+    return [(_config(), "skip_nnmodule_hook_guards"), (torch._functorch.config, "donated_buffer")]
 
 
 def _release(code: CodeType, own_backend: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance, agree, largest
 from equipoise.interop.torch.modules import has_module_hooks
@@ -63,7 +64,9 @@ def why_not_tried(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             return f"there is a hook on its submodule {name}"
     for leaf in leaves_of([args, dict(kwargs)]):
         if not isinstance(leaf, (Tensor, *_PLAIN)) and not callable(leaf):
-            return f"it receives a {type(leaf).__name__}, which each call may change"
+            name = type(leaf).__name__
+            hint = " (models of transformers keep none with `config.use_cache = False`)" if "Cache" in name else ""
+            return f"it receives a {name}, which each call may change{hint}"
     return None
 
 
@@ -83,7 +86,8 @@ def first_difference(
     """
     outcomes = []
     for forward in (compiled, eager):
-        with preserve_state(block, containers=True):
+        # Activation checkpointing around the block counts what is saved, and would compute it anew for this backward.
+        with preserve_state(block, containers=True), saved_tensors_hooks(_same, _same):
             outcomes.append(_compute(block, forward, args, kwargs))
     # Casts of parameters belong to the graph of the trial.
     torch.clear_autocast_cache()
@@ -135,6 +139,10 @@ def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Ma
     outputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(output)]
     buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
     return _Outcome(outputs, dict(zip(wanted, gradients, strict=True)), buffers, random_state.capture())
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _weights_like(tensor: Tensor) -> Tensor:
