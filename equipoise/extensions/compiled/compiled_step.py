@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from equipoise.extensions.compiled.blocks.block_steps import BlockSteps, deciding_context
+from equipoise.extensions.compiled.costs import TrialCosts
 from equipoise.extensions.compiled.obstacles import check_strategy, compiles_blocks, why_eager
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import LoggedCall, StepProgram
@@ -282,7 +283,8 @@ class CompiledSteps:
             way = Capturing(context.strategy.root_device)
         else:
             way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
-        self._variants = Variants(program, way)
+        costs = TrialCosts(context.strategy.root_device, context.state.summary_rows, way.done)
+        self._variants = Variants(program, way, costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""

@@ -61,7 +61,8 @@ class Trial:
         try:
             with preserve_state(self._module, containers=True):
                 self._let_add(gradients, zeroed)
-                result = compute()
+                with self._variants.costs.measured():
+                    result = compute()
                 self._seconds = time.perf_counter() - begin
                 self._note(result)
                 self._note_changes()
@@ -141,6 +142,7 @@ class Trial:
             self._refuse(f"a {self._done} one differs: {difference}")
             return
         self._variant.approve()
+        self._variants.costs.report()
         if self._variants.way.only_if_faster:
             self._variant.compare(SpeedComparison(loss.device))
         rank_zero_info(

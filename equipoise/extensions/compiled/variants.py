@@ -6,8 +6,10 @@ A shape is compiled when it was seen a few times: the shorter batch at the end o
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from equipoise.extensions.compiled.costs import TrialCosts
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import StepProgram
 from equipoise.extensions.compiled.ways import Compiling, Way
@@ -93,15 +95,18 @@ class Variants:
     Args:
         program: The program of the step.
         way: The way in which programs are made faster. Default: they are compiled.
+        costs: Notes what trials cost. Default: nobody does.
 
     Attributes:
         program: The program of the step.
         way: The way in which programs are made faster.
+        costs: Notes what trials cost.
     """
 
-    def __init__(self, program: StepProgram, way: Way | None = None) -> None:
+    def __init__(self, program: StepProgram, way: Way | None = None, costs: TrialCosts | None = None) -> None:
         self.program = program
         self.way = Compiling() if way is None else way
+        self.costs = TrialCosts(torch.device("cpu"), {}, self.way.done) if costs is None else costs
         self._reported: set[str] = set()
         self._variants: dict[Hashable, Variant] = {}
         # Number of steps of shapes that were not compiled yet.
@@ -158,6 +163,8 @@ class Variants:
 
     def _new_variant(self, key: Hashable) -> Variant | None:
         """Return a variant if the shape was seen often enough."""
+        if not self._seen:
+            self.costs.begin()
         # 1. Count the steps of this shape. Where each batch has another shape, the counts would fill the memory.
         if key not in self._seen and len(self._seen) >= _MOST_COUNTS:
             self._seen.clear()

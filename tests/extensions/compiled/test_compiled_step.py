@@ -332,6 +332,9 @@ def test_a_hook_on_all_modules(lowering: Lowering) -> None:
 def test_a_run_leaves_nothing_in_memory(lowering: Lowering) -> None:
     module, _ = fit(Network(), compile=True)
     assert lowering.calls
+    rows = module.trainer.run_state.summary_rows
+    assert rows["time to first compiled step"].endswith("s")
+    assert rows["memory to be compiled"].endswith("B at the peak")
     references = [weakref.ref(module), weakref.ref(module.trainer)]
     del module
     gc.collect()

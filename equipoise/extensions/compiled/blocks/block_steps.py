@@ -1,6 +1,5 @@
 """Steps whose network has compiled blocks: they are compared in the first batch, and all processes decide alike."""
 
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +11,7 @@ from torch import nn
 
 from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
 from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
-from equipoise.formats import format_duration
+from equipoise.extensions.compiled.costs import TrialCosts
 from equipoise.interop.torch.compiling import block_settings, why_not_compiled
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockSteps", "CompiledBlocks", "deciding_context"]
 
-# Value of a strategy's `may_compile_blocks`: parts of a step run in several threads, so blocks are compared between two
-# steps.
+# Values of a strategy's `may_compile_blocks`. Parts of a step run in threads, so blocks are compared between two
+# steps; and no stage begins within a block, so only repeated ones are compiled.
 _BETWEEN_STEPS = "between steps"
+_REPEATED = "repeated, between steps"
 
 # Number of batches in which blocks are compared when they are first called. Later ones stay eager.
 _BATCHES_OF_TRIALS = 3
@@ -41,23 +41,27 @@ class CompiledBlocks:
 
     def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
         module = context.module
-        at_once = getattr(context.strategy, "may_compile_blocks", True) != _BETWEEN_STEPS
+        way = getattr(context.strategy, "may_compile_blocks", True)
+        at_once = way not in (_BETWEEN_STEPS, _REPEATED)
         self._processes = context.strategy.processes
         self._forward_context = context.precision.forward_context or nullcontext
         self._rows = context.state.summary_rows
-        self._begin = 0.0
+        self._costs = TrialCosts(context.strategy.root_device, self._rows, "compiled")
         self._batches = 0
         self._closing = ExitStack()
         kinds: dict[Hashable, list[Block]] = defaultdict(list)
-        for block in choose_blocks(module):
+        for block in choose_blocks(module, only_repeated=way == _REPEATED):
             kinds[kind_of(block.module)].append(block)
         if not kinds:
             rank_zero_warn(
-                f"Compiled blocks: {type(module).__name__} stays eager, because it has no submodule that could be"
-                " compiled: none with submodules and parameters of its own."
+                f"Compiled blocks: {type(module).__name__} stays eager, because it has no"
+                f" {'repeated ' * (way == _REPEATED)}submodule with submodules and parameters of its own."
             )
         self._closing.enter_context(block_settings())
-        self._forwards = [BlockForward(blocks, options, self.begin_batch, at_once=at_once) for blocks in kinds.values()]
+        self._forwards = [
+            BlockForward(blocks, options, self.begin_batch, measured=self._costs.measured, at_once=at_once)
+            for blocks in kinds.values()
+        ]
         for forward in self._forwards:
             self._closing.callback(forward.close)
         # Those that are still compared; the same in all processes.
@@ -69,7 +73,7 @@ class CompiledBlocks:
             return
         self._batches += 1
         if self._batches == 1:
-            self._begin = time.perf_counter()
+            self._costs.begin()
             return
         # 1. What the processes have found. One without a batch has compared nothing.
         with self._forward_context(), torch.enable_grad():
@@ -106,13 +110,12 @@ class CompiledBlocks:
             return
         programs = sum(forward.programs for forward in used)
         blocks = sum(len(forward.blocks) for forward in used)
-        seconds = sum(forward.seconds for forward in used)
         names = ", ".join(forward.name for forward in used)
         self._rows["compiled blocks"] = f"{blocks}, by {programs} programs"
-        self._rows["time to compiled steps"] = format_duration(time.perf_counter() - self._begin)
+        self._costs.report()
         rank_zero_info(
-            f"Compiled blocks: {blocks}, by {programs} programs, compiled and compared in {seconds:.1f} s: {names}."
-            " They compute the same as the eager ones."
+            f"Compiled blocks: {blocks}, by {programs} programs, compiled and compared in {self._costs.seconds:.1f} s:"
+            f" {names}. They compute the same as the eager ones."
         )
 
 

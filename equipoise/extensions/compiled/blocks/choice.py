@@ -27,7 +27,7 @@ class Block(NamedTuple):
     module: nn.Module
 
 
-def choose_blocks(module: nn.Module) -> list[Block]:
+def choose_blocks(module: nn.Module, *, only_repeated: bool = False) -> list[Block]:
     """Return the blocks of a module, none of them inside another.
 
     They are the items of a ModuleList or Sequential that share a class, and have submodules of their own; of a part
@@ -35,6 +35,7 @@ def choose_blocks(module: nn.Module) -> list[Block]:
 
     Args:
         module: The user's module.
+        only_repeated: Whether parts without such items stay eager. Default: False.
 
     Example:
         >>> layers = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]
@@ -44,10 +45,10 @@ def choose_blocks(module: nn.Module) -> list[Block]:
     """
     blocks: dict[int, Block] = {}
     for name, child in module.named_children():
-        for block in _blocks_of(name, child):
+        for block in (_repeated if only_repeated else _blocks_of)(name, child):
             blocks.setdefault(id(block.module), block)
     if (
-        not blocks
+        not (blocks or only_repeated)
         and isinstance(module, LightningModule)
         and is_overridden("forward", module)
         and _may_be_block(module)

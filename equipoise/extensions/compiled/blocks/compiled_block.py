@@ -1,8 +1,8 @@
 """The forward of the blocks of one kind: eager until a trial of each has agreed, then compiled."""
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -28,6 +28,7 @@ class BlockForward:
         blocks: The blocks. All have the same class and structure.
         options: Arguments of `CompiledForward`.
         begin_batch: Decides about all blocks of the network between two batches.
+        measured: Context of a trial, for its time and memory.
         at_once: Whether blocks are compared in their first call. False: between two steps, while nothing else runs.
 
     Attributes:
@@ -35,7 +36,6 @@ class BlockForward:
         begin_batch: Decides about all blocks of the network between two batches.
         reason: The reason why the blocks stay eager; None if there is none so far.
         is_tried: True if a block was compared.
-        seconds: The time that trials have taken in the compiled forward and backward, compilation included.
     """
 
     # It stands in the place of another forward; see `has_replaced_forward`.
@@ -44,13 +44,19 @@ class BlockForward:
     __name__ = "forward"
 
     def __init__(
-        self, blocks: Sequence[Block], options: Mapping[str, Any], begin_batch: Callable[[], None], *, at_once: bool
+        self,
+        blocks: Sequence[Block],
+        options: Mapping[str, Any],
+        begin_batch: Callable[[], None],
+        *,
+        measured: Callable[[], AbstractContextManager[Any]],
+        at_once: bool,
     ) -> None:
         self.blocks = list(blocks)
         self.begin_batch = begin_batch
         self.reason: str | None = None
         self.is_tried = False
-        self.seconds = 0.0
+        self._measured = measured
         self._eager: Callable[..., Any] = type(self.blocks[0].module).forward
         self._compiled = CompiledForward(self._eager, **options)
         # By identity: the blocks that are not compared yet. Copies of a block are not.
@@ -147,9 +153,8 @@ class BlockForward:
             self._may_try = False
 
     def _why_different(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        begin = time.perf_counter()
         try:
-            with warnings.catch_warnings():
+            with self._measured(), warnings.catch_warnings():
                 # Those of the compiler itself.
                 warnings.simplefilter("ignore")
                 difference = first_difference(block, self._eager, self._compiled, args, kwargs)
@@ -158,6 +163,4 @@ class BlockForward:
         except Exception as error:
             # The eager forward follows. What is wrong with the block itself is raised there.
             return reason_of(error, "compiled")
-        finally:
-            self.seconds += time.perf_counter() - begin
         return None if difference is None else f"a compiled one differs: {difference}"

@@ -143,7 +143,7 @@ class PipelineStrategy(Strategy):
         # splits the backward goes through it operation by operation.
         self.may_compile_blocks: bool | str = False
         if engine == "threads" and not splits(self.schedule):
-            self.may_compile_blocks = "between steps"
+            self.may_compile_blocks = "repeated, between steps"
         self._user_shares = shares
         self._shares: ProcessShares | None = None
         self.timeline: Timeline | None = None

@@ -55,11 +55,13 @@ class Whole(Plain):
 
 
 class Perceptron(Plain):
-    """One part with layers of its own, which is compiled as a whole."""
+    """Parts of one class with layers of their own, of two widths."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 7))])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 7)) for width in (9, 5)
+        )
 
 
 class Tied(Plain):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, PipelineStrategy, RunSummary, Trainer
 from equipoise.extensions.compiled.blocks.choice import choose_blocks
 from tests.conftest import ignoring
 from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Frozen, Pairs, Plain, Whole
-from tests.extensions.fsdp.programs import assert_close, fit, weights_of
+from tests.extensions.fsdp.programs import STEP, assert_close, fit, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -87,8 +88,47 @@ def test_by_hand_with_random_numbers_and_names_as_ever() -> None:
     for copied in looks.copies:
         assert torch.equal(copied.eval()(torch.ones(2, 7, dtype=torch.float64)), looks.expected)
     assert all("forward" not in vars(part) for part in compiled.modules())
-    assert of_compiled.run_state.summary_rows["compiled blocks"] == "2, by 2 programs"
-    assert "time to compiled steps" in of_compiled.run_state.summary_rows
+    assert of_compiled.run_state.summary_rows["compiled blocks"] == "2, by 1 programs"
+    assert "time to first compiled step" in of_compiled.run_state.summary_rows
+    assert of_compiled.run_state.summary_rows["memory to be compiled"].endswith("B at the peak")
+
+
+class Checkpointed(Counting):
+    """Computes the activations of its blocks again in the backward."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return self.last(hidden)
+
+
+def test_blocks_within_activation_checkpointing_of_the_user() -> None:
+    eager, of_eager = fit(Checkpointed, count=48)
+    compiled, of_compiled = fit(Checkpointed, count=48, compile=AOT)
+    assert_close(weights_of(eager), weights_of(compiled), 1e-12)
+    # 3 blocks in each of 4 steps, twice.
+    assert float(of_eager.callback_metrics["calls"]) == 24
+    assert float(of_compiled.callback_metrics["calls"]) == 0
+
+
+class Watched(Counting):
+    """Registers a hook within a block when half of the training is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 4:
+            self.blocks[1].inner.register_forward_hook(lambda *args: self.seen.append(self.global_step))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single_device", ["cpu"]), ("dp", ["cpu", "cpu"])])
+def test_a_hook_that_comes_later_is_called(strategy: str, devices: list[str]) -> None:
+    compiled, _ = fit(Watched, strategy, len(devices), count=48, batch_size=STEP, compile=AOT)
+    # Those of evaluations, which are eager, come on top.
+    assert {4, 5, 6, 7} <= set(compiled.seen)
 
 
 # What stays eager
@@ -164,6 +204,9 @@ def test_the_choice_of_blocks() -> None:
     part = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     assert names_of(nn.ModuleDict({"part": part, "head": nn.Linear(2, 2)})) == ["part"]
     assert names_of(Whole()) == [""]
+    # A pipeline cuts all that is not repeated.
+    assert choose_blocks(Whole(), only_repeated=True) == []
+    assert len(choose_blocks(Plain(), only_repeated=True)) == 3
     # A block that occurs twice, and one that has a forward of its own already.
     shared = nn.Sequential(nn.Linear(2, 2))
     own = nn.Sequential(nn.Linear(2, 2))
