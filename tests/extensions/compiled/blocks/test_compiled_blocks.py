@@ -1,20 +1,37 @@
 """Compiled blocks compute the same as eager ones, under each strategy that calls blocks as they are."""
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend, register_backend
 
 from tests.conftest import ignoring
-from tests.extensions.compiled.blocks.networks import AOT, NETWORKS, Counting, CountingBlock, Whole
+from tests.extensions.compiled.blocks.networks import (
+    AOT,
+    NETWORKS,
+    Counting,
+    CountingBlock,
+    Frozen,
+    Lengths,
+    Plain,
+    Whole,
+)
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 TOLERANCE = 1e-10
+# Each takes the compiler ten seconds or more, unless it finds its programs on the disk.
+KERNELS = (Plain, Frozen, Lengths)
 
 
 def trained(kind: Callable[[], Any], strategy: Any, processes: int, **options: Any) -> dict[str, Tensor]:
@@ -96,3 +113,130 @@ def test_all_processes_decide_alike() -> None:
     # Of 4 steps in 2 processes: the first of 3 blocks, and all of 2 others.
     assert calls == 6 + 2 * 2 * 4
     assert_close(trained(Unequal, "single_device", 1, max_epochs=1, count=48), weights, TOLERANCE)
+
+
+# A process that cannot compile, while the others can
+
+COMPILED: list[Any] = []
+
+
+def fail_after(count: int, graph: Any, inputs: Any) -> Any:
+    """Compile a number of graphs in the second process, and any in others."""
+    COMPILED.append(graph)
+    if torch.distributed.get_rank() == 1 and len(COMPILED) > count:
+        raise RuntimeError("no compiler here")
+    return lookup_backend("aot_eager")(graph, inputs)
+
+
+register_backend(partial(fail_after, 0), name="fails_at_once")
+register_backend(partial(fail_after, 1), name="fails_later")
+
+
+def with_backend(kind: Callable[[], Any], strategy: str, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    COMPILED.clear()
+    module, trainer = fit(kind, strategy, 2, compile={"backend": name})
+    return weights_of(module), trainer.run_state.summary_rows
+
+
+def with_failing_backend(strategy: str) -> Any:
+    if torch.distributed.get_rank():
+        return with_backend(Counting, strategy, "fails_at_once")
+    with pytest.warns(
+        UserWarning, match=r"blocks.0 and 2 more \((FSDP)?CountingBlock\) stays eager, because no compiler"
+    ):
+        return with_backend(Counting, strategy, "fails_at_once")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_that_fails_keeps_all_eager(strategy: str) -> None:
+    weights, rows = in_processes(2, partial(with_failing_backend, strategy))
+    assert "compiled blocks" not in rows
+    assert_close(trained(Counting, "single_device", 1, max_epochs=2), weights, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_that_fails_later_computes_on(strategy: str) -> None:
+    # Another length is compiled anew; the first process does that alone.
+    weights, rows = in_processes(2, partial(with_backend, Lengths, strategy, "fails_later"))
+    assert rows["compiled blocks"].startswith("3, by 1 ")
+    assert_close(trained(Lengths, "single_device", 1, max_epochs=2), weights, TOLERANCE)
+
+
+# Checkpoints
+
+
+def resumed(strategy: str, folder: Path) -> Any:
+    """Return the weights of a run that was interrupted, and the names in its checkpoint."""
+    saved = folder / f"{strategy}.ckpt"
+    _, trainer = fit(Counting, strategy, 2, compile=AOT, max_epochs=1)
+    trainer.save_checkpoint(saved)
+    module, trainer = fit(Counting, strategy, 2, compile=AOT, ckpt_path=saved, max_epochs=4)
+    names = sorted(torch.load(saved, weights_only=False)["state_dict"])
+    return weights_of(module), names, trainer.run_state.summary_rows["compiled blocks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_resumed_runs_and_names_in_checkpoints(strategy: str, tmp_path: Path) -> None:
+    weights, names, blocks = in_processes(2, partial(resumed, strategy, tmp_path))
+    assert blocks.startswith("3, by ")
+    assert names == sorted(Counting().state_dict())
+    assert_close(trained(Counting, "single_device", 1), weights, TOLERANCE)
+    # The eager module of one device goes on from there, too.
+    saved = tmp_path / f"{strategy}.ckpt"
+    assert_close(trained(Counting, "single_device", 1, ckpt_path=saved), weights, TOLERANCE)
+
+
+# The compiler's own kernels
+
+
+def with_kernels(strategy: str) -> list[dict[str, Tensor]]:
+    options: dict[str, Any] = {"batch_size": STEP} if strategy == "pipeline" else {}
+    return [trained(kind, strategy, 2, compile=True, **options) for kind in KERNELS]
+
+
+def check_kernels(strategy: str) -> None:
+    compute = partial(with_kernels, strategy)
+    of_networks = compute() if strategy == "pipeline" else in_processes(2, compute)
+    for kind, weights in zip(KERNELS, of_networks, strict=True):
+        assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kernels_of_the_compiler(strategy: str) -> None:
+    check_kernels(strategy)
+
+
+@pytest.mark.slow
+def test_kernels_of_the_compiler_in_one_process() -> None:
+    # They set a variable of the process's environment.
+    command = f"from {__name__} import check_kernels; check_kernels('pipeline')"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=500)
+
+
+PROGRAM = """
+import warnings
+from tests.extensions.compiled.blocks.networks import Plain
+from tests.extensions.fsdp.programs import fit
+warnings.simplefilter("ignore")
+_, trainer = fit(Plain, compile={"dynamic": None})
+assert trainer.run_state.summary_rows["compiled blocks"] == "3, by 1 programs"
+"""
+
+
+@pytest.mark.slow
+def test_a_second_run_takes_the_programs_of_the_first(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    seconds, libraries = [], []
+    for _ in range(2):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=300)
+        seconds.append(time.perf_counter() - begin)
+        libraries.append(sorted(tmp_path.rglob("*.so")))
+    assert libraries[0]
+    assert libraries[1] == libraries[0]
+    # The first run has started a compiler of C++ for each of them.
+    assert seconds[1] < seconds[0]
