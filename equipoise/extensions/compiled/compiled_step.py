@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from equipoise.extensions.compiled.blocks.block_steps import BlockSteps, deciding_context
-from equipoise.extensions.compiled.costs import TrialCosts
+from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.extensions.compiled.obstacles import check_strategy, compiles_blocks, why_eager
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import LoggedCall, StepProgram

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.extensions.compiled.costs import TrialCosts
+from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import StepProgram
 from equipoise.extensions.compiled.ways import Compiling, Way

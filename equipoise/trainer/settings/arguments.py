@@ -26,6 +26,7 @@ __all__ = [
     "check_barebones",
     "check_batch_limit",
     "check_choice",
+    "check_compile_options",
     "check_count",
     "check_flag",
     "check_flags",

@@ -11,7 +11,7 @@ from torch import nn
 
 from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
 from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
-from equipoise.extensions.compiled.costs import TrialCosts
+from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.interop.torch.compiling import block_settings, why_not_compiled
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
@@ -79,12 +79,12 @@ class CompiledBlocks:
         with self._forward_context(), torch.enable_grad():
             for forward in self._undecided:
                 forward.compare()
-        own = [(forward.is_tried, forward.reason) for forward in self._undecided]
-        found = list(zip(*self._processes.gather_objects(own), strict=True))
+        local = [(forward.is_tried, forward.reason) for forward in self._undecided]
+        of_processes = self._processes.gather_objects(local)
 
         # 2. The decision of each kind.
         left = []
-        for forward, results in zip(self._undecided, found, strict=True):
+        for forward, *results in zip(self._undecided, *of_processes, strict=True):
             reasons = [reason for _, reason in results if reason is not None]
             if reasons:
                 forward.decide(reasons[0])

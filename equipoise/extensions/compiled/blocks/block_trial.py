@@ -36,7 +36,7 @@ _PLAIN = (
 
 
 class _Outcome(NamedTuple):
-    """What a forward and its backward compute.
+    """Results of a forward and its backward.
 
     Attributes:
         outputs: What the forward has returned, its tensors detached.
@@ -63,10 +63,13 @@ def why_not_tried(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         if name and has_module_hooks(part):
             return f"there is a hook on its submodule {name}"
     for leaf in leaves_of([args, dict(kwargs)]):
-        if not isinstance(leaf, (Tensor, *_PLAIN)) and not callable(leaf):
-            name = type(leaf).__name__
-            hint = " (models of transformers keep none with `config.use_cache = False`)" if "Cache" in name else ""
-            return f"it receives a {name}, which each call may change{hint}"
+        if isinstance(leaf, (Tensor, *_PLAIN)) or callable(leaf):
+            continue
+        name = type(leaf).__name__
+        reason = f"it receives a {name}, which each call may change"
+        if "Cache" in name:
+            reason += " (models of transformers keep none with `config.use_cache = False`)"
+        return reason
     return None
 
 
@@ -127,18 +130,36 @@ def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Ma
     output = forward(block, *own_args, **own_kwargs)
 
     # 2. The backward, of weights that differ from element to element.
-    wanted: dict[str, Tensor] = {f"of {name}": p for name, p in block.named_parameters() if p.requires_grad}
-    wanted |= {f"of its input {number}": leaf for number, leaf in enumerate(leaves)}
+    sources: dict[str, Tensor] = {}
+    for name, parameter in block.named_parameters():
+        if parameter.requires_grad:
+            sources[f"of {name}"] = parameter
+    for number, leaf in enumerate(leaves):
+        sources[f"of its input {number}"] = leaf
     ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    gradients: Sequence[Tensor | None] = [None] * len(wanted)
-    if ends and wanted:
-        weights = [_weights_like(end) for end in ends]
-        gradients = torch.autograd.grad(ends, list(wanted.values()), weights, allow_unused=True)
+    gradients: Sequence[Tensor | None] = [None] * len(sources)
+    if ends and sources:
+        weights = list(map(_weights_like, ends))
+        gradients = torch.autograd.grad(
+            ends,
+            list(sources.values()),
+            weights,
+            allow_unused=True,
+        )
 
     # 3. What is compared.
-    outputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(output)]
-    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
-    return _Outcome(outputs, dict(zip(wanted, gradients, strict=True)), buffers, random_state.capture())
+    return _Outcome(
+        outputs=list(map(_noted, leaves_of(output))),
+        gradients=dict(zip(sources, gradients, strict=True)),
+        buffers={name: _noted(buffer) for name, buffer in block.named_buffers()},
+        generators=random_state.capture(),
+    )
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -153,12 +174,16 @@ def _weights_like(tensor: Tensor) -> Tensor:
 
 def _tolerance(expected: _Outcome) -> Tolerance:
     """Return the rounding of the dtype in which a block computes, that of autocast if it is on."""
-    dtypes = [leaf.dtype for leaf in expected.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    kinds = {leaf.device.type for leaf in expected.outputs if isinstance(leaf, Tensor)}
-    dtypes += [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
-    return max(
-        (TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes), default=TOLERANCES[torch.float32]
-    )
+    usual = TOLERANCES[torch.float32]
+    tolerances = []
+    for tensor in tensors_in(expected.outputs):
+        if tensor.is_floating_point():
+            tolerances.append(TOLERANCES.get(tensor.dtype, usual))
+        kind = tensor.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            tolerances.append(TOLERANCES.get(dtype, usual))
+    return max(tolerances, default=usual)
 
 
 def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) -> str | None:
@@ -167,7 +192,8 @@ def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) ->
     for value, other in zip(computed.outputs, expected.outputs, strict=True):
         if not agree(other, value, tolerance):
             return "the outputs differ"
-    scale = largest(gradient for gradient in expected.gradients.values() if gradient is not None)
+    gradients = tensors_in(expected.gradients)
+    scale = largest(gradients)
     floor = Tolerance(tolerance.relative, tolerance.floor * scale)
     for name, gradient in expected.gradients.items():
         if not agree(gradient, computed.gradients[name], floor):

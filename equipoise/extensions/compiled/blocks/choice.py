@@ -44,24 +44,26 @@ def choose_blocks(module: nn.Module, *, only_repeated: bool = False) -> list[Blo
         ['layers.0', 'layers.1']
     """
     blocks: dict[int, Block] = {}
+    blocks_of = _repeated if only_repeated else _blocks_of
     for name, child in module.named_children():
-        for block in (_repeated if only_repeated else _blocks_of)(name, child):
+        for block in blocks_of(name, child):
             blocks.setdefault(id(block.module), block)
-    if (
-        not (blocks or only_repeated)
-        and isinstance(module, LightningModule)
-        and is_overridden("forward", module)
-        and _may_be_block(module)
-    ):
+    if blocks or only_repeated:
+        return list(blocks.values())
+    if isinstance(module, LightningModule) and is_overridden("forward", module) and _may_be_block(module):
         return [Block("", module)]
-    return list(blocks.values())
+    return []
 
 
 def kind_of(module: nn.Module) -> Hashable:
     """Return what blocks of one kind have in common: classes, and the shapes of their parameters."""
-    classes = tuple((name, type(part)) for name, part in module.named_modules())
-    parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
-    return type(module), classes, parameters
+    features: list[Hashable] = []
+    for name, part in module.named_modules():
+        features.append((name, type(part)))
+    for name, parameter in module.named_parameters():
+        features.append((name, parameter.shape, parameter.dtype))
+        features.append(parameter.requires_grad)
+    return tuple(features)
 
 
 def _blocks_of(name: str, part: nn.Module) -> Iterator[Block]:
@@ -90,12 +92,16 @@ def _repeated(name: str, part: nn.Module) -> Iterator[Block]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
+    return next(module.children(), None) is not None
 
 
 def _may_be_block(module: nn.Module) -> bool:
     """Return True if a module has a forward of its class, and parameters."""
-    if isinstance(module, torch.jit.ScriptModule | Metric) or any(is_compiled(part) for part in module.modules()):
+    if isinstance(module, torch.jit.ScriptModule | Metric):
         return False
-    has_forward = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
-    return has_forward and any(True for _ in module.parameters())
+    # What the user has compiled stays as it is.
+    if any(map(is_compiled, module.modules())):
+        return False
+    if type(module).forward is nn.Module.forward or "forward" in vars(module):
+        return False
+    return next(module.parameters(), None) is not None

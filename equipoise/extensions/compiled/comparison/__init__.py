@@ -1,1 +1,1 @@
-"""What counts as the same, and reasons against a program that ends with an error."""
+"""Trials of steps and blocks: tolerances, costs, and reasons against a program that ends with an error."""

@@ -1,4 +1,4 @@
-"""Whether two values agree: a program of the compiler rounds otherwise than torch's own kernels.
+"""Agreement of two values: a program of the compiler rounds otherwise than torch's own kernels.
 
 Two tensors agree if no element differs by more than a share of the largest element, and a smaller share of the largest
 gradient: the gradient of a bias before a BatchNorm is nothing but rounding. Captured steps run torch's own kernels:

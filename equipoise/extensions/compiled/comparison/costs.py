@@ -1,4 +1,4 @@
-"""What compiling or capturing costs before it saves anything: rows in the summary of a run."""
+"""Costs of compiling or capturing, before it saves anything: rows in the summary of a run."""
 
 import time
 from collections.abc import Iterator
@@ -43,6 +43,7 @@ class TrialCosts:
     def measured(self) -> Iterator[None]:
         """Measure a trial in a `with` block."""
         begin = time.perf_counter()
+        # Some kinds of devices have no readings.
         try:
             meter: PeakMeter | None = PeakMeter(self._device)
         except ConfigurationError:
