@@ -18,7 +18,7 @@ from equipoise.errors import StepError
 from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, STAYS, Traced, copy_call
-from equipoise.tree import map_leaves, tensors_in
+from equipoise.tree import leaves_of, map_leaves, tensors_in
 
 __all__ = [
     "StageProgram",
@@ -124,12 +124,20 @@ def may_cut(traced: Traced) -> list[bool]:
     for index in range(len(calls)):
         passing = set(cuts[index])
         changed_later = {value for value, changed_at in changes if changed_at > index}
-        must_stay = any(node.meta.get(STAYS) for node in passing)
+        must_stay = any(node.meta.get(STAYS) or _is_of_no_stage(node, traced) for node in passing)
         is_followed = index + 1 < len(calls) and bool(calls[index + 1].meta.get(FOLLOWS))
         is_free = not must_stay and not is_followed
         is_allowed = index >= first_end and is_free and passing.isdisjoint(changed_later)
         allowed.append(is_allowed)
     return allowed
+
+
+def _is_of_no_stage(node: fx.Node, traced: Traced) -> bool:
+    """Return True for the look-up of an object from outside that stages do not exchange, such as a configuration."""
+    if node.op != "get_attr":
+        return False
+    found = vars(traced.root).get(str(node.target), ())
+    return not all(isinstance(value, _PLAIN + _OF_TORCH) for value in leaves_of(found, plain_items))
 
 
 def taking_inputs(traced: Traced) -> int:

@@ -95,6 +95,36 @@ def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
     assert allowed == ["network_relu", "relu"]
 
 
+class Settings:
+    """An object that a function may take, and no stage hands on."""
+
+    factor = 2.0
+
+
+class Scale(torch.autograd.Function):
+    """Multiplies by a setting."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, settings: Settings) -> Tensor:
+        return features * settings.factor
+
+
+def test_one_may_not_cut_between_a_setting_and_its_use():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.settings = nn.Linear(4, 4), nn.Linear(4, 4), Settings()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(Scale.apply(self.a(x), self.settings))
+
+    made = traced(Scaled(), torch.rand(2, 4))
+    assert any(node.name.startswith("constant") for node in made.calls)
+    allowed = [node.name for node, may in zip(made.calls, may_cut(made), strict=True) if may]
+    assert [name for name in allowed if not name.startswith("constant")] == allowed
+    assert "network_a" in allowed
+
+
 def test_stages_share_the_networks_layers_unless_told_otherwise():
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     network[1].weight = network[0].weight
