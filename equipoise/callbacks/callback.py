@@ -4,6 +4,7 @@ Lightning's hooks, with its names, order and arguments; callbacks come before th
 comes last. The loop that fires them:
 
     setup
+    on_configure_model_end                     ours: all layers exist; weights of a checkpoint come next
     on_fit_start
     (on_sanity_check_start, a few validation batches as below, on_sanity_check_end)
     on_train_start
@@ -33,6 +34,7 @@ comes last. The loop that fires them:
 fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
@@ -64,6 +66,8 @@ class Callback(_LightningCallback):
             the module is in shards, `setup` and the hooks of checkpoints come after it was placed. Default: False.
         uses_outputs: False if `on_train_batch_end` does not read `outputs`. If no callback reads them, they are not
             built, and the hook receives `{}`. Default: True.
+        left_out_of_checkpoints: The names of frozen weights that checkpoints leave out. A module that loads such a
+            checkpoint keeps its own. Weights that are trained when a checkpoint is written are in it. Default: none.
 
     Example:
         >>> from equipoise import Callback
@@ -76,6 +80,18 @@ class Callback(_LightningCallback):
     fires_without_batch: bool = False
     copies_weights: bool = False
     uses_outputs: bool = True
+    left_out_of_checkpoints: Collection[str] = ()
+
+    def on_configure_model_end(self, trainer: "Trainer", pl_module: LightningModule) -> None:
+        """Change the module's layers, before the weights of a checkpoint are loaded and the module is placed.
+
+        The hook runs in every process, after the module's `configure_model`, also for evaluations. The layers may be
+        changed already by an earlier run. Not called by Lightning's Trainer.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The user's module.
+        """
 
     def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
         """Run after a training batch was read, before it is copied to its devices. Not called by Lightning's Trainer.

@@ -131,7 +131,7 @@ def dump_checkpoint(
         "epoch": state.current_epoch,
         "global_step": context.global_step,
         "pytorch-lightning_version": lightning.pytorch.__version__,
-        "state_dict": strategy.portable.module_state(context.module),
+        "state_dict": _weights(context),
         "loops": _loop_states(parts),
         **strategy.portable.further_entries(context.module),
     }
@@ -163,6 +163,17 @@ def dump_checkpoint(
         hooks.call_callbacks("on_save_checkpoint", checkpoint)
     hooks.call_module("on_save_checkpoint", checkpoint)
     return checkpoint
+
+
+def _weights(context: RunContext) -> dict[str, Any]:
+    portable = context.strategy.portable
+    callbacks = context.state.callbacks
+    if not any(getattr(callback, "left_out_of_checkpoints", ()) for callback in callbacks):
+        return portable.module_state(context.module)
+    from equipoise.trainer.checkpointing.module.left_out import leaving_out, names_left_out
+
+    with leaving_out(context.module, names_left_out(callbacks)):
+        return portable.module_state(context.module)
 
 
 def _loop_states(parts: TrainerParts) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
         if is_overridden(name, module):
             with strategy.root_device, context.precision.init_context():
                 hooks.call_module(name)
+    hooks.call_callbacks("on_configure_model_end")
     note_batch_values(module)
 
 

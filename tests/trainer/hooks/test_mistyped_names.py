@@ -116,6 +116,9 @@ class NewHooks(equipoise.Callback):
     def on_before_batch_to_device(self, trainer, pl_module, batch_idx):
         """Is one of ours."""
 
+    def on_configure_model_end(self, trainer, pl_module):
+        """Is another."""
+
 
 @pytest.mark.parametrize(
     ("module", "callbacks"),
