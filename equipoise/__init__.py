@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as LightningDataModule
     from lightning.pytorch import LightningModule as LightningModule
 
+    from equipoise.callbacks import AdapterCheckpoints as AdapterCheckpoints
     from equipoise.callbacks import Callback as Callback
     from equipoise.callbacks import EvaluationResult as EvaluationResult
+    from equipoise.callbacks import Float8Training as Float8Training
     from equipoise.callbacks import InplaceActivations as InplaceActivations
     from equipoise.callbacks import MemoryLogger as MemoryLogger
     from equipoise.callbacks import NoGradEvaluation as NoGradEvaluation
     from equipoise.callbacks import OOMRecovery as OOMRecovery
     from equipoise.callbacks import ProgressBar as ProgressBar
+    from equipoise.callbacks import Quantization as Quantization
     from equipoise.callbacks import RunReport as RunReport
     from equipoise.callbacks import RunSummary as RunSummary
     from equipoise.errors import CheckpointError as CheckpointError

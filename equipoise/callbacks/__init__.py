@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from equipoise.callbacks.memory.memory_logger import MemoryLogger as MemoryLogger
     from equipoise.callbacks.oom_recovery import OOMRecovery as OOMRecovery
     from equipoise.callbacks.progress.progress_bar import ProgressBar as ProgressBar
+    from equipoise.extensions.quantization.adapter_checkpoints import AdapterCheckpoints as AdapterCheckpoints
+    from equipoise.extensions.quantization.float8_training import Float8Training as Float8Training
+    from equipoise.extensions.quantization.quantization import Quantization as Quantization
     from equipoise.extensions.report.run_report import RunReport as RunReport
     from equipoise.extensions.report.run_summary import RunSummary as RunSummary
     from equipoise.extensions.savers.inplace_activations import InplaceActivations as InplaceActivations

@@ -1,0 +1,144 @@
+"""AdapterCheckpoints: checkpoints without the frozen weights, which the base model has."""
+
+import hashlib
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from equipoise.callbacks.callback import Callback
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.extensions.quantization.chosen_layers import check_strategy
+from equipoise.extensions.quantization.quantized_linear import QuantizedLinear
+from equipoise.interop.lightning.classes import is_a
+
+__all__ = ["AdapterCheckpoints", "check_has_values", "digest_of"]
+
+# The dtypes to which a precision converts a module, so that digests are the same before and after.
+_CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class AdapterCheckpoints(Callback):
+    """Leave the frozen weights out of checkpoints, such as the base model of LoRA; those of adapters remain.
+
+    A run that continues builds the same base model again, as its `__init__` or `configure_model` loads it, and this
+    callback checks that it is the same one. Weights that are trained at any time are in the checkpoint, and so are
+    buffers. It is not for frozen weights that the program itself changes, such as a target network's mean of others.
+    After the run the module is as without the callback.
+
+    Attributes:
+        left_out_of_checkpoints: The names of the frozen weights, with what tells each from others; see `Callback`.
+
+    Raises:
+        ConfigurationError: If no weight is frozen, one has no values yet, or a callback averages all weights.
+        CheckpointError: If a run continues with another base model.
+
+    Example:
+        >>> from equipoise import AdapterCheckpoints, Trainer
+        >>> Trainer(callbacks=[AdapterCheckpoints()]).fit(module)  # doctest: +SKIP
+    """
+
+    uses_outputs = False
+
+    def __init__(self) -> None:
+        self.left_out_of_checkpoints: dict[str, str] = {}
+
+    @property
+    def state_key(self) -> str:
+        """The name of the state in checkpoints, that of derived classes as well: they read each other's."""
+        return "AdapterCheckpoints"
+
+    def on_configure_model_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note the frozen weights; see `Callback.on_configure_model_end`."""
+        name = type(self).__name__
+        check_strategy(name, trainer.strategy)
+        for callback in trainer.callbacks:
+            if is_a(callback, StochasticWeightAveraging, WeightAveraging):
+                raise ConfigurationError(
+                    f"{name} keeps frozen weights apart, where {type(callback).__name__} computes the mean of all"
+                    " weights. Leave one out."
+                )
+        digests = {}
+        for prefix, part in pl_module.named_modules(remove_duplicate=False):
+            for parameter_name, parameter in part.named_parameters(prefix, recurse=False):
+                if not parameter.requires_grad:
+                    check_has_values(parameter_name, parameter, name)
+                    digests[parameter_name] = _digest_in(part, parameter, trainer.precision)
+        if not digests:
+            raise ConfigurationError(f"{name}: no weight is frozen, so checkpoints hold all of them. Leave it out.")
+        # Other processes get the weights of the main process.
+        self.left_out_of_checkpoints = trainer.strategy.processes.broadcast(digests)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Keep weights in checkpoints from now on that a callback for finetuning has thawed."""
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                self.left_out_of_checkpoints.pop(name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what tells the weights that are left out from others."""
+        return {"base": dict(self.left_out_of_checkpoints)} if self.left_out_of_checkpoints else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a run continues with the base weights of the checkpoint.
+
+        Args:
+            state_dict: The result of `state_dict`.
+
+        Raises:
+            CheckpointError: If it does not.
+        """
+        base: dict[str, str] = state_dict["base"]
+        for name, digest in base.items():
+            if self.left_out_of_checkpoints.get(name) != digest:
+                raise CheckpointError(
+                    f"The checkpoint was trained with another base model: {name} is frozen and not in it, and here it"
+                    " has other values, is trained, or does not exist. Load the same base model, quantised in the same"
+                    " way."
+                )
+        # The checkpoint holds all others.
+        self.left_out_of_checkpoints = dict(base)
+
+
+def check_has_values(name: str, weight: Tensor, callback: str) -> None:
+    """Refuse a frozen weight that has no values.
+
+    Args:
+        name: Its name.
+        weight: The weight.
+        callback: Who needs the values.
+
+    Raises:
+        ConfigurationError: If it is on the meta device.
+    """
+    if weight.is_meta:
+        raise ConfigurationError(
+            f"{callback}: {name} is frozen and on the meta device, so it has no values. Load the base model in"
+            " `__init__` or `configure_model`."
+        )
+
+
+def _digest_in(part: nn.Module, parameter: nn.Parameter, precision: Any) -> str:
+    if isinstance(part, QuantizedLinear) and parameter is not part.bias:
+        return part.digest
+    return digest_of(parameter, precision)
+
+
+def digest_of(weight: Tensor, precision: Any) -> str:
+    """Return a text that differs for other values.
+
+    Args:
+        weight: The weight.
+        precision: The name of the run's precision, which may convert it.
+    """
+    values = weight.detach()
+    if values.is_floating_point():
+        values = values.to(_CONVERTED.get(precision, values.dtype))
+    if values.ndim > 1:
+        # A matrix is read on its device, and its columns remain.
+        values = torch.hash_tensor(values.flatten(1), dim=0)
+    # A view as bytes needs a dimension.
+    content = values.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""The linear layers of a module that a callback exchanges for others: chosen by name, and replaced in their parents."""
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["check_names", "check_strategy", "linear_layers", "replace", "require"]
+
+# Strategies that compute with the layers of the module, or with copies of them.
+_STRATEGIES = ("single_device", "dp", "balanced", "ddp", "fsdp", "pipeline")
+
+# Names that an error lists.
+_MOST_NAMES = 5
+
+
+def check_names(callback: str, **arguments: object) -> None:
+    """Check lists of names or patterns.
+
+    Args:
+        callback: The name of the callback.
+        arguments: The lists, by the name of the argument; None where there is none.
+
+    Raises:
+        ConfigurationError: If one is something else.
+    """
+    for argument, patterns in arguments.items():
+        if patterns is None:
+            continue
+        # A text is a sequence of texts.
+        names = [None]
+        if isinstance(patterns, Iterable) and not isinstance(patterns, str):
+            names = list(patterns)
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(
+                f"{callback}({argument}=...) is a list of names of layers, such as ['*.mlp.*'], not {patterns!r}."
+            )
+
+
+def check_strategy(callback: str, strategy: Any) -> None:
+    """Check that a strategy computes with whatever layers a module has, and saves the module's own state.
+
+    Args:
+        callback: The name of the callback.
+        strategy: The strategy of the trainer.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
+    if strategy.name not in _STRATEGIES:
+        raise ConfigurationError(
+            f"{callback} does not go with strategy={strategy.name!r}. Take one of {', '.join(_STRATEGIES)}."
+        )
+
+
+def require(package: str, callback: str) -> None:
+    """Check that a package is there, without importing it.
+
+    Args:
+        package: The package, as Python imports it.
+        callback: What needs it, for the message.
+
+    Raises:
+        ConfigurationError: If it is not installed.
+    """
+    if find_spec(package) is None:
+        raise ConfigurationError(f"{callback} needs {package}: pip install 'equipoise[finetuning]'.")
+
+
+def linear_layers(
+    module: nn.Module, layers: Sequence[str] | None, exclude: Sequence[str], callback: str
+) -> dict[str, nn.Linear]:
+    """Return the linear layers of a module by name, without those that derive from `nn.Linear` or are parametrised.
+
+    Args:
+        module: The module.
+        layers: Names or patterns of them, in which * stands for anything, dots included; the names of submodules
+            stand for the layers inside. None: all layers.
+        exclude: Those to be left out, in the same way.
+        callback: The name of the callback, for messages.
+
+    Raises:
+        ConfigurationError: If a pattern matches no linear layer.
+    """
+    plain = {}
+    for name, part in module.named_modules():
+        # Others may read their weights without calling the layer, as attention does.
+        if type(part) is nn.Linear and not is_parametrized(part):
+            plain[name] = part
+    # An earlier run may have exchanged some for others.
+    all_names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    included = list(layers or ())
+    for pattern in [*included, *exclude]:
+        matching = [name for name in all_names if _matches(name, [pattern])]
+        if not matching:
+            examples = ", ".join(all_names[:_MOST_NAMES]) or "there is none"
+            raise ConfigurationError(f"{callback}: {pattern!r} matches no linear layer. Layers: {examples}.")
+    chosen = {}
+    for name, layer in plain.items():
+        is_included = layers is None or _matches(name, included)
+        if is_included and not _matches(name, exclude):
+            chosen[name] = layer
+    return chosen
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    # The name of a submodule stands for all inside.
+    inside = [f"{pattern}.*" for pattern in patterns]
+    all_patterns = [*patterns, *inside]
+    return any(fnmatchcase(name, pattern) for pattern in all_patterns)
+
+
+def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace submodules in all of their parents.
+
+    Args:
+        module: The module.
+        exchange: Returns what takes the place of a submodule; None where it stays.
+    """
+    for parent in list(module.modules()):
+        # One submodule may have several names, of which `named_children` yields one.
+        children = dict(vars(parent)["_modules"])
+        for name, child in children.items():
+            if child is None:
+                continue
+            other = exchange(child)
+            if other is not None:
+                setattr(parent, name, other)

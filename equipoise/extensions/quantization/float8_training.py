@@ -1,0 +1,147 @@
+"""Float8Training: products of linear layers in float8, in the forward and in the backward."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from equipoise.callbacks.callback import Callback
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.quantization.chosen_layers import (
+    check_names,
+    check_strategy,
+    linear_layers,
+    replace,
+    require,
+)
+
+__all__ = ["Float8Training"]
+
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+# The kernels need sizes that this number divides.
+_DIVISOR = 16
+
+# The first compute capability with products in float8.
+_CAPABILITY = (8, 9)
+
+
+class Float8Training(Callback):
+    """Compute the products of linear layers in float8, by torchao.
+
+    For the time of a run, each linear layer whose sizes are divisible by 16 rounds its input, its weight and the
+    gradient of its output to float8 before it multiplies them (Micikevicius et al., "FP8 Formats for Deep Learning",
+    2022). Weights, gradients and checkpoints keep their dtype and names. Combine it with `precision="bf16-mixed"` or
+    "bf16-true".
+
+    The numbers are others, and they depend on how a batch is split, since all of its values share a scale.
+
+    Args:
+        recipe: What has a scale of its own: "tensorwise": each tensor, the quickest. "rowwise": each row, more exact.
+            "rowwise_with_gw_hp": the same, with gradients of weights in the dtype of the input. Default: "tensorwise".
+        layers: Names of layers or of submodules that contain them, or patterns, in which * stands for anything.
+            Default: None, all linear layers.
+        exclude: Names or patterns of layers that stay as they are, such as the output head. Default: none.
+        emulate: Round to float8 and multiply in float32, on any device; slow, for tests. Default: False.
+
+    Raises:
+        ConfigurationError: If there is no such recipe, torchao is missing, no layer fits, or a device cannot multiply
+            in float8: that needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper).
+
+    Example:
+        >>> from equipoise import Float8Training, Trainer
+        >>> Trainer(callbacks=[Float8Training(exclude=["*.lm_head"])], precision="bf16-true")  # doctest: +SKIP
+    """
+
+    uses_outputs = False
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        *,
+        layers: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        emulate: bool = False,
+    ) -> None:
+        if recipe not in _RECIPES:
+            raise ConfigurationError(f"recipe is one of {', '.join(map(repr, _RECIPES))}, not {recipe!r}.")
+        check_names("Float8Training", layers=layers, exclude=exclude)
+        require("torchao", "Float8Training")
+        self.recipe = recipe
+        self.layers = layers
+        self.exclude = exclude
+        self.emulate = emulate
+        # The layers as they were, by the identity of those that compute in float8.
+        self._originals: dict[int, nn.Linear] = {}
+
+    def on_configure_model_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Exchange the layers; see `Callback.on_configure_model_end`."""
+        check_strategy("Float8Training", trainer.strategy)
+        self._check_precision(trainer.strategy.root_device, str(trainer.precision))
+        if not self.emulate:
+            _check_devices(trainer.strategy.devices)
+        layers = linear_layers(pl_module, self.layers, self.exclude, "Float8Training")
+        chosen = {}
+        for name, layer in layers.items():
+            if layer.in_features % _DIVISOR == 0 and layer.out_features % _DIVISOR == 0:
+                chosen[name] = layer
+        if not chosen:
+            raise ConfigurationError(
+                f"Float8Training: of {len(layers)} linear layers none has sizes that {_DIVISOR} divides, as products in"
+                " float8 need them. Leave it out."
+            )
+        self._exchange(pl_module, chosen)
+        rank_zero_info(f"{len(chosen)} of {len(layers)} linear layers compute in float8.")
+
+    def _check_precision(self, device: torch.device, precision: str) -> None:
+        """Refuse what the library cannot compute."""
+        is_rowwise = self.recipe != "tensorwise"
+        if is_rowwise and not self.emulate and "bf16" not in precision:
+            raise ConfigurationError(
+                f"Float8Training({self.recipe!r}) computes in bfloat16 beside float8, not in precision={precision!r}."
+                " Take 'bf16-true' or 'bf16-mixed', or recipe='tensorwise'."
+            )
+        if self.recipe == "rowwise_with_gw_hp" and device.type == "cpu" and "mixed" in precision:
+            raise ConfigurationError(
+                f"Float8Training({self.recipe!r}) does not go with precision={precision!r} on a CPU. Take 'bf16-true'."
+            )
+
+    def _exchange(self, module: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        identities = set(map(id, chosen.values()))
+        convert_to_float8_training(module, module_filter_fn=lambda layer, _: id(layer) in identities, config=config)
+        for name, layer in chosen.items():
+            self._originals[id(module.get_submodule(name))] = layer
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Put the layers back, which have the trained weights."""
+        replace(pl_module, self._original_of)
+        self._originals.clear()
+
+    def _original_of(self, part: nn.Module) -> nn.Module | None:
+        original = self._originals.get(id(part))
+        if original is not None:
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(original, name, parameter)
+            original.train(part.training)
+        return original
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the layers back."""
+        self.teardown(trainer, pl_module, "fit")
+
+
+def _check_devices(devices: Sequence[torch.device]) -> None:
+    """Refuse devices that cannot multiply in float8."""
+    for device in devices:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+            raise ConfigurationError(
+                f"Float8Training needs GPUs of compute capability {'.'.join(map(str, _CAPABILITY))} or higher, such as"
+                f" an L4 or an H100, which {device} is not. Leave it out, or set emulate=True for a test."
+            )

@@ -1,0 +1,113 @@
+"""Formats of weights in few bits: four bits by bitsandbytes, eight bits by torchao. Both must be installed on use."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["EightBits", "FourBits", "eight_bits", "four_bits"]
+
+# The number of scales of blocks that share an outer scale.
+_OUTER_BLOCK = 256
+
+# The number of values that eight bits of a scale stand for.
+_CODES = 256
+
+
+class FourBits(NamedTuple):
+    """Four bits for each value.
+
+    A tuple of plain values, which stages of a pipeline in processes hand on.
+
+    Attributes:
+        kind: "nf4" or "fp4".
+        blocksize: The number of values that share a scale.
+        shape: The shape of the weight.
+        dtype: Its dtype.
+    """
+
+    kind: str
+    blocksize: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def values(self, weight: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
+        """Return the weight as floats.
+
+        Args:
+            weight: The weight, two values in a byte.
+            scales: The scales of its blocks: float32, or eight bits if there are outer ones.
+            outer_scales: Those of the scales, float32, behind the mean of the scales and the values of eight bits.
+        """
+        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
+        state_of: Any = QuantState
+        if outer_scales is None:
+            absmax = scales.view(torch.float32)
+        else:
+            floats = outer_scales.view(torch.float32)
+            first = _CODES + 1
+            code = floats[1:first]
+            largest = floats[first:]
+            nested = state_of(largest, code=code, blocksize=_OUTER_BLOCK, dtype=torch.float32)
+            absmax = dequantize_blockwise(scales, nested)
+            absmax = absmax + floats[0]
+        state = state_of(absmax, self.shape, blocksize=self.blocksize, quant_type=self.kind, dtype=self.dtype)
+        values: Tensor = dequantize_4bit(weight, state)
+        return values
+
+
+def four_bits(
+    weight: Tensor, *, kind: str, blocksize: int, compress_statistics: bool
+) -> tuple[FourBits, Tensor, Tensor, Tensor | None]:
+    """Store a weight in four bits for each value.
+
+    Args:
+        weight: The weight.
+        kind: "nf4" or "fp4".
+        blocksize: The number of values that share a scale.
+        compress_statistics: Whether scales have eight bits.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        weight.contiguous(), blocksize=blocksize, quant_type=kind, compress_statistics=compress_statistics
+    )
+    stored_as = FourBits(kind, blocksize, weight.shape, weight.dtype)
+    if not state.nested:
+        return stored_as, packed, state.absmax.view(torch.int32), None
+    # Scales are the differences from their mean.
+    mean = state.offset.view(1)
+    floats = torch.cat([mean, state.state2.code, state.state2.absmax])
+    return stored_as, packed, state.absmax, floats.view(torch.int32)
+
+
+class EightBits(NamedTuple):
+    """Eight bits for each value, and a scale for each row."""
+
+    def values(self, weight: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
+        """Return the weight as floats.
+
+        Args:
+            weight: The weight, int8.
+            scales: The scales of its rows, float32.
+            outer_scales: None.
+        """
+        return weight * scales.view(torch.float32)
+
+
+def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
+    """Store a weight in eight bits for each value.
+
+    Args:
+        weight: The weight.
+    """
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+    # The function exchanges the weight of a layer for a tensor of torchao's.
+    quantize_(layer, Int8WeightOnlyConfig())
+    quantized: Any = layer.weight
+    scales = quantized.scale.view(torch.int32)
+    return EightBits(), quantized.qdata, scales, None

@@ -1,0 +1,144 @@
+"""Checkpoints without frozen weights: small, exact in resumed runs, and of no other base model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+
+from equipoise import AdapterCheckpoints, CheckpointError, ConfigurationError, Quantization, Trainer
+from tests.conftest import ignoring
+from tests.extensions.quantization.qlora import QLoRA, adapters, difference, stored, tokens
+from tests.support.trainer_runs import refuses, trainer
+
+pytestmark = ignoring("`is_gradient_checkpointing` is deprecated", "The checkpoint holds states of callbacks")
+
+CALLBACKS: dict[str, Any] = {
+    "nf4": lambda: Quantization("nf4"),
+    "int8": lambda: Quantization("int8"),
+    "none": AdapterCheckpoints,
+}
+
+
+def fit(module: QLoRA, *callbacks: Any, path: Path | None = None, **options: Any) -> Trainer:
+    run: Trainer = trainer(callbacks=list(callbacks), **options)
+    run.fit(module, tokens(), ckpt_path=path)
+    return run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "one.ckpt"
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_resumed_run(kind: str, precision: Any, path: Path) -> None:
+    whole, resumed = QLoRA(), QLoRA()
+    fit(whole, CALLBACKS[kind](), max_epochs=3, precision=precision)
+    fit(QLoRA(), CALLBACKS[kind](), max_epochs=2, precision=precision).save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert state.keys() == adapters(whole).keys()
+    fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
+    assert difference(resumed, whole) == 0
+    base = stored(whole)
+    assert all(torch.equal(value, base[name]) for name, value in stored(resumed).items())
+    # The same object continues as well.
+    fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
+    assert difference(resumed, whole) == 0
+
+
+def test_files_are_small(path: Path) -> None:
+    module = QLoRA()
+    run = fit(module, AdapterCheckpoints())
+    run.save_checkpoint(path, weights_only=True)
+    small = path.stat().st_size
+    assert module.state_dict().keys() > adapters(module).keys()
+    fit(module).save_checkpoint(path, weights_only=True)
+    assert path.stat().st_size - small > sum(value.nbytes for value in stored(module).values())
+
+
+class Evaluated(QLoRA):
+    """Evaluates the loss of training."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+def test_evaluation_of_a_checkpoint(path: Path) -> None:
+    module = Evaluated()
+    run = fit(module, Quantization("nf4"))
+    run.save_checkpoint(path)
+    expected = run.test(module, tokens())
+    assert trainer(callbacks=[Quantization("nf4")]).test(Evaluated(), tokens(), ckpt_path=path) == expected
+    assert trainer(callbacks=[Quantization("int8")]).test(Evaluated(seed=1), tokens()) != expected
+
+
+@pytest.mark.parametrize(
+    ("callback", "seed"),
+    [("int8", 1), ("nf4", 0), ("none", 0)],
+    ids=["other values", "another kind", "not quantised"],
+)
+def test_another_base_model_is_refused(callback: str, seed: int, path: Path) -> None:
+    fit(QLoRA(), Quantization("int8")).save_checkpoint(path)
+    with pytest.raises(CheckpointError, match="trained with another base model: model"):
+        fit(QLoRA(seed=seed), CALLBACKS[callback](), path=path, max_epochs=2)
+    with pytest.raises(CheckpointError, match=r"missing: .*up\.base_layer\.weight"):
+        fit(QLoRA(), path=path, max_epochs=2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_whole_weights_are_not_loaded_into_stored_ones(kind: str, weights_only: bool, path: Path) -> None:
+    fit(QLoRA()).save_checkpoint(path, weights_only=weights_only)
+    with pytest.raises(CheckpointError, match=r"as torch\.float32, but here it is stored in few bits"):
+        trainer(callbacks=[CALLBACKS[kind]()]).test(Evaluated(), tokens(), ckpt_path=path)
+
+
+NAME = "model.base_model.model.1.norm.weight"
+
+
+class Switch(Callback):
+    """Trains a weight of the base model in some steps."""
+
+    def __init__(self, steps: range) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.get_parameter(NAME).requires_grad_(trainer.global_step in self.steps)
+
+
+class AllStepped(QLoRA):
+    """Gives all weights to the optimiser."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("steps", [range(4, 9), range(3, 6)], ids=["thawed", "frozen again"])
+def test_a_weight_that_is_trained_meanwhile(steps: range, path: Path) -> None:
+    def run(module: QLoRA, epochs: int, path: Path | None = None) -> Trainer:
+        return fit(module, AdapterCheckpoints(), Switch(steps), path=path, max_epochs=epochs)
+
+    whole, first, resumed = AllStepped(), AllStepped(), AllStepped()
+    run(whole, 4)
+    saved = path.with_name("first.ckpt")
+    run(first, 3).save_checkpoint(saved)
+    state: dict[str, Tensor] = torch.load(saved, weights_only=True)["state_dict"]
+    assert state.keys() == {*adapters(QLoRA()), NAME}
+    run(resumed, 4, saved).save_checkpoint(path)
+    assert difference(resumed, whole) == 0
+    assert torch.equal(resumed.get_parameter(NAME), whole.get_parameter(NAME))
+    assert NAME in torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_refused_before_training() -> None:
+    trained = QLoRA()
+    trained.requires_grad_(True)
+    refuses(lambda: fit(trained, AdapterCheckpoints()), "no weight is frozen")
+    refuses(lambda: fit(QLoRA(), AdapterCheckpoints(), EMAWeightAveraging()), "EMAWeightAveraging computes the mean")
+    with pytest.raises(ConfigurationError, match="on the meta device"):
+        fit(QLoRA().to("meta"), AdapterCheckpoints())

@@ -1,0 +1,290 @@
+"""Quantised base weights on one device: the run, its checkpoints, and what is refused."""
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor, nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import equipoise
+from equipoise import AdapterCheckpoints, ConfigurationError, Quantization, StepError
+from equipoise.app.compose import compose_values
+from equipoise.extensions.quantization.quantized_linear import quantized_layers
+from equipoise.interop.torch import compiling
+from tests.conftest import ignoring
+from tests.extensions.quantization.qlora import QLoRA, difference, qllama, stored, tokens
+from tests.support.trainer_runs import trainer
+
+pytestmark = ignoring("`is_gradient_checkpointing` is deprecated")
+
+KINDS = ["nf4", "fp4", "int8"]
+
+
+class Validated(QLoRA):
+    """Notes the losses of its validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.training_step(batch, batch_idx)))
+
+
+def fit(module: QLoRA, kind: Any = "nf4", **options: Any) -> QLoRA:
+    trainer(callbacks=[Quantization(kind)], **options).fit(module, tokens())
+    return module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_those_at_the_stored_values(kind: str, precision: Any) -> None:
+    module = fit(QLoRA(), kind, precision=precision)
+    assert len(quantized_layers(module)) == 5
+    plain = QLoRA()
+    for name, layer in quantized_layers(module).items():
+        plain.get_submodule(name).weight.data = layer.values()  # type: ignore[union-attr]
+    trainer(precision=precision).fit(plain, tokens())
+    assert difference(module, plain) == 0
+    assert difference(module, QLoRA()) > 0.01
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_values_are_those_of_the_library(precision: Any) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    for kind in KINDS:
+        module = QLoRA().to(dtype)
+        weight = module.get_parameter("model.base_model.model.1.up.base_layer.weight").detach().clone()
+        fit(module, kind, precision=precision)
+        values = quantized_layers(module)["model.base_model.model.1.up.base_layer"].values()
+        if kind == "int8":
+            layer = nn.Linear(64, 128, bias=False, dtype=dtype)
+            layer.weight = nn.Parameter(weight)
+            quantize_(layer, Int8WeightOnlyConfig())
+            assert torch.equal(values.to(dtype), layer.weight.dequantize())
+        else:
+            packed, state = quantize_4bit(weight, quant_type=kind, blocksize=64, compress_statistics=True)
+            assert torch.equal(values, dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_base_weights_stay_as_they_are(kind: Any) -> None:
+    module = QLoRA()
+    trainer(callbacks=[Quantization(kind)], max_steps=0, max_epochs=None).fit(module, tokens())
+    before = copy.deepcopy(stored(module))
+    assert any(value.dtype in (torch.uint8, torch.int8) for value in before.values())
+    fit(module, kind)
+    assert stored(module).keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in stored(module).items())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_evaluations_see_the_layers_that_train(kind: Any) -> None:
+    module = Validated()
+    run = trainer(callbacks=[Quantization(kind)], num_sanity_val_steps=0)
+    run.fit(module, tokens(), tokens())
+    alone = fit(QLoRA(), kind)
+    assert difference(module, alone) == 0
+    with torch.no_grad():
+        expected = [float(alone.training_step(batch, 0)) for batch in tokens()]
+    assert module.losses == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_compute_the_same(kind: str) -> None:
+    model = fit(QLoRA(), kind).model
+    batch = next(iter(tokens()))[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(quantized_layers(other)) == 5
+        assert torch.equal(other(batch), model(batch))
+
+
+def test_a_conversion_leaves_the_stored_weights_alone() -> None:
+    for kind in KINDS:
+        module = fit(QLoRA(), kind)
+        before = {name: layer.values() for name, layer in quantized_layers(module).items()}
+        module.half().double()
+        assert all(torch.equal(layer.values(), before[name]) for name, layer in quantized_layers(module).items())
+
+
+def test_the_graph_keeps_no_weight_as_floats() -> None:
+    module = fit(QLoRA(), "int8")
+    kept: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module.training_step(next(iter(tokens(5))), 0)
+    weights = [tensor for tensor in kept if tensor.shape in ((64, 128), (128, 64))]
+    # The first layer needs no gradient of its input.
+    assert len(weights) == 3
+    assert {tensor.dtype for tensor in weights} == {torch.int8}
+
+
+def test_gradients_of_inputs_and_biases() -> None:
+    layer = quantized_layers(fit(QLoRA(), "int8", precision="64-true"))["model.base_model.model.1.up.base_layer"]
+    layer.bias.requires_grad_(True)
+    features = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x, _: layer(x), (features, layer.bias))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_are_merged_into_whole_layers(kind: str, precision: Any) -> None:
+    module = fit(QLoRA(), kind, precision=precision).eval()
+    batch = next(iter(tokens()))[0]
+    expected = module(batch)
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(module.model).merge_and_unload()
+    Quantization.dequantize(module)
+    assert not quantized_layers(module)
+    merged: Any = module.model.merge_and_unload()
+    error = 1e-5 if precision == "32-true" else 0.1
+    torch.testing.assert_close(merged(batch), expected, rtol=error, atol=error)
+    assert {"1.up.weight", "1.down.weight"} <= merged.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_llama_trains(kind: str) -> None:
+    module = fit(qllama(), kind)
+    assert len(quantized_layers(module)) == 15
+    assert difference(module, qllama()) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_compiled_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Graphs run as torch has traced them, which takes less time. A step that stayed eager would warn.
+    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: graph.forward)
+    module = fit(QLoRA(), kind, compile=True)
+    torch.compiler.reset()
+    assert difference(module, fit(QLoRA(), kind)) < 1e-6
+
+
+def test_what_is_chosen() -> None:
+    module = QLoRA()
+    head: Any = module.model.get_submodule("base_model.model.3")
+    head.requires_grad_(True)
+    assert fit(module).model.get_submodule("base_model.model.3") is head
+    named = Quantization("int8", layers=["*.1.*"], exclude=["*.down"])
+    trainer(callbacks=[named]).fit(QLoRA(), tokens())
+    assert named.quantized == ("model.base_model.model.1.up.base_layer",)
+    tied: Any = QLoRA()
+    tied.model.base_model.model[3].weight = tied.model.base_model.model[0].weight
+    fit(tied)
+    assert len(quantized_layers(tied)) == 4
+
+
+class WithBlocks(QLoRA):
+    """Has torch's own blocks, which read the weights of their layers in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedding: Any = self.model.get_submodule("base_model.model.0")
+        return super().forward(tokens) + self.block(embedding(tokens))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def test_blocks_of_torch_stay_whole() -> None:
+    module = WithBlocks()
+    trainer(callbacks=[Quantization("int8")]).fit(module, tokens(), tokens())
+    assert len(quantized_layers(module)) == 5
+
+
+class Untrained(QLoRA):
+    """Trains the whole base model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.requires_grad_(True)
+
+
+class OnMeta(QLoRA):
+    """Has no values yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "callbacks", "message"),
+    [
+        (Untrained, {}, [], "nothing to quantise: none of 13 linear layers"),
+        (OnMeta, {}, [], "on the meta device"),
+        (QLoRA, {"layers": ["*.up.base"]}, [], r"'\*\.up\.base' matches no linear layer"),
+        (QLoRA, {}, [EMAWeightAveraging()], "EMAWeightAveraging computes the mean of all weights"),
+        (QLoRA, {}, [StochasticWeightAveraging(0.1)], "StochasticWeightAveraging computes the mean"),
+        (QLoRA, {"blocksize": 63}, [], "cpu cannot compute with such weights: .*63"),
+    ],
+)
+def test_refused_before_training(module: Any, options: Any, callbacks: Any, message: str) -> None:
+    run = trainer(callbacks=[Quantization(**options), *callbacks])
+    with pytest.raises(ConfigurationError, match=message):
+        run.fit(module(), tokens())
+
+
+def test_strategies_that_do_not_go_with_it() -> None:
+    run = trainer(callbacks=[Quantization()], strategy="ensemble", devices=1)
+    with pytest.raises(ConfigurationError, match="does not go with strategy='ensemble'"):
+        run.fit(QLoRA(), tokens())
+
+
+def test_an_input_of_integers_is_refused() -> None:
+    layer = quantized_layers(fit(QLoRA()))["model.base_model.model.3"]
+    with pytest.raises(StepError, match=r"received torch\.uint8"):
+        layer(torch.zeros(1, 64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "int4"}, "kind is one of 'nf4', 'fp4', 'int8', not 'int4'"),
+        ({"layers": "up"}, "is a list of names"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Quantization(**arguments)
+
+
+@pytest.mark.parametrize(("kind", "package"), [("nf4", "bitsandbytes"), ("int8", "torchao")])
+def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigurationError, match=rf"{package}: pip install 'equipoise\[finetuning\]'"):
+        Quantization(kind)
+
+
+def test_the_command_line_configures_it(tmp_path: Path) -> None:
+    (tmp_path / "module").mkdir()
+    (tmp_path / "module" / "qlora.yaml").write_text("_target_: tests.extensions.quantization.qlora.QLoRA")
+    overrides = [
+        "module=qlora",
+        "callbacks=[quantization,adapter_checkpoints,float8_training]",
+        "callbacks.quantization.kind=int8",
+        "callbacks.quantization.exclude=['*.head']",
+        "callbacks.float8_training.recipe=rowwise",
+    ]
+    folders = [Path(equipoise.__file__).parent / "conf", tmp_path]
+    callbacks = compose_values(overrides, folders, tmp_path)["callbacks"]
+    quantization = instantiate(callbacks["quantization"])
+    assert isinstance(quantization, Quantization)
+    assert (quantization.kind, list(quantization.exclude), quantization.layers) == ("int8", ["*.head"], None)
+    assert instantiate(callbacks["float8_training"]).recipe == "rowwise"
+    assert isinstance(instantiate(callbacks["adapter_checkpoints"]), AdapterCheckpoints)
