@@ -54,7 +54,9 @@ def reads_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(constructor)
     def checked(*arguments: P.args, **options: P.kwargs) -> R:
         owner = arguments[0]
-        if options.get("plugins") or not isinstance(options.get("strategy", "auto"), str | Strategy):
+        has_strategy = not isinstance(options.get("strategy", "auto"), str | Strategy)
+        has_precision = not isinstance(options.get("precision"), str | int | None)
+        if options.get("plugins") or has_strategy or has_precision:
             # Most programs have no such objects.
             from equipoise.trainer.settings.from_lightning.objects import translate_objects
 

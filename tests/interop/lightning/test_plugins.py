@@ -8,20 +8,22 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LSFEnvironment
 from lightning.pytorch import Trainer as TheirTrainer
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
     DoublePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
     TorchCheckpointIO,
     TorchSyncBatchNorm,
+    TransformerEnginePrecision,
 )
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch.amp import GradScaler
 
-from equipoise import SingleDeviceStrategy
+from equipoise import Quantization, SingleDeviceStrategy
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
@@ -42,6 +44,27 @@ PRECISIONS: dict[str, Any] = {
     "bf16-mixed": ("MixedPrecision", ("bf16-mixed", "cpu")),
     "16-mixed": ("MixedPrecision", ("16-mixed", "cpu")),
 }
+
+
+@BOTH
+@pytest.mark.parametrize(("mode", "kind", "compresses"), [("nf4", "nf4", False), ("fp4-dq", "fp4", True)])
+def test_four_bits_of_bitsandbytes_are_quantised_weights(package: Any, mode: str, kind: str, compresses: bool) -> None:
+    given = package.BitsandbytesPrecision(mode, torch.bfloat16, {"head"})
+    for options in ({"plugins": [given]}, {"precision": given, "callbacks": LearningRateMonitor(log_momentum=True)}):
+        run = trainer(**options, logger=True)
+        assert run.precision == "bf16-true"
+        (callback,) = [callback for callback in run.callbacks if isinstance(callback, Quantization)]
+        assert (callback.kind, callback.compress_statistics, callback.exclude) == (kind, compresses, ["head*"])
+
+
+def test_precisions_of_few_bits_without_a_counterpart(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = BitsandbytesPrecision("int8-training")
+    refuses(lambda: trainer(plugins=[eight]), "_Linear8bitLt in torch.float16", "Quantization('int8')")
+    monkeypatch.setattr(TransformerEnginePrecision, "__init__", lambda self: None)
+    plugin: Any = TransformerEnginePrecision
+    for precision in (plugin(), "transformer-engine", "fp8"):
+        refuses(lambda given=precision: trainer(precision=given), "Float8Training()", "precision='bf16-true'")
+    refuses(lambda: trainer(plugins=[plugin()]), "TransformerEnginePrecision is no precision here")
 
 
 @BOTH

@@ -21,6 +21,9 @@ from equipoise.interop.lightning.classes import base_of, is_a
 
 __all__ = ["PluginsInUse", "PrecisionInUse", "read_precision", "sort_plugins"]
 
+# Names of precisions in float8 elsewhere.
+_FLOAT8 = ("transformer-engine", "transformer-engine-float16", "fp8", "float8")
+
 _PRECISIONS = (theirs.MixedPrecision, theirs.HalfPrecision, theirs.DoublePrecision, theirs.FSDPPrecision)
 _ENVIRONMENTS = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment, KubeflowEnvironment)
 _TAKEN = (
@@ -137,8 +140,14 @@ def read_precision(precision: Any) -> PrecisionInUse:
     Raises:
         ConfigurationError: If it is a plugin without a counterpart.
     """
-    if not is_a(precision, theirs.Precision):
+    if not is_a(precision, theirs.Precision) and precision not in _FLOAT8:
         return PrecisionInUse(precision)
+    from equipoise.interop.lightning.arguments.quantization import quantization_in_our_words, refuse_float8
+
+    refuse_float8(precision)
+    quantization = quantization_in_our_words(precision)
+    if quantization is not None:
+        return PrecisionInUse(quantization.precision)
     kind = type(precision)
     stock = (*_PRECISIONS, theirs.Precision)
     if not any(is_a(precision, one) and kind is base_of(precision, one) for one in stock):

@@ -6,7 +6,9 @@ from typing import Any
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.fsdp import MACHINES
 from equipoise.interop.lightning.arguments.plugins import PluginsInUse, sort_plugins
+from equipoise.interop.lightning.arguments.quantization import quantization_in_our_words
 from equipoise.interop.lightning.arguments.strategies import is_lightning_strategy, strategy_in_our_words
+from equipoise.names.extensions import load_extension
 from equipoise.parallel.communication.rank import find_rank
 from equipoise.strategies.by_name import make_strategy
 from equipoise.strategies.single_device import SingleDeviceStrategy
@@ -29,6 +31,7 @@ def translate_objects(options: dict[str, Any]) -> None:
     """
     _translate_strategy(options)
     _translate_plugins(options)
+    _translate_quantization(options)
 
 
 def _translate_strategy(options: dict[str, Any]) -> None:
@@ -103,6 +106,16 @@ def _translate_plugins(options: dict[str, Any]) -> None:
     options["plugins"] = _remaining(plugins)
 
 
+def _translate_quantization(options: dict[str, Any]) -> None:
+    """Replace a precision of few bits by the callback that quantises weights."""
+    words = quantization_in_our_words(options.get("precision"))
+    if words is None:
+        return
+    options["precision"] = words.precision
+    quantization = load_extension("callbacks", "quantization")(**words.options)
+    options["callbacks"] = [*_as_list(options.get("callbacks")), quantization]
+
+
 def _remaining(plugins: PluginsInUse) -> list[Any] | None:
     """Return the plugins that the trainer uses as they are."""
     remaining = [plugin for plugin in (plugins.checkpoint_io, plugins.environment) if plugin is not None]
@@ -126,9 +139,9 @@ def _check_nobody_else_starts(strategy: Any) -> None:
         )
 
 
-def _as_list(plugins: Any) -> list[Any]:
-    if plugins is None:
+def _as_list(objects: Any) -> list[Any]:
+    if objects is None:
         return []
-    if isinstance(plugins, list | tuple):
-        return list(plugins)
-    return [plugins]
+    if isinstance(objects, list | tuple):
+        return list(objects)
+    return [objects]
