@@ -99,6 +99,7 @@ ITEMS = (
     Item(10, "checkpoints", "checkpoints:checkpoints", 45, needs_cuda=False),
     Item(11, "captured and compiled steps", "speedups:captured_and_compiled", 60, needs_cuda=False),
     Item(12, "predicted memory", "predictions:predictions", 60),
+    Item(13, "weights of few bits, and float8", "few_bits:few_bits", 60, needs_cuda=False),
 )
 
 

@@ -30,7 +30,13 @@ GROUPS = {
         "docs/ensemble",
         "docs/hogwild",
     ],
-    "Memory and recovery": ["docs/memory", "docs/memory_savers", "docs/checkpoints", "docs/export"],
+    "Memory and recovery": [
+        "docs/memory",
+        "docs/memory_savers",
+        "docs/quantization",
+        "docs/checkpoints",
+        "docs/export",
+    ],
     "Data, optimisers and evaluation": [
         "docs/loaders",
         "docs/token_batches",
