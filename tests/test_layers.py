@@ -52,7 +52,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "hogwild": set(),
     "leaks": set(),
     "pipeline": {"planning"},
-    "planning": {"leaks", "report"},
+    "planning": {"leaks", "quantization", "report"},
     "pool": set(),
     "quantization": set(),
     "ray": set(),

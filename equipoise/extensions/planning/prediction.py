@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.description.settings import StepSettings, changes_memory
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
@@ -34,6 +34,7 @@ def predict_memory(
     precision: str | int = "32-true",
     accumulate_grad_batches: int = 1,
     activation_checkpointing: Sequence[str] = (),
+    callbacks: Sequence[Any] = (),
     device: Literal["cpu", "cuda"] = "cpu",
     measure: bool = True,
     timeout: float = 300.0,
@@ -53,6 +54,8 @@ def predict_memory(
         precision: The precision; see `Trainer`. Default: "32-true".
         accumulate_grad_batches: Batches of an accumulation window. Default: 1.
         activation_checkpointing: Patterns of submodules whose activations are computed twice. Default: none.
+        callbacks: The trainer's callbacks, of which those count that change layers or keep a copy of the weights.
+            Default: none.
         device: "cuda" for a GPU, on which optimisers of torch step all parameters together and need more memory for a
             moment. Not confirmed on a GPU. Default: "cpu".
         measure: Whether real steps with parts of the batch are run where a step cannot be traced. Default: True.
@@ -75,6 +78,7 @@ def predict_memory(
         precision=precision,
         accumulate_grad_batches=accumulate_grad_batches,
         activation_checkpointing=tuple(activation_checkpointing),
+        callbacks=tuple(filter(changes_memory, callbacks)),
         device=device,
     )
     if not hasattr(module, "training_step"):

@@ -13,6 +13,7 @@ from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.extensions.quantization.chosen_layers import check_strategy
 from equipoise.extensions.quantization.quantized_linear import QuantizedLinear
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.torch.fake_tensors import is_fake
 
 __all__ = ["AdapterCheckpoints", "check_has_values", "digest_of"]
 
@@ -127,12 +128,14 @@ def _digest_in(part: nn.Module, parameter: nn.Parameter, precision: Any) -> str:
 
 
 def digest_of(weight: Tensor, precision: Any) -> str:
-    """Return a text that differs for other values.
+    """Return a text that differs for other values; empty for a weight without memory, as in a plan.
 
     Args:
         weight: The weight.
         precision: The name of the run's precision, which may convert it.
     """
+    if is_fake(weight):
+        return ""
     values = weight.detach()
     if values.is_floating_point():
         values = values.to(_CONVERTED.get(precision, values.dtype))

@@ -16,6 +16,7 @@ from equipoise.extensions.quantization.chosen_layers import check_names, check_s
 from equipoise.extensions.quantization.formats import eight_bits, four_bits
 from equipoise.extensions.quantization.quantized_linear import Quantize, QuantizedLinear, quantized_layers
 from equipoise.formats import format_bytes
+from equipoise.interop.torch.fake_tensors import is_fake, usual_tensors
 
 __all__ = ["Quantization"]
 
@@ -88,7 +89,8 @@ class Quantization(AdapterCheckpoints):
         while chosen:
             _, layer = chosen.popitem()
             self._exchange(pl_module, layer, strategy.root_device, trainer.precision)
-        if count:
+        is_planned = any(map(is_fake, pl_module.parameters()))
+        if count and not is_planned:
             rank_zero_info(f"Quantised {count} linear layers of {format_bytes(nbytes)} to {self.kind}.")
         self.quantized = tuple(quantized_layers(pl_module))
         super().on_configure_model_end(trainer, pl_module)
@@ -135,8 +137,10 @@ class Quantization(AdapterCheckpoints):
         """Check that devices compute with such layers."""
         for device in set(devices):
             try:
-                layer = QuantizedLinear(nn.Linear(64, 16, device=device), self._quantize, device)
-                layer(torch.zeros(1, 64, device=device))
+                # A plan has tensors without memory, with which everything computes.
+                with usual_tensors():
+                    layer = QuantizedLinear(nn.Linear(64, 16, device=device), self._quantize, device)
+                    layer(torch.zeros(1, 64, device=device))
             except Exception as error:
                 raise ConfigurationError(
                     f"Quantization({self.kind!r}): {device} cannot compute with such weights: {error}. Take another"

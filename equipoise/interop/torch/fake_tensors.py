@@ -227,6 +227,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def usual_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context within `fake_tensors` whose tensors are torch's own again."""
+    """Return a context whose tensors are torch's own, also within `fake_tensors`."""
+    if _unset_fake_temporarily is None:
+        return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = _unset_fake_temporarily()
     return context

@@ -10,7 +10,7 @@ from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.description.settings import StepSettings, changes_memory
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches, planned_batches
@@ -39,13 +39,14 @@ def batches_of(values: Mapping[str, Any]) -> PlannedBatches:
     return planned
 
 
-def settings_of(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
+def settings_of(values: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
     """Return the settings of a step.
 
     Args:
-        trainer: The trainer's arguments.
+        values: The configuration.
         devices: The devices.
     """
+    trainer = values["trainer"]
     kinds = [device.kind for device in devices]
     device: Literal["cpu", "cuda"] = "cpu"
     if "cuda" in kinds:
@@ -58,7 +59,13 @@ def settings_of(trainer: Mapping[str, Any], devices: Sequence[PlannedDevice]) ->
         accumulate_grad_batches=batches,
         activation_checkpointing=tuple(trainer.get("activation_checkpointing") or ()),
         device=device,
+        callbacks=tuple(filter(changes_memory, _callbacks_of(values))),
     )
+
+
+def _callbacks_of(values: Mapping[str, Any]) -> list[Any]:
+    nodes = values.get("callbacks") or {}
+    return [build(node, f"callbacks.{name}") for name, node in nodes.items() if node]
 
 
 def predict_configured(

@@ -3,7 +3,7 @@
 The data are real, and the first batch is read. The module is built and traced without memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,11 +12,11 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
+from equipoise.extensions.planning.command.alternatives import alternatives_to
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches
@@ -45,7 +45,7 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     seed_everything(values["seed"] or 0, workers=True, verbose=False)
     planned = batches_of(values)
     batch_size = size_of_batch(planned.batches[0])
-    settings = settings_of(values["trainer"], devices)
+    settings = settings_of(values, devices)
     strategies = _strategies(values["strategy"])
 
     def steps_with(changed: StepSettings) -> list[tuple[MemoryPrediction, nn.Module]]:
@@ -62,7 +62,7 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     prediction, module = steps[0]
     plans_of_batches = plans_of(steps)
     plans = _plans(planned, plans_of_batches)
-    result = {
+    result: dict[str, Any] = {
         "title": type(module).__name__,
         "batch_size": batch_size,
         "budget": planned.budget,
@@ -78,7 +78,9 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     if not any(plan.fits for plan in plans):
         if settings.accumulate_grad_batches == 1:
             accumulated = plans_with(replace(settings, accumulate_grad_batches=2))
-        result["alternatives"] = _alternatives(plans_with, settings, module)
+        for changed, overrides in alternatives_to(settings, module, values.get("callbacks")):
+            with_less = [plain_plan(plan) for plan in plans_with(changed)]
+            result["alternatives"].append({"overrides": overrides, "strategies": with_less})
     advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches, planned.budget)
     result["recommendation"] = asdict(_with_known_keys(advice, values))
 
@@ -160,39 +162,6 @@ def _strategies(configured: Any) -> list[Strategy]:
         elif name not in _OTHER_STRATEGIES:
             strategies.append(make_strategy(name))
     return strategies
-
-
-def _alternatives(
-    plans_with: Callable[[StepSettings], list[StrategyPlan]], settings: StepSettings, module: nn.Module
-) -> list[dict[str, Any]]:
-    """Return the plans with what needs less memory: activation checkpointing, bf16-mixed, both."""
-    # 1. The overrides to try.
-    blocks = tuple(settings.activation_checkpointing or repeated_blocks(module))
-    half = settings.precision
-    if half in ("32-true", "32", 32):
-        half = "bf16-mixed"
-    present = (settings.precision, settings.activation_checkpointing)
-    variants = {(half, settings.activation_checkpointing), (settings.precision, blocks), (half, blocks)}
-    variants.discard(present)
-
-    def order(variant: tuple[Any, Sequence[str]]) -> tuple[str, int]:
-        precision, patterns = variant
-        return str(precision), len(patterns)
-
-    # 2. The plan with each.
-    alternatives = []
-    for precision, patterns in sorted(variants, key=order):
-        changed = replace(settings, precision=precision, activation_checkpointing=patterns)
-        plans = plans_with(changed)
-        overrides = []
-        if precision != settings.precision:
-            overrides.append(f"trainer.precision={precision}")
-        if patterns != settings.activation_checkpointing:
-            names = ",".join(patterns)
-            overrides.append(f"trainer.activation_checkpointing=[{names}]")
-        plain_plans = [plain_plan(plan) for plan in plans]
-        alternatives.append({"overrides": overrides, "strategies": plain_plans})
-    return alternatives
 
 
 def plain_plan(plan: StrategyPlan) -> dict[str, Any]:

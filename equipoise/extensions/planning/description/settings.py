@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.precision import make_precision
 from equipoise.validation import check_whole
 
-__all__ = ["NOT_PREDICTED", "StepSettings"]
+__all__ = ["NOT_PREDICTED", "StepSettings", "changes_layers", "changes_memory"]
 
 # Arguments of the trainer that change the memory of a step in a way that a trace does not follow.
 NOT_PREDICTED = ("step_in_backward", "offload_activations", "compile", "capture")
@@ -23,6 +25,7 @@ class StepSettings:
         accumulate_grad_batches: Batches of an accumulation window. Default: 1.
         activation_checkpointing: Patterns of submodules that compute their activations twice. Default: none.
         device: "cuda" for optimisers that step all parameters together, as they do on GPUs by default. Default: "cpu".
+        callbacks: Callbacks that change the memory of a step; see `changes_memory`. Default: none.
 
     Raises:
         ConfigurationError: If a value is out of range.
@@ -32,6 +35,7 @@ class StepSettings:
     accumulate_grad_batches: int = 1
     activation_checkpointing: Sequence[str] = ()
     device: Literal["cpu", "cuda"] = "cpu"
+    callbacks: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         make_precision(self.precision, "cpu")
@@ -43,3 +47,27 @@ class StepSettings:
                 "activation_checkpointing is a list of patterns, such as ['encoder.*'], not"
                 f" {self.activation_checkpointing!r}."
             )
+
+    @property
+    def weight_copies(self) -> int:
+        """Number of copies of the weights that the callbacks keep."""
+        return sum(copies_weights(callback) for callback in self.callbacks)
+
+
+def changes_memory(callback: Any) -> bool:
+    """Return True for a callback that changes the memory of a step: it changes layers, or keeps a copy of the weights.
+
+    Args:
+        callback: A callback of the trainer.
+    """
+    return changes_layers(callback) or copies_weights(callback)
+
+
+def changes_layers(callback: Any) -> bool:
+    """Return True for a callback that changes the layers of a module; see `Callback.on_configure_model_end`.
+
+    Args:
+        callback: A callback of the trainer.
+    """
+    hook = getattr(type(callback), "on_configure_model_end", None)
+    return hook not in (None, Callback.on_configure_model_end)

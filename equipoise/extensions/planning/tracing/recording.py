@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from equipoise.extensions.planning.curve.fitting import RecordedStep
@@ -9,6 +10,7 @@ from equipoise.extensions.planning.curve.parts import PhaseStart
 from equipoise.extensions.planning.tracing.batches import batch_of_size
 from equipoise.extensions.planning.tracing.step import PlannedStep
 from equipoise.memory.profile.ledger import Ledger
+from equipoise.memory.records import TensorRecord
 
 __all__ = ["record_step"]
 
@@ -49,6 +51,7 @@ def record_step(step: PlannedStep, example: Any, batch_size: int, accumulate_gra
         if was_enabled:
             gc.enable()
     records, events = ledger.history("cpu")
+    records = [_with_copies(record, step.weight_copies) for record in records]
     return RecordedStep(batch_size=batch_size, records=records, events=events, starts=starts)
 
 
@@ -66,6 +69,13 @@ def _batches(
             ledger.add_batch(batch)
         yield batch
         del batch
+
+
+def _with_copies(record: TensorRecord, copies: int) -> TensorRecord:
+    """Return the record of a storage with the copies that callbacks keep of it, which lie where the storage lies."""
+    if not copies or record.category not in ("parameter", "buffer"):
+        return record
+    return replace(record, nbytes=(1 + copies) * record.nbytes)
 
 
 def _ignore(phase: str) -> None:

@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.strategies.single_device import SingleDeviceStrategy
 
 __all__ = ["SilentLogger", "TrainerStandIn", "attach"]
 
@@ -30,17 +34,16 @@ class TrainerStandIn:
     """Attributes that modules read from a trainer during a step, as they are in the first epoch of a run on one device.
 
     Args:
-        accumulate_grad_batches: Batches of an accumulation window.
-        precision: Name of the precision.
+        settings: The settings of the step.
 
     Attributes:
         optimizers: The optimisers, once they exist.
     """
 
-    def __init__(self, accumulate_grad_batches: int = 1, precision: str = "32-true") -> None:
+    def __init__(self, settings: StepSettings) -> None:
         self.optimizers: list[Optimizer] = []
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.precision = precision
+        self.accumulate_grad_batches = settings.accumulate_grad_batches
+        self.precision = str(settings.precision)
 
         # Where the run is.
         self.current_epoch = 0
@@ -66,11 +69,13 @@ class TrainerStandIn:
         self.global_rank = 0
         self.local_rank = 0
         self.is_global_zero = True
+        self.strategy = SingleDeviceStrategy()
+        self.strategy.connect([torch.device("cpu")])
 
         # What it keeps.
         self.logger = SilentLogger()
         self.loggers = [self.logger]
-        self.callbacks: list[Any] = []
+        self.callbacks = list(settings.callbacks)
         self.callback_metrics: dict[str, Tensor] = {}
         self.logged_metrics: dict[str, Tensor] = {}
         self.datamodule = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.description.settings import StepSettings, changes_layers
 from equipoise.extensions.planning.tracing.empty_tensors import convert_without_memory, has_fake_tensors
 from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach
 from equipoise.parallel.activation_checkpointing import checkpoint_activations
@@ -39,6 +39,7 @@ class PlannedStep:
     Attributes:
         module: The module.
         optimizers: Its optimisers.
+        weight_copies: Number of copies of the weights that callbacks keep.
 
     Raises:
         ConfigurationError: If the module has no optimiser, or a setting does not fit it.
@@ -51,16 +52,19 @@ class PlannedStep:
         build_optimizer: BuildOptimizer | None = None,
     ) -> None:
         self.module = module
+        self.weight_copies = settings.weight_copies
         self._settings = settings
         self._precision = make_precision(settings.precision, "cpu")
         self._begin: Callable[[str], None] = _nothing
-        self._trainer = TrainerStandIn(settings.accumulate_grad_batches, str(settings.precision))
+        self._trainer = TrainerStandIn(settings)
         attach(module, self._trainer, self._manual_backward)
 
         # 1. The parts of the module that it builds itself.
         self._call_hook("setup", "fit")
         with self._precision.init_context():
             self._call_hook("configure_model")
+        for callback in filter(changes_layers, settings.callbacks):
+            callback.on_configure_model_end(self._trainer, module)
         if has_fake_tensors(module):
             convert_without_memory(module, self._precision.convert_module)
         else:

@@ -35,6 +35,7 @@ def predict_step(trainer: Any, module: LightningModule, batch: Any, *, measure: 
         precision=trainer.precision,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         activation_checkpointing=trainer.run_state.activation_checkpointing or (),
+        callbacks=trainer.callbacks,
         device=trainer.connected_strategy.root_device.type,
         measure=measure,
     )

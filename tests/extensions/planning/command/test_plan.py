@@ -18,7 +18,7 @@ FILES = {
         defaults: [equipoise, _self_, module: net, data: rows]
         trainer: {accelerator: cpu, max_epochs: 1}
         """,
-    "conf/module/net.yaml": "{_target_: net.module.Net, width: 64, writes: null, reads: false}",
+    "conf/module/net.yaml": "{_target_: net.module.Net, width: 64, writes: null, reads: false, frozen: false}",
     "conf/data/rows.yaml": "{_target_: net.module.Rows, batch_size: 64}",
     "net/__init__.py": "",
     "net/module.py": """
@@ -28,10 +28,11 @@ FILES = {
         from torch.utils.data import DataLoader
 
         class Net(LightningModule):
-            def __init__(self, *, width, writes, reads):
+            def __init__(self, *, width, writes, reads, frozen):
                 super().__init__()
                 self.first = nn.Linear(64, width)
                 self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)])
+                self.blocks.requires_grad_(not frozen)
                 self.writes = writes
                 self.reads = reads
 
@@ -111,6 +112,25 @@ def test_what_helps_if_nothing_fits(net: Path, equipoise: Any) -> None:
     assert "does not fit" in out
     assert "trainer.activation_checkpointing=[blocks.*]" in out
     assert "trainer.precision=bf16-mixed" in out
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    arguments = ("module.width=4096", "module.frozen=true", "trainer.devices=700MiB", "data.batch_size=8")
+    code, out, err = equipoise("plan", "--json", *arguments)
+    assert code == 0, err
+    plan = json.loads(out)
+    assert not any(entry["fits"] for entry in plan["strategies"])
+    fitting = []
+    for alternative in plan["alternatives"]:
+        if any(entry["fits"] for entry in alternative["strategies"]):
+            fitting.append(alternative["overrides"])
+    assert fitting[0] == ["callbacks=[run_summary,run_report,memory_logger,quantization]"]
+    # The overrides are those of a run.
+    code, out, err = equipoise("plan", "--json", *arguments, *fitting[0])
+    assert code == 0, err
+    assert any(entry["fits"] for entry in json.loads(out)["strategies"])
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -1,0 +1,105 @@
+"""Callbacks that change layers or keep copies of the weights, in a plan."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor
+from torch import Tensor, nn
+
+from equipoise import Callback, predict_memory
+from equipoise.extensions.fsdp.strategy import FSDPStrategy
+from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
+from equipoise.extensions.planning.comparison import plan_strategies
+from equipoise.extensions.planning.description.devices import describe_devices
+from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.tracing.tracer import trace_step
+from equipoise.strategies.ddp.strategy import DDPStrategy
+from tests.extensions.planning.steps import Step, peak_of, recorded_really
+
+# What the adapters and the base have: the figures of an issue are within 3%, those of a trace are closer.
+TOLERANCE = 0.01
+WIDTH = 256
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a product of two small matrices that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        adapted: Tensor = self.base(features) + self.up(self.down(features))
+        return adapted.tanh()
+
+
+def module_with_adapters() -> Step:
+    return Step(nn.Sequential(*[Adapted() for _ in range(6)]))
+
+
+def quantization(kind: str) -> Any:
+    pytest.importorskip({"int8": "torchao", "nf4": "bitsandbytes"}[kind])
+    from equipoise import Quantization
+
+    return Quantization(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_peak_of_quantised_layers(kind: str, precision: str) -> None:
+    settings = StepSettings(precision=precision, callbacks=(quantization(kind),))
+    example = torch.rand(8, WIDTH)
+    found = trace_step(module_with_adapters, example, settings)
+    assert found.method == "traced"
+    assert found.notes == []
+    for batch_size in (1, 5, 300):
+        recorded = recorded_really(module_with_adapters(), example, batch_size, settings)
+        assert found.peak(batch_size).nbytes == pytest.approx(peak_of(recorded), rel=TOLERANCE), batch_size
+    whole = trace_step(module_with_adapters, example, StepSettings(precision=precision))
+    assert found.facts.parameters < 0.6 * whole.facts.parameters
+
+
+class Average(Callback):
+    """Keeps a copy of the weights in a way of its own."""
+
+    copies_weights = True
+
+
+def test_copies_of_the_weights_lie_where_the_weights_lie() -> None:
+    module = module_with_adapters()
+    nbytes = sum(parameter.nbytes for parameter in module.parameters())
+    example = torch.rand(8, WIDTH)
+    callbacks = [EMAWeightAveraging(), LearningRateMonitor(), Average()]
+    alone = predict_memory(module, example)
+    found = predict_memory(module, example, callbacks=callbacks)
+    assert found.facts.parameters == 3 * nbytes
+    strategies = [DDPStrategy(), FSDPStrategy(), PipelineStrategy()]
+    devices = describe_devices("2x24GiB")
+    additional = {}
+    plans = zip(
+        plan_strategies(alone, module, strategies, devices),
+        plan_strategies(found, module, strategies, devices),
+        strict=True,
+    )
+    for before, after in plans:
+        differences = []
+        for device, same in zip(before.devices, after.devices, strict=True):
+            differences.append(same.peak.nbytes - device.peak.nbytes)
+        additional[before.strategy] = differences
+    assert additional["ddp"] == [2 * nbytes] * 2
+    assert additional["fsdp"] == [nbytes] * 2
+    assert sum(additional["pipeline"]) == 2 * nbytes
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = quantization("nf4")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(Exception, match="bitsandbytes"):
+        trace_step(module_with_adapters, torch.rand(8, WIDTH), StepSettings(callbacks=(callback,)))
