@@ -14,7 +14,8 @@ from equipoise.extensions.fsdp.strategy import FSDPStrategy
 from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
 from equipoise.extensions.planning.comparison import StrategyPlan, from_simplest, plan_strategies
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.settings import NOT_PREDICTED
+from equipoise.extensions.planning.description.frozen_layers import has_frozen_layers
+from equipoise.extensions.planning.description.settings import NOT_PREDICTED, changes_layers
 from equipoise.extensions.tuning.first_batch import read_first_batch
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.formats import format_bytes
@@ -69,7 +70,7 @@ def choose_strategy(trainer: Any, request: Request, present: Strategy) -> Strate
             return strategy
     rank_zero_warn(
         f'strategy="auto" is {plan.strategy}, but a step is predicted to fit under no strategy: {_shortage(plan)}'
-        f" with a batch of {batch_size}. See what helps: `equipoise plan`."
+        f" with a batch of {batch_size}. {_remedy(trainer, request.module)}"
     )
     return present
 
@@ -110,6 +111,13 @@ def _why_another(plan: StrategyPlan, other: StrategyPlan, batch_size: int) -> st
 def _shortage(plan: StrategyPlan) -> str:
     fullest = plan.fullest
     return f"{fullest.name} would need {format_bytes(fullest.peak.nbytes)} of {format_bytes(fullest.usable)}"
+
+
+def _remedy(trainer: Any, module: LightningModule) -> str:
+    """Return a sentence on what needs less memory than all strategies."""
+    if has_frozen_layers(module) and not any(map(changes_layers, trainer.callbacks)):
+        return "Frozen weights need less in four bits: callbacks=[Quantization('nf4')]; see also `equipoise plan`."
+    return "See what helps: `equipoise plan`."
 
 
 def _report_unpredicted(strategy: Strategy, reason: str) -> None:

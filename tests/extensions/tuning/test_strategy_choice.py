@@ -162,6 +162,14 @@ def test_nothing_fits(room: Any, told: list[str]) -> None:
     assert told == []
 
 
+def test_frozen_weights_in_four_bits_are_proposed(room: Any, told: list[str]) -> None:
+    room(1000)
+    module = Wide()
+    module.net[2].requires_grad_(False)
+    with pytest.warns(UserWarning, match="Frozen weights need less in four bits"):
+        assert choose(module) == "ddp"
+
+
 def test_stages_need_automatic_optimisation(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
 

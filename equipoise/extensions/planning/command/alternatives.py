@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from equipoise.extensions.planning.description.frozen_layers import has_frozen_layers
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
 from equipoise.extensions.planning.description.settings import StepSettings
 
@@ -41,7 +42,7 @@ def alternatives_to(
     recomputed = _with_checkpointing(present, module)
     both = _with_checkpointing(low, module)
     alternatives = [low, recomputed, both]
-    if _has_frozen_layers(module) and not settings.callbacks and find_spec("bitsandbytes") is not None:
+    if not settings.callbacks and has_frozen_layers(module) and find_spec("bitsandbytes") is not None:
         names = [*(callbacks or {}), "quantization"]
         alternatives += [_with_quantized_weights(alternative, names) for alternative in (present, both)]
 
@@ -80,7 +81,3 @@ def _with_quantized_weights(before: Alternative, names: Sequence[str]) -> Altern
 
     changed = replace(before.settings, callbacks=(Quantization("nf4"),))
     return Alternative(changed, [f"callbacks=[{','.join(names)}]", *before.overrides])
-
-
-def _has_frozen_layers(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) and not part.weight.requires_grad for part in module.modules())
