@@ -27,6 +27,7 @@ from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
 from equipoise.extensions.ensemble.outputs import MemberLogs, averaged
 from equipoise.extensions.ensemble.portable_state import MemberStates
+from equipoise.interop.lightning.callbacks import copying_callbacks
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.parallel.batches.shard import Shard
@@ -228,6 +229,11 @@ class EnsembleStrategy(Strategy):
             raise ConfigurationError(
                 f"{kind} overrides `configure_gradient_clipping`, which would see the gradients of the first member"
                 " alone. Use Trainer(gradient_clip_val=...), which clips those of each member."
+            )
+        for callback in copying_callbacks(module):
+            raise ConfigurationError(
+                f"{type(callback).__name__} would average the weights of the first member alone. Leave it out, or train"
+                " the members in runs of their own."
             )
         for name, parameter in module.named_parameters():
             if has_gradient_hooks(parameter):

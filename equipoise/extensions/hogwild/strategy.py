@@ -12,6 +12,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.hogwild.optimizers import SharedOptimizer
 from equipoise.extensions.hogwild.portable_state import SharedState
 from equipoise.extensions.hogwild.shared_memory import share_parameters
+from equipoise.interop.lightning.callbacks import copying_callbacks
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
@@ -95,6 +96,17 @@ class HogwildStrategy(ProcessStrategy):
                 )
             devices = [torch.device("cpu")] * self.number
         super().connect(devices, num_nodes)
+
+    def check_module(self, module: nn.Module, *, training: bool) -> None:
+        """Refuse averages, which each process would exchange with the shared weights; see `Strategy.check_module`."""
+        if not training or self.processes.world_size == 1:
+            return
+        for callback in copying_callbacks(module):
+            raise ConfigurationError(
+                f"{type(callback).__name__} exchanges the weights with a copy for each evaluation, but under"
+                " strategy='hogwild' several processes would do so with the same weights. Leave it out, or take"
+                " strategy='ddp'."
+            )
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, and share its parameters; see `Strategy.setup`."""

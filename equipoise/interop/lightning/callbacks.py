@@ -23,6 +23,7 @@ __all__ = [
     "cannot_fire",
     "copies_of",
     "copies_weights",
+    "copying_callbacks",
     "files_written_after",
     "kept_files",
     "last_checkpoints",
@@ -136,14 +137,23 @@ def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> No
                 buffer.copy_(value)
 
 
+def copying_callbacks(module: nn.Module) -> list[Any]:
+    """Return the callbacks of a module's trainer that copy the module, as averages of the weights do.
+
+    Args:
+        module: The module.
+    """
+    callbacks = getattr(getattr(module, "trainer", None), "callbacks", ())
+    return [callback for callback in callbacks if copies_weights(callback)]
+
+
 def copies_of(module: nn.Module) -> list[nn.Module]:
     """Return the copies of a module that the callbacks of its trainer have.
 
     Args:
         module: The module.
     """
-    callbacks = getattr(getattr(module, "trainer", None), "callbacks", ())
-    values = [value for callback in callbacks if copies_weights(callback) for value in vars(callback).values()]
+    values = [value for callback in copying_callbacks(module) for value in vars(callback).values()]
     copies = []
     for value in values:
         # It may be within an AveragedModel.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, split_ensemble
@@ -188,6 +189,11 @@ class Clipping(Classifier):
 def test_modules_that_are_refused(make: Any, words: str) -> None:
     run = trainer(EnsembleStrategy(members=2))
     refuses(lambda: run.fit(make(), loader(), loader(shuffle=False)), words)
+
+
+def test_an_average_of_one_member_is_refused() -> None:
+    run = trainer(EnsembleStrategy(members=2), callbacks=[EMAWeightAveraging()])
+    refuses(lambda: run.fit(Classifier(), loader()), "EMAWeightAveraging", "first member alone")
 
 
 @pytest.mark.parametrize(

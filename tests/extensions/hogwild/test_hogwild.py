@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -264,10 +265,14 @@ def test_processes_draw_other_random_numbers() -> None:
             ),
             "cannot meet to share a state",
         ),
+        (
+            lambda: trainer(HogwildStrategy(processes=2), callbacks=[EMAWeightAveraging()]).fit(Linear(), loader()),
+            "several processes would do so with the same weights",
+        ),
         (lambda: trainer(HogwildStrategy(processes=2), devices=3), "Leave one of the two out"),
         (lambda: HogwildStrategy().connect([torch.device("cuda:0")]), "CPUs"),
     ],
-    ids=["processes", "state", "nodes", "precision", "devices", "gpu"],
+    ids=["processes", "state", "nodes", "precision", "averages", "devices", "gpu"],
 )
 def test_what_is_refused(make: Any, words: str) -> None:
     refuses(make, words)

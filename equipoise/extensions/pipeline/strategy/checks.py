@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.callbacks import copies_weights
+from equipoise.interop.lightning.callbacks import copying_callbacks
 from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.torch.modules import is_compiled
 from equipoise.parallel.batches.shares import are_shares
@@ -158,7 +158,7 @@ def check_averages(module: nn.Module) -> None:
         ConfigurationError: If StochasticWeightAveraging would reset layers of BatchNorm, or if a trainable parameter
             has a class of its own.
     """
-    for callback in filter(copies_weights, getattr(getattr(module, "trainer", None), "callbacks", ())):
+    for callback in copying_callbacks(module):
         if is_a(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise ConfigurationError(
                 "StochasticWeightAveraging resets the statistics of BatchNorm layers, which are in other processes"
