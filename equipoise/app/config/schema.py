@@ -66,8 +66,8 @@ def option_name(target: type) -> str:
         >>> option_name(dict)
         'dict'
     """
-    # Between a small and a capital letter, and before the last of several capitals.
-    boundary = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    # Between a small letter or a digit and a capital letter, and before the last of several capitals.
+    boundary = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
     return re.sub(boundary, "_", target.__name__).lower()
 
 

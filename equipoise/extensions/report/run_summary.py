@@ -135,7 +135,8 @@ def _run_rows(trainer: Any, fit: Fit) -> list[Row]:
     if fit.epochs:
         rows.append(("time per epoch", format_duration(fit.epoch_time / fit.epochs)))
     rows.append(("total time", format_duration(monotonic() - fit.clock)))
-    rows += trainer.run_state.summary_rows.items()
+    # Lightning's Trainer has none.
+    rows += getattr(trainer, "summary_rows", {}).items()
     return rows
 
 

@@ -53,6 +53,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         >>> sampler = TokenBatchSampler([3, 1, 2, 6, 2], max_tokens=6, shuffle=False)
         >>> list(sampler)
         [[3], [0, 2], [4, 1]]
+        >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(range(5), batch_sampler=sampler)
     """
 

@@ -1,5 +1,6 @@
 """Public names that stand for values elsewhere: fields of a RunState (`StateField`), or what is read (`Reads`)."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args, overload
@@ -152,6 +153,7 @@ class StateFields:
     steps_in_backward = StateField[bool]()
     offload_least_bytes = StateField[int | None]()
     compiles_steps = StateField[Literal["auto"] | bool]()
+    block_options = StateField[Mapping[str, Any] | None]()
     captures_steps = StateField[bool]()
     fuses_optimizers = StateField[bool]()
     sync_batchnorm = StateField[bool]()
@@ -198,5 +200,6 @@ class StateFields:
     callbacks = StateField[list[Callback]]()
     loggers = _Loggers()
     metric_listeners = StateField[list[MetricListener]]()
+    summary_rows = StateField[dict[str, str]]()
     optimizers = StateField[list[Optimizer]]()
     lr_scheduler_configs = StateField[list[LRSchedulerConfig]]()

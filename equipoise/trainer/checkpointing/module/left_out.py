@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from equipoise.callbacks.callback import Callback
 from equipoise.errors import CheckpointError
 
 __all__ = ["completed", "leaving_out", "names_left_out"]
@@ -19,7 +20,8 @@ def names_left_out(callbacks: Iterable[Any]) -> set[str]:
     """
     names: set[str] = set()
     for callback in callbacks:
-        names.update(getattr(callback, "left_out_of_checkpoints", ()))
+        if isinstance(callback, Callback):
+            names.update(callback.left_out_of_checkpoints)
     return names
 
 
