@@ -69,5 +69,6 @@ def changes_layers(callback: Any) -> bool:
     Args:
         callback: A callback of the trainer.
     """
+    # Callbacks of Lightning have no such hook, and ours inherit one that does nothing.
     hook = getattr(type(callback), "on_configure_model_end", None)
     return hook not in (None, Callback.on_configure_model_end)
