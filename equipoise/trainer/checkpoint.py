@@ -19,8 +19,8 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.communication.agreements import agree_to_save
-from equipoise.trainer.checkpointing.file import check_name, pack_checkpoint, write_checkpoint
+from equipoise.parallel.communication.agreements import agree_to_save, in_main
+from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
@@ -56,8 +56,6 @@ def save_checkpoint(
     """
     state = context.state
     weight_format = format_of(path, state.checkpoint_io)
-    if state.checkpoint_io is None and weight_format is None:
-        check_name(path)
     if weight_format is not None and weights_only is False:
         raise CheckpointError(
             f"{os.fspath(path)!r} can hold weights alone: pass weights_only=True, or name it '.ckpt'."
@@ -65,32 +63,34 @@ def save_checkpoint(
     processes = context.strategy.processes
     if parts.fit_loop.fit.is_uneven:
         agree_to_save(processes)
-    if weight_format is not None:
-        with state.profiler.profile("save_checkpoint"):
-            checkpoint = dump_checkpoint(parts, context, weights_only=True, path=os.fspath(path))
-            if processes.is_main:
-                weight_format.write(checkpoint["state_dict"], path)
-            processes.barrier("Trainer.save_checkpoint")
-        return
-    folders = context.strategy.portable.folders
+    folders = None
+    if weight_format is None:
+        folders = context.strategy.portable.folders
+    leaves_out = weight_format is not None or bool(weights_only)
+
+    def pack() -> bytes:
+        _check_placeholders(checkpoint, path)
+        warn_of_objects_written(state, checkpoint)
+        return pack_checkpoint(checkpoint, path)
+
+    def write() -> None:
+        if weight_format is not None:
+            weight_format.write(checkpoint["state_dict"], path)
+            return
+        warn_of_objects_written(state, checkpoint)
+        if state.checkpoint_io is not None:
+            state.checkpoint_io.save_checkpoint(checkpoint, os.fspath(path), storage_options)
+        else:
+            write_checkpoint(checkpoint, path)
+
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.
         with nullcontext() if folders is None else folders.collecting():
-            checkpoint = dump_checkpoint(parts, context, weights_only=bool(weights_only), path=os.fspath(path))
-        if folders is not None:
-            rest = None
-            if processes.is_main:
-                _check_placeholders(checkpoint, path)
-                warn_of_objects_written(state, checkpoint)
-                rest = pack_checkpoint(checkpoint, path)
-            folders.save(path, rest)
-        elif processes.is_main:
-            warn_of_objects_written(state, checkpoint)
-            if state.checkpoint_io is not None:
-                state.checkpoint_io.save_checkpoint(checkpoint, os.fspath(path), storage_options)
-            else:
-                write_checkpoint(checkpoint, path)
-        processes.barrier("Trainer.save_checkpoint")
+            checkpoint = dump_checkpoint(parts, context, weights_only=leaves_out, path=os.fspath(path))
+        if folders is None:
+            in_main(write, processes)
+        else:
+            folders.save(path, in_main(pack, processes))
 
 
 def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

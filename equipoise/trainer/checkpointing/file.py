@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_contents",
     "check_is_file",
-    "check_name",
     "explaining_reads",
     "is_plain",
     "open_checkpoint",
@@ -44,23 +43,6 @@ _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.
 
 
 # Writing
-
-
-def check_name(path: str | os.PathLike[str]) -> None:
-    """Check that the name of a checkpoint does not promise a format that it does not have.
-
-    Args:
-        path: Its path.
-
-    Raises:
-        CheckpointError: If it ends with ".safetensors".
-    """
-    if os.fspath(path).endswith(".safetensors"):
-        raise CheckpointError(
-            f"A checkpoint holds more than tensors, in the format of `torch.save`, but the name {os.fspath(path)!r}"
-            " promises tensors alone. Name it '.ckpt'. The weights alone are written by"
-            " `safetensors.torch.save_model(module, path)`."
-        )
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

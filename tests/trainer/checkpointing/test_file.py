@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from equipoise import CheckpointError
-from equipoise.trainer.checkpointing.file import check_name, read_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file import read_checkpoint, write_checkpoint
 from tests.parity.comparison import differences
 from tests.support.programs import Program
 
@@ -206,11 +206,6 @@ def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
     with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: .*ulimit -n.*set_sharing_strategy"):
         write_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
-
-
-def test_a_name_of_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"torch\.save.*w\.safetensors.*Name it '\.ckpt'"):
-        check_name(tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("moment", ["while writing", "at the end", "in fsync"])
