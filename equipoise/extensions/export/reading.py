@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -45,8 +45,12 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     with _local(os.fspath(path)) as local:
-        for file in _files(local):
-            metadata |= _read_file(file, tensors)
+        files, places = _files(local)
+        for file in files:
+            metadata |= _read_file(file, tensors, places)
+    lacking = places.keys() - tensors.keys()
+    if lacking:
+        raise CheckpointError(f"The index in {os.fspath(path)!r} names {min(lacking)!r}, which its file lacks.")
     for alias, name in metadata.items():
         # Metadata may say anything else as well.
         if name in tensors and alias not in FORMAT:
@@ -73,13 +77,14 @@ def _local(path: str) -> Iterator[Path]:
         yield local / PurePosixPath(path).name if is_file else local
 
 
-def _read_file(file: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Add the tensors of a file; return its metadata."""
+def _read_file(file: Path, tensors: dict[str, Tensor], places: Mapping[str, str]) -> dict[str, str]:
+    """Add the tensors of a file, but those that an index has in another; return its metadata."""
     library = _library()
     try:
         with library.safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 - it is no mapping
-                tensors[name] = content.get_tensor(name)
+                if places.get(name, file.name) == file.name:
+                    tensors[name] = content.get_tensor(name)
             return content.metadata() or {}
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"The file {str(file)!r} does not exist.") from error
@@ -97,27 +102,25 @@ def _library() -> ModuleType:
     return safetensors
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """Yield the files at a path: itself, or those of a folder."""
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files at a path, itself or those of a folder; and by the names of tensors those that an index says."""
     if not path.is_dir():
-        yield path
-        return
+        return [path], {}
     for stem in _STEMS:
         file = path / f"{stem}.safetensors"
         if file.is_file():
-            yield file
-            return
+            return [file], {}
     index = path / f"model{INDEX_SUFFIX}"
     if not index.is_file():
         raise CheckpointNotFoundError(f"The folder {str(path)!r} holds no 'model.safetensors', and no index of it.")
     try:
         content = json.loads(index.read_bytes())
-        names = set(content["weight_map"].values())
+        places = dict(content["weight_map"].items())
+        names = sorted(set(places.values()))
         # A path would lead out of the folder.
-        is_safe = all(name == Path(name).name for name in names)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        is_safe = all(name == Path(name).name and name.endswith(".safetensors") for name in names)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{str(index)!r} is no index of weights: {type(error).__name__}: {error}.") from error
     if not is_safe:
-        raise CheckpointError(f"{str(index)!r} names files outside of its folder.")
-    for name in sorted(names):
-        yield path / name
+        raise CheckpointError(f"{str(index)!r} names files outside of its folder, or of another format.")
+    return [path / name for name in names], places

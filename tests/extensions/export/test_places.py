@@ -187,10 +187,25 @@ def test_a_run_begins_elsewhere(elsewhere: Any) -> None:
         ("{", "is no index of weights"),
         ('{"weight_map": []}', "is no index of weights"),
         ('{"weight_map": {"a": "../x.safetensors"}}', "outside of its folder"),
+        ('{"weight_map": {"a": ".."}}', "outside of its folder"),
         ('{"weight_map": {"a": "y.safetensors"}}', "does not exist"),
+        ("[" * 100_000, "RecursionError"),
     ],
 )
 def test_a_damaged_index(index: str, reason: str, tmp_path: Path) -> None:
     refuses(lambda: read_weights(tmp_path), "holds no 'model.safetensors'", error=CheckpointError)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     refuses(lambda: read_weights(tmp_path), reason, error=CheckpointError)
+
+
+def test_an_index_says_what_each_file_holds(tmp_path: Path) -> None:
+    """A tensor that an earlier export left in another file is not taken in its place."""
+    for name in ("x", "y"):
+        export_weights(
+            {"a": torch.full((2,), float(name == "x")), name: torch.ones(1)}, tmp_path / f"{name}.safetensors"
+        )
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "x.safetensors", "y": "y.safetensors"}}')
+    assert torch.equal(read_weights(tmp_path)["a"], torch.ones(2))
+    index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
+    refuses(lambda: read_weights(tmp_path), "'b'", "lacks", error=CheckpointError)
