@@ -13,7 +13,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-__all__ = ["CODES", "FORMAT", "INDEX_SUFFIX", "FileOfWeights", "index_of", "split"]
+from equipoise.errors import CheckpointError
+
+__all__ = ["CODES", "FORMAT", "INDEX_SUFFIX", "METADATA", "FileOfWeights", "converted", "index_of", "split"]
 
 # Names of the dtypes in a header.
 CODES: dict[torch.dtype, str] = {
@@ -40,6 +42,9 @@ CODES: dict[torch.dtype, str] = {
 
 # Without this entry transformers refuses a file.
 FORMAT = {"format": "pt"}
+
+# The entry of a header that is no tensor.
+METADATA = "__metadata__"
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -74,14 +79,14 @@ class FileOfWeights:
             for piece in self.read(name):
                 for begin in range(0, len(piece), _MOST_ELEMENTS):
                     part = piece[begin : begin + _MOST_ELEMENTS]
-                    _write_bytes(file, part.to(dtype))
+                    _write_bytes(file, converted(name, part, dtype))
 
     def _size_of_element(self, name: str) -> int:
         return self.tensors[name].dtype.itemsize
 
     def _header(self, names: Sequence[str]) -> bytes:
         # The metadata is that of `safetensors.torch.save_model`.
-        header: dict[str, Any] = {"__metadata__": {**self.aliases, **FORMAT}}
+        header: dict[str, Any] = {METADATA: {**self.aliases, **FORMAT}}
         begin = 0
         for name in names:
             tensor = self.tensors[name]
@@ -92,6 +97,22 @@ class FileOfWeights:
         # The tensors begin at a multiple of 8 bytes.
         padded_length = math.ceil(len(text) / 8) * 8
         return text.ljust(padded_length)
+
+
+def converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in another dtype.
+
+    Raises:
+        CheckpointError: If one of them is too large for it.
+    """
+    result = values.to(dtype)
+    if dtype == values.dtype:
+        return result
+    infinite = result.isinf()
+    # Not all types of 8 bits have this operation.
+    if infinite.any() and not infinite.equal(values.double().isinf()):
+        raise CheckpointError(f"{name!r} has values that are too large for {dtype}. Choose a dtype of a larger range.")
+    return result
 
 
 def _size_of(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.extensions.export.layout import converted
 from equipoise.extensions.export.weights import open_weights
 
 __all__ = ["find_models", "has_own_layout", "save_pretrained"]
@@ -60,7 +61,7 @@ def _converted(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]
         state = weights.state()
         for name, value in state.items():
             if name not in weights.aliases and value.is_floating_point():
-                state[name] = value.to(dtype)
+                state[name] = converted(name, value, dtype)
         for alias, name in weights.aliases.items():
             state[alias] = state[name]
         return state

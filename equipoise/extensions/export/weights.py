@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.extensions.export.layout import CODES, FORMAT
+from equipoise.extensions.export.layout import CODES, FORMAT, METADATA
 from equipoise.interop.torch.modules import uncompiled_name
 from equipoise.parallel.shards.placeholders import name_of
 from equipoise.parallel.shards.reading import ShardReader, has_shards
@@ -56,8 +56,13 @@ class Weights:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield the values of a tensor in order: flat pieces, on the CPU."""
+        elements_left = self.tensors[name].numel()
         for piece in self.read(self.tensors[name]):
+            elements_left -= piece.numel()
             yield piece.detach().resolve_conj().resolve_neg().reshape(-1)
+        # The sizes that an archive names may be wrong.
+        if elements_left:
+            raise CheckpointError(f"The values of {name!r} are not as many as its shape says: the file is damaged.")
 
     def value(self, name: str) -> Tensor:
         """Return a tensor with its values, on the CPU."""
@@ -97,7 +102,7 @@ def open_weights(source: Source, *, prefix: str = "", choice: str | None = None)
     elif isinstance(source, nn.Module):
         yield _named(source.state_dict(), _present, prefix)
     else:
-        yield _named(dict(source), _present, prefix)
+        yield _named(source, _present, prefix)
 
 
 @contextmanager
@@ -153,11 +158,11 @@ def _present(tensor: Tensor) -> Iterator[Tensor]:
 
 def _named(state: Any, read: Read, prefix: str) -> Weights:
     """Return the weights of a state below a prefix, after a check that all of them are plain tensors."""
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"Weights are tensors by name, not {state!r:.60}.")
     # Other programs do not compile the same parts.
     names = [uncompiled_name(name) for name in state]
-    state = with_present_names(state, names)
+    state = with_present_names(dict(state), names)
 
     # 1. The part that is exported.
     begin = ""
@@ -175,7 +180,7 @@ def _named(state: Any, read: Read, prefix: str) -> Weights:
 
     # 2. What the format can hold of it.
     for name, value in chosen.items():
-        obstacle = _obstacle(value)
+        obstacle = "has a name that means something else there" if name == METADATA else _obstacle(value)
         if obstacle is not None:
             raise CheckpointError(
                 f"{name!r} cannot be exported: it {obstacle}, and safetensors holds plain tensors alone. Choose a part"

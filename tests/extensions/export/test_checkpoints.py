@@ -1,5 +1,6 @@
 """Weights of checkpoints: of Lightning, averaged, in shards, compiled; and files that are no such checkpoints."""
 
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,35 @@ def test_values_that_the_format_lacks(value: Any, reason: str, tmp_path: Path) -
     assert read_weights(tmp_path / "y").keys() == {"weight"}
 
 
+def test_values_that_a_dtype_lacks(tmp_path: Path) -> None:
+    state = {"a": torch.tensor([1e6, torch.inf])}
+    refuses(lambda: export_weights(state, tmp_path / "y", dtype="float16"), "'a'", "too large", error=CheckpointError)
+    export_weights({"a": state["a"][1:]}, tmp_path / "y", dtype="float16")
+    assert read_weights(tmp_path / "y")["a"].isinf().all()
+
+
+def test_a_name_that_the_format_keeps(tmp_path: Path) -> None:
+    state = {"__metadata__": torch.ones(1)}
+    refuses(lambda: export_weights(state, tmp_path / "y"), "means something else", error=CheckpointError)
+
+
+def test_a_member_shorter_than_it_says(tmp_path: Path) -> None:
+    """A made-up archive with a check sum of what it has would give a file without its end."""
+    torch.save({"state_dict": {"a": torch.arange(100.0)}}, tmp_path / "x.ckpt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.ckpt") as archive,
+        zipfile.ZipFile(tmp_path / "bad.ckpt", "w", zipfile.ZIP_STORED) as bad,
+    ):
+        for member in archive.infolist():
+            is_short = member.filename.endswith("data/0")
+            bad.writestr(member.filename, archive.read(member)[: 40 if is_short else None])
+            if is_short:
+                bad.filelist[-1].file_size = 400
+    files = sorted(tmp_path.iterdir())
+    refuses(lambda: export_weights(tmp_path / "bad.ckpt", tmp_path / "y"), "'a'", "damaged", error=CheckpointError)
+    assert sorted(tmp_path.iterdir()) == files
+
+
 def test_modules_without_values(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
@@ -173,6 +203,7 @@ def test_wrong_sources(tmp_path: Path) -> None:
     refuses(lambda: export_weights(tmp_path / "weights.pt", out), "no 'state_dict'", error=CheckpointError)
     (tmp_path / "text.ckpt").write_text("no zip")
     refuses(lambda: export_weights(tmp_path / "text.ckpt", out), "no zip archive", error=CheckpointError)
+    refuses(lambda: export_weights(3, out), "tensors by name", error=CheckpointError)  # type: ignore[arg-type]
     wrong: dict[str, Any] = {"dtype": "half", "max_shard_size": "5 m"}
     for name, value in wrong.items():
         refuses(partial(export_weights, Small(), out, **{name: value}), name, repr(value))
