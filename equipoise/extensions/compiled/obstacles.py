@@ -1,6 +1,7 @@
 """Reasons why the steps of a run cannot be compiled."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -9,7 +10,7 @@ from torch.optim import LBFGS
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import has_own_log
-from equipoise.interop.torch.compiling import backends, why_not_compiled
+from equipoise.interop.torch.compiling import backends, check_options, why_not_compiled
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.strategies.strategy import Strategy
 
@@ -84,9 +85,18 @@ def _check_blocks(strategy: Strategy, state: "RunState", *, by_hand: bool) -> No
         raise ConfigurationError(
             f"compile='auto' measures whole steps, but {why}. Take compile=True, which compiles blocks of the network."
         )
-    backend = (state.block_options or {}).get("backend", "inductor")
+    _check_options(state.block_options or {})
+
+
+def _check_options(block_options: Mapping[str, Any]) -> None:
+    backend = block_options.get("backend", "inductor")
+    options = block_options.get("options")
     if backend != "inductor" and backend not in backends():
         raise ConfigurationError(f"compile: there is no backend {backend!r}. Backends are {', '.join(backends())}.")
+    if options and backend != "inductor":
+        raise ConfigurationError(f"compile: options are settings of the backend 'inductor', not of {backend!r}.")
+    if options:
+        check_options(options)
 
 
 def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:

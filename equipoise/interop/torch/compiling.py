@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import missing_names
 from equipoise.interop.versions import TESTED
 
@@ -29,6 +30,7 @@ __all__ = [
     "NotedInputs",
     "backends",
     "block_settings",
+    "check_options",
     "why_not_compiled",
 ]
 
@@ -281,6 +283,23 @@ def block_settings() -> Iterator[None]:
     They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
     compiler's own access to gradients is no warning.
     """
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check settings of the default backend.
+
+    Raises:
+        ConfigurationError: If there is no such setting, or its value has another type.
+    """
+    try:
+        torch.compile(_same, options=dict(options))
+    except (RuntimeError, AttributeError) as error:
+        reason = str(error).partition(", known options")[0]
+        raise ConfigurationError(f"compile: torch does not take these options. {reason}.") from error
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     own_filter = warnings.filters[0]
     try:

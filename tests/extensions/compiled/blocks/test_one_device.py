@@ -252,3 +252,16 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ConfigurationError, match="compile: there is no backend 'indoctor'"):
         fit(Plain, compile={"backend": "indoctor"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"options": {"max_autotun": True}}, "compile: torch does not take these options. .*max_autotun"),
+        ({"options": {"max_autotune": "yes"}}, "compile: torch does not take these options. .*max_autotune"),
+        ({**AOT, "options": {"max_autotune": True}}, "compile: options are settings of the backend 'inductor', not of"),
+    ],
+)
+def test_options_of_the_backend_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(Plain, compile=options)
