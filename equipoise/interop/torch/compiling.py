@@ -15,7 +15,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import missing_names
@@ -214,6 +214,8 @@ class CompiledForward:
 
     Attributes:
         programs: Number of graphs that were compiled.
+        is_tried: True while calls may be undone. Until then code that changes other objects than its module, and their
+            public lists and the like, is not compiled.
     """
 
     def __init__(
@@ -225,6 +227,7 @@ class CompiledForward:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.programs = 0
+        self.is_tried = True
         self._backend_name = backend
         self._options = dict(options or {})
         copy: Any = _with_own_code(function, innermost=False)
@@ -253,6 +256,10 @@ class CompiledForward:
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile a graph; the backend of torch's compiler."""
+        if self.is_tried:
+            change = _change_elsewhere(self._code.co_varnames[0])
+            if change is not None:
+                raise CompilerError(f"its Python code changes {change}, which a comparison could not set back")
         self.programs += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -276,13 +283,6 @@ def backends() -> list[str]:
     return list(torch.compiler.list_backends(exclude_tags=()))
 
 
-@contextmanager
-def block_settings() -> Iterator[None]:
-    """Set what programs of blocks need, which may be compiled at any call of a `with` block.
-
-    They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
-    compiler's own access to gradients is no warning.
-    """
 def check_options(options: Mapping[str, Any]) -> None:
     """Check settings of the default backend.
 
@@ -300,6 +300,13 @@ def _same(value: Any) -> Any:
     return value
 
 
+@contextmanager
+def block_settings() -> Iterator[None]:
+    """Set what programs of blocks need, which may be compiled at any call of a `with` block.
+
+    They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
+    compiler's own access to gradients is no warning.
+    """
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     own_filter = warnings.filters[0]
     try:
@@ -403,6 +410,33 @@ def _first_change(own_attributes: set[str]) -> str | None:
     Args:
         own_attributes: Names of attributes that may change on the object whose method is traced.
     """
+    for name, attributes, _ in _changes():
+        is_own = name == _OWNER and attributes <= own_attributes
+        is_gradient = attributes == {"grad"}
+        if attributes and (is_own or is_gradient):
+            continue
+        return ".".join([name, *sorted(attributes)[:1]])
+    return None
+
+
+def _change_elsewhere(owner: str) -> str | None:
+    """Return the name of the first object outside of a module that the traced code changes; None if there is none.
+
+    Inside are the attributes of the module and its submodules, and the containers in their public attributes.
+
+    Args:
+        owner: The argument of the traced function that is the module.
+    """
+    own_container = re.compile(rf"L\['{owner}'\].*\.(?!_)\w+")
+    for name, attributes, value in _changes():
+        is_inside = isinstance(value, nn.Module) if attributes else own_container.fullmatch(name)
+        if not is_inside:
+            return ".".join([name, *sorted(attributes)[:1]])
+    return None
+
+
+def _changes() -> Iterator[tuple[str, set[str], Any]]:
+    """Yield the objects that the traced code changes: the name of each, the names of its attributes, and its value."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
@@ -411,13 +445,7 @@ def _first_change(own_attributes: set[str]) -> str | None:
         if variable.source is None or not effects.is_modified(variable):
             continue
         attributes = set(effects.store_attr_mutations.get(variable, ()))
-        name: str = variable.source.name
-        is_own = name == _OWNER and attributes <= own_attributes
-        is_gradient = attributes == {"grad"}
-        if attributes and (is_own or is_gradient):
-            continue
-        return ".".join([name, *sorted(attributes)[:1]])
-    return None
+        yield variable.source.name, attributes, getattr(variable, "value", None)
 
 
 def _lower(graph: Any, inputs: Any, backend: str = _INDUCTOR, options: Mapping[str, Any] | None = None) -> Any:

@@ -59,7 +59,14 @@ class CompiledBlocks:
             )
         self._closing.enter_context(block_settings())
         self._forwards = [
-            BlockForward(blocks, options, self.begin_batch, measured=self._costs.measured, at_once=at_once)
+            BlockForward(
+                blocks,
+                options,
+                self.begin_batch,
+                measured=self._costs.measured,
+                at_once=at_once,
+                rank=self._processes.rank if self._processes.world_size > 1 else None,
+            )
             for blocks in kinds.values()
         ]
         for forward in self._forwards:

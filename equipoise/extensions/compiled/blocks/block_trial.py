@@ -60,6 +60,8 @@ def why_not_tried(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         kwargs: Its keyword arguments.
     """
     for name, part in block.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            return f"its SyncBatchNorm {name} exchanges, and a process that cannot compile it would not take part"
         if name and has_module_hooks(part):
             return f"there is a hook on its submodule {name}"
     for leaf in leaves_of([args, dict(kwargs)]):
@@ -191,16 +193,25 @@ def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) ->
         return "the outputs are others"
     for value, other in zip(computed.outputs, expected.outputs, strict=True):
         if not agree(other, value, tolerance):
-            return "the outputs differ"
+            return f"the outputs differ{_by(other, value)}"
     gradients = tensors_in(expected.gradients)
     scale = largest(gradients)
     floor = Tolerance(tolerance.relative, tolerance.floor * scale)
     for name, gradient in expected.gradients.items():
         if not agree(gradient, computed.gradients[name], floor):
-            return f"the gradient {name} differs"
+            return f"the gradient {name} differs{_by(gradient, computed.gradients[name])}"
     for name, buffer in expected.buffers.items():
         if not agree(buffer, computed.buffers.get(name), tolerance):
             return f"the buffer {name} differs"
     if not expected.generators.equals(computed.generators):
         return "it draws random numbers otherwise"
     return None
+
+
+def _by(expected: Any, computed: Any) -> str:
+    """Return the largest difference of two tensors as text; nothing where they have none."""
+    if not isinstance(expected, Tensor) or not isinstance(computed, Tensor) or expected.shape != computed.shape:
+        return ""
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    share = largest([expected.to(wide) - computed.to(wide)]) / (largest([expected]) or 1.0)
+    return f" by {share:.1e} of the largest element"

@@ -13,7 +13,7 @@ from equipoise.extensions.compiled.blocks.block_trial import first_difference, s
 from equipoise.extensions.compiled.blocks.choice import Block
 from equipoise.extensions.compiled.comparison.failures import reason_of
 from equipoise.interop.torch.compiling import CompiledForward, CompilerError
-from equipoise.notices import rank_zero_warn
+from equipoise.notices import rank_zero_warn, warn
 from equipoise.strategies.replaced_forwards import wants_own_forwards
 
 __all__ = ["BlockForward"]
@@ -30,6 +30,7 @@ class BlockForward:
         begin_batch: Decides about all blocks of the network between two batches.
         measured: Context of a trial, for its time and memory.
         at_once: Whether blocks are compared in their first call. False: between two steps, while nothing else runs.
+        rank: The number of this process, for messages. Default: None, it is the only one.
 
     Attributes:
         blocks: The blocks.
@@ -51,6 +52,7 @@ class BlockForward:
         *,
         measured: Callable[[], AbstractContextManager[Any]],
         at_once: bool,
+        rank: int | None = None,
     ) -> None:
         self.blocks = list(blocks)
         self.begin_batch = begin_batch
@@ -64,6 +66,7 @@ class BlockForward:
         # Calls that are compared between two steps.
         self._calls: list[tuple[nn.Module, tuple[Any, Any]]] = []
         self._at_once = at_once
+        self._rank = rank
         self._may_try = True
         self._is_used = False
         for block in self.blocks:
@@ -92,7 +95,8 @@ class BlockForward:
             except CompilerError as error:
                 # Other values than those of the trial.
                 self.decide(str(error))
-                self.warn()
+                where = "" if self._rank is None else f" in process {self._rank}"
+                warn(f"Compiled blocks: {self.name} stays eager{where} from now on, because {self.reason}.")
         elif self._may_try and id(block) in self._untried:
             self._untried.discard(id(block))
             if self._at_once:
@@ -110,6 +114,7 @@ class BlockForward:
         self._may_try = False
         self._calls = []
         self._is_used = reason is None
+        self._compiled.is_tried = False
         self.reason = reason
 
     def compare(self) -> None:

@@ -160,6 +160,67 @@ class Caching(Plain):
         return self.last(hidden)
 
 
+class Elsewhere:
+    """Counts calls of all blocks, outside of them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class ChangingBlock(CountingBlock):
+    def __init__(self, elsewhere: Elsewhere) -> None:
+        super().__init__()
+        self.elsewhere = elsewhere
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.elsewhere.calls += 1
+        return hidden + super().forward(hidden) / self.elsewhere.calls
+
+
+class Changing(Plain):
+    """Its blocks compute with a number that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        elsewhere = Elsewhere()
+        self.blocks = nn.ModuleList(ChangingBlock(elsewhere) for _ in range(2))
+
+
+class OwnBlock(CountingBlock):
+    """Changes an attribute, and a list of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.inner.seen = []  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.number += 1
+        self.inner.seen.append(hidden.shape[0])  # type: ignore[operator, union-attr]
+        return hidden + super().forward(hidden) / self.number
+
+
+class Own(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OwnBlock() for _ in range(2))
+
+
+def test_a_comparison_sets_back_what_a_block_changes_in_itself() -> None:
+    eager, _ = fit(Own, count=48, max_epochs=1)
+    compiled, trainer = fit(Own, count=48, max_epochs=1, compile=AOT)
+    assert trainer.run_state.summary_rows["compiled blocks"].startswith("2, by ")
+    assert_close(weights_of(eager), weights_of(compiled), 1e-12)
+    for block, other in zip(eager.blocks, compiled.blocks, strict=True):
+        assert (block.number, block.inner.seen) == (other.number, other.inner.seen)
+
+
+class Exchanging(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.SyncBatchNorm(7).eval()) for _ in range(2))
+
+
 class OtherGradient(CountingBlock):
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -178,7 +239,9 @@ class Wrong(Plain):
     [
         (HookedInside, {}, r"blocks.0 and 2 more \(Block\) stays eager, because there is a hook on its submodule up"),
         (Caching, {}, r"blocks.0 and 1 more \(CachingBlock\) stays eager, because it receives a Cache"),
-        (Wrong, {}, r"blocks.0 and 1 more .* a compiled one differs: the gradient of its input 0 differs"),
+        (Changing, {}, r"blocks.0 and 1 more .* its Python code changes L\['self'\].elsewhere.calls, which a"),
+        (Exchanging, {}, r"blocks.0 and 1 more .* its SyncBatchNorm 1 exchanges"),
+        (Wrong, {}, r"blocks.0 and 1 more .* differs: the gradient of its input 0 differs by \d.\de[+-]\d\d of the"),
         (Plain, {"activation_checkpointing": ["blocks.*"]}, "activation_checkpointing computes its submodules"),
     ],
 )
