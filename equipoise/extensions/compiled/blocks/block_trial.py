@@ -213,5 +213,7 @@ def _by(expected: Any, computed: Any) -> str:
     if not isinstance(expected, Tensor) or not isinstance(computed, Tensor) or expected.shape != computed.shape:
         return ""
     wide = torch.promote_types(expected.dtype, torch.float32)
-    share = largest([expected.to(wide) - computed.to(wide)]) / (largest([expected]) or 1.0)
-    return f" by {share:.1e} of the largest element"
+    reference = expected.to(wide)
+    share = largest([reference - computed.to(wide)]) / (largest([reference]) or 1.0)
+    # Not a number in one of them alone is no share.
+    return f" by {share:.1e} of the largest element" if share else ""
