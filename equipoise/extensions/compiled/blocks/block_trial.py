@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance, agree, largest
+from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance, agree, difference_of, largest
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -193,27 +193,17 @@ def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) ->
         return "the outputs are others"
     for value, other in zip(computed.outputs, expected.outputs, strict=True):
         if not agree(other, value, tolerance):
-            return f"the outputs differ{_by(other, value)}"
+            return f"the outputs differ{difference_of(other, value)}"
     gradients = tensors_in(expected.gradients)
     scale = largest(gradients)
     floor = Tolerance(tolerance.relative, tolerance.floor * scale)
     for name, gradient in expected.gradients.items():
-        if not agree(gradient, computed.gradients[name], floor):
-            return f"the gradient {name} differs{_by(gradient, computed.gradients[name])}"
+        other = computed.gradients[name]
+        if not agree(gradient, other, floor):
+            return f"the gradient {name} differs{difference_of(gradient, other)}"
     for name, buffer in expected.buffers.items():
         if not agree(buffer, computed.buffers.get(name), tolerance):
             return f"the buffer {name} differs"
     if not expected.generators.equals(computed.generators):
         return "it draws random numbers otherwise"
     return None
-
-
-def _by(expected: Any, computed: Any) -> str:
-    """Return the largest difference of two tensors as text; nothing where they have none."""
-    if not isinstance(expected, Tensor) or not isinstance(computed, Tensor) or expected.shape != computed.shape:
-        return ""
-    wide = torch.promote_types(expected.dtype, torch.float32)
-    reference = expected.to(wide)
-    share = largest([reference - computed.to(wide)]) / (largest([reference]) or 1.0)
-    # Not a number in one of them alone is no share.
-    return f" by {share:.1e} of the largest element" if share else ""

@@ -95,6 +95,7 @@ class BlockForward:
             except CompilerError as error:
                 # Other values than those of the trial.
                 self.decide(str(error))
+                # It may be another process than the first, which alone gives the other warnings.
                 where = "" if self._rank is None else f" in process {self._rank}"
                 warn(f"Compiled blocks: {self.name} stays eager{where} from now on, because {self.reason}.")
         elif self._may_try and id(block) in self._untried:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["COMPARED", "EXACT", "TOLERANCES", "Tolerance", "agree", "largest"]
+__all__ = ["COMPARED", "EXACT", "TOLERANCES", "Tolerance", "agree", "difference_of", "largest"]
 
 
 # Types of values that are compared.
@@ -98,3 +98,21 @@ def largest(tensors: Any) -> float:
             finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
             largest = max(largest, float(finite.abs().max()))
     return largest
+
+
+def difference_of(expected: Any, computed: Any) -> str:
+    """Return the largest difference of two tensors as text; empty where they have none that is a number.
+
+    Args:
+        expected: A tensor, or another value.
+        computed: What stands in its place.
+    """
+    if not isinstance(expected, Tensor) or not isinstance(computed, Tensor):
+        return ""
+    if expected.shape != computed.shape:
+        return ""
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    reference = expected.to(wide)
+    difference = largest([reference - computed.to(wide)])
+    share = difference / (largest([reference]) or 1.0)
+    return f" by {share:.1e} of the largest element" if share else ""

@@ -218,7 +218,7 @@ def test_a_comparison_sets_back_what_a_block_changes_in_itself() -> None:
 class Exchanging(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.SyncBatchNorm(7).eval()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.SyncBatchNorm(7)) for _ in range(2))
 
 
 class OtherGradient(CountingBlock):
