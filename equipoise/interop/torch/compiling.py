@@ -436,7 +436,10 @@ def _change_elsewhere(owner: str) -> str | None:
 
 
 def _changes() -> Iterator[tuple[str, set[str], Any]]:
-    """Yield the objects that the traced code changes: the name of each, the names of its attributes, and its value."""
+    """Yield the objects that the traced code changes: the name of each, the names of its attributes, and its value.
+
+    A container whose elements change has no names and no value.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
@@ -445,7 +448,9 @@ def _changes() -> Iterator[tuple[str, set[str], Any]]:
         if variable.source is None or not effects.is_modified(variable):
             continue
         attributes = set(effects.store_attr_mutations.get(variable, ()))
-        yield variable.source.name, attributes, getattr(variable, "value", None)
+        # A list of tensors has no value while it is traced.
+        value = getattr(variable, "value", None) if attributes else None
+        yield variable.source.name, attributes, value
 
 
 def _lower(graph: Any, inputs: Any, backend: str = _INDUCTOR, options: Mapping[str, Any] | None = None) -> Any:
