@@ -1,6 +1,7 @@
 """`equipoise export`: write the weights of a checkpoint as safetensors."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -91,11 +92,14 @@ def _load(class_path: str, checkpoint: str, choice: str | None) -> LightningModu
     content = read_checkpoint(checkpoint)
     content["state_dict"] = chosen_state(content, choice)
     try:
-        module = kind.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+        module = _made(kind, checkpoint)
         # It has loaded them in the dtypes of a new module.
         module.on_load_checkpoint(content)
         state = with_present_names(content["state_dict"], module.state_dict())
-        module.load_state_dict(state, strict=module.strict_loading, assign=True)
+        # Checkpoints of adapters leave out frozen weights, which the module has since it was made.
+        parameters = module.named_parameters(remove_duplicate=False)
+        frozen = {name: value for name, value in parameters if not value.requires_grad}
+        module.load_state_dict({**frozen, **state}, strict=module.strict_loading, assign=True)
     except (UnpicklingError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
@@ -103,6 +107,18 @@ def _load(class_path: str, checkpoint: str, choice: str | None) -> LightningModu
             " program, and call export_weights(module.model, OUT)."
         ) from error
     return module
+
+
+def _made(kind: Any, checkpoint: str) -> Any:
+    options = {"map_location": "cpu", "weights_only": True}
+    try:
+        with warnings.catch_warnings():
+            # Whether all weights are there is checked afterwards.
+            warnings.filterwarnings("ignore", "Found keys that are")
+            return kind.load_from_checkpoint(checkpoint, strict=False, **options)
+    except ValueError:
+        # The class insists on its own choice, by `strict_loading`.
+        return kind.load_from_checkpoint(checkpoint, **options)
 
 
 def _only_model(module: LightningModule) -> str:

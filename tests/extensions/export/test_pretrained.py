@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from equipoise import AdapterCheckpoints
 from equipoise.__main__ import main
 from equipoise.extensions.export import export_weights, read_weights
 from tests.support.trainer_runs import refuses, trainer
@@ -52,10 +54,10 @@ class Language(L.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def trained(folder: Path, **options: Any) -> Language:
+def trained(folder: Path, callbacks: Sequence[Any] = (), **options: Any) -> Language:
     """Return a module after a fit, with its checkpoint in the folder."""
     module = Language(**options)
-    run = trainer(max_epochs=2, precision="64-true")
+    run = trainer(max_epochs=2, precision="64-true", callbacks=list(callbacks))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run.fit(module, torch.utils.data.DataLoader(TOKENS, batch_size=2))
@@ -114,8 +116,9 @@ def test_another_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_adapters_of_peft(tmp_path: Path) -> None:
-    module = trained(tmp_path, rank=2)
+@pytest.mark.parametrize("callbacks", [[], [AdapterCheckpoints()]], ids=["all weights", "adapters alone"])
+def test_adapters_of_peft(callbacks: Any, tmp_path: Path) -> None:
+    module = trained(tmp_path, callbacks, rank=2)
     assert not torch.equal(outputs(module.model), outputs(tied_model()))
     export_weights(module.model, tmp_path / "model")
     name = f"{Language.__module__}.Language"
