@@ -34,7 +34,7 @@ comes last. The loop that fires them:
 fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 """
 
-from collections.abc import Collection
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
@@ -67,7 +67,8 @@ class Callback(_LightningCallback):
         uses_outputs: False if `on_train_batch_end` does not read `outputs`. If no callback reads them, they are not
             built, and the hook receives `{}`. Default: True.
         left_out_of_checkpoints: The names of frozen weights that checkpoints leave out. A module that loads such a
-            checkpoint keeps its own. Weights that are trained when a checkpoint is written are in it. Default: none.
+            checkpoint keeps its own. Weights that are trained when a checkpoint is written are in it. The trainer sets
+            the attribute without the names of weights that it loads from a checkpoint. Default: none.
 
     Example:
         >>> from equipoise import Callback
@@ -80,7 +81,7 @@ class Callback(_LightningCallback):
     fires_without_batch: bool = False
     copies_weights: bool = False
     uses_outputs: bool = True
-    left_out_of_checkpoints: Collection[str] = ()
+    left_out_of_checkpoints: Set[str] = frozenset()
 
     def on_configure_model_end(self, trainer: "Trainer", pl_module: LightningModule) -> None:
         """Change the module's layers, before the weights of a checkpoint are loaded and the module is placed.

@@ -18,7 +18,7 @@ from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
-from equipoise.trainer.checkpointing.module.left_out import completed, names_left_out
+from equipoise.trainer.checkpointing.module.left_out import completed
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
@@ -83,8 +83,7 @@ def restore_in_shards(context: RunContext, checkpoint: dict[str, Any]) -> None:
 def _restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of the module."""
     module = context.module
-    left_out = names_left_out(context.state.callbacks)
-    checkpoint["state_dict"] = completed(checkpoint["state_dict"], module, left_out)
+    checkpoint["state_dict"] = completed(checkpoint["state_dict"], module, context.state.callbacks)
     if module.strict_loading:
         check_fits(module, checkpoint["state_dict"])
     with loading("state_dict"):

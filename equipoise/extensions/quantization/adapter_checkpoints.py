@@ -1,6 +1,7 @@
 """AdapterCheckpoints: checkpoints without the frozen weights, which the base model has."""
 
 import hashlib
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from equipoise.interop.torch.fake_tensors import is_fake
 __all__ = ["AdapterCheckpoints", "check_has_values", "digest_of"]
 
 # The dtypes to which a precision converts a module, so that digests are the same before and after.
-_CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+_CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+# Integers as long as an element, which is read by its bits.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class AdapterCheckpoints(Callback):
@@ -26,11 +30,11 @@ class AdapterCheckpoints(Callback):
 
     A run that continues builds the same base model again, as its `__init__` or `configure_model` loads it, and this
     callback checks that it is the same one. Weights that are trained at any time are in the checkpoint, and so are
-    buffers. It is not for frozen weights that the program itself changes, such as a target network's mean of others.
-    After the run the module is as without the callback.
+    buffers, and weights that the run has loaded from a checkpoint. It is not for frozen weights that the program itself
+    changes, such as a target network's mean of others. After the run the module is as without the callback.
 
     Attributes:
-        left_out_of_checkpoints: The names of the frozen weights, with what tells each from others; see `Callback`.
+        left_out_of_checkpoints: The names of the frozen weights; see `Callback`.
 
     Raises:
         ConfigurationError: If no weight is frozen, one has no values yet, or a callback averages all weights.
@@ -44,7 +48,9 @@ class AdapterCheckpoints(Callback):
     uses_outputs = False
 
     def __init__(self) -> None:
-        self.left_out_of_checkpoints: dict[str, str] = {}
+        self.left_out_of_checkpoints: Set[str] = frozenset()
+        # What tells each frozen weight from others, by name.
+        self._digests: dict[str, str] = {}
 
     @property
     def state_key(self) -> str:
@@ -70,17 +76,18 @@ class AdapterCheckpoints(Callback):
         if not digests:
             raise ConfigurationError(f"{name}: no weight is frozen, so checkpoints hold all of them. Leave it out.")
         # Other processes get the weights of the main process.
-        self.left_out_of_checkpoints = trainer.strategy.processes.broadcast(digests)
+        self._digests = trainer.strategy.processes.broadcast(digests)
+        self.left_out_of_checkpoints = frozenset(self._digests)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep weights in checkpoints from now on that a callback for finetuning has thawed."""
-        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                self.left_out_of_checkpoints.pop(name, None)
+        parameters = pl_module.named_parameters(remove_duplicate=False)
+        self.left_out_of_checkpoints -= {name for name, parameter in parameters if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what tells the weights that are left out from others."""
-        return {"base": dict(self.left_out_of_checkpoints)} if self.left_out_of_checkpoints else {}
+        base = {name: self._digests[name] for name in sorted(self.left_out_of_checkpoints)}
+        return {"base": base} if base else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a run continues with the base weights of the checkpoint.
@@ -93,14 +100,14 @@ class AdapterCheckpoints(Callback):
         """
         base: dict[str, str] = state_dict["base"]
         for name, digest in base.items():
-            if self.left_out_of_checkpoints.get(name) != digest:
+            if self._digests.get(name) != digest:
                 raise CheckpointError(
                     f"The checkpoint was trained with another base model: {name} is frozen and not in it, and here it"
                     " has other values, is trained, or does not exist. Load the same base model, quantised in the same"
-                    " way."
+                    " way, with the same precision."
                 )
         # The checkpoint holds all others.
-        self.left_out_of_checkpoints = dict(base)
+        self.left_out_of_checkpoints = frozenset(base)
 
 
 def check_has_values(name: str, weight: Tensor, callback: str) -> None:
@@ -139,9 +146,15 @@ def digest_of(weight: Tensor, precision: Any) -> str:
     values = weight.detach()
     if values.is_floating_point():
         values = values.to(_CONVERTED.get(precision, values.dtype))
-    if values.ndim > 1:
-        # A matrix is read on its device, and its columns remain.
-        values = torch.hash_tensor(values.flatten(1), dim=0)
-    # A view as bytes needs a dimension.
-    content = values.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+    # A view as integers needs a dimension.
+    rows = values.reshape(len(values) if values.ndim > 1 else 1, -1).contiguous()
+    rows = rows.view(_INTEGERS.get(values.itemsize, torch.int64))
+    parts = [rows]
+    if len(rows) > 1:
+        # A matrix is read on its device. The exclusive or of its rows does not show their order, and that of equal
+        # ones is 0; so there is that of its columns, and the first row.
+        parts = [torch.hash_tensor(rows, dim=0), torch.hash_tensor(rows, dim=1), rows[0]]
+    digest = hashlib.sha256(str((values.dtype, values.shape)).encode())
+    for part in parts:
+        digest.update(part.cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

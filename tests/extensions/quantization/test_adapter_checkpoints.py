@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 
 from equipoise import AdapterCheckpoints, CheckpointError, ConfigurationError, Quantization, Trainer
+from equipoise.extensions.quantization.adapter_checkpoints import digest_of
 from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, adapters, difference, stored, tokens
 from tests.support.trainer_runs import refuses, trainer
@@ -35,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", CALLBACKS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 def test_a_resumed_run(kind: str, precision: Any, path: Path) -> None:
     whole, resumed = QLoRA(), QLoRA()
     fit(whole, CALLBACKS[kind](), max_epochs=3, precision=precision)
@@ -133,6 +134,31 @@ def test_a_weight_that_is_trained_meanwhile(steps: range, path: Path) -> None:
     assert difference(resumed, whole) == 0
     assert torch.equal(resumed.get_parameter(NAME), whole.get_parameter(NAME))
     assert NAME in torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("name", ["whole.ckpt", "whole.safetensors"])
+def test_weights_of_a_whole_checkpoint_stay_in_checkpoints(name: str, path: Path) -> None:
+    whole = path.with_name(name)
+    trained = AllStepped()
+    trained.requires_grad_(True)
+    fit(trained).save_checkpoint(whole)
+    first, resumed = AllStepped(), AllStepped()
+    fit(first, AdapterCheckpoints(), path=whole, max_epochs=2).save_checkpoint(path)
+    # The frozen weights are those that were trained, which a new base model lacks.
+    fit(resumed, AdapterCheckpoints(), path=path, max_epochs=2)
+    assert all(torch.equal(value, first.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert torch.equal(resumed.get_parameter(NAME), trained.get_parameter(NAME))
+
+
+def test_digests_tell_weights_apart() -> None:
+    weight = torch.arange(12.0).view(4, 3)
+    others = [weight.flip(0), weight.flip(1), weight.view(3, 4), weight.to(torch.int32), weight[0], weight[0, 1]]
+    others += [torch.full((4, 4), value) for value in (0.0, 1.0)]
+    others += [weight.to(dtype) for dtype in (torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.bool)]
+    digests = [digest_of(value, "32-true") for value in (weight, *others)]
+    assert len(set(digests)) == len(digests)
+    assert digest_of(weight.clone(), "32-true") == digests[0]
+    assert digest_of(weight, "64-true") == digest_of(weight.double(), "64-true")
 
 
 def test_refused_before_training() -> None:

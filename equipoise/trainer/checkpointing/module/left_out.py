@@ -48,17 +48,20 @@ def leaving_out(module: nn.Module, names: Collection[str]) -> Iterator[None]:
         handle.remove()
 
 
-def completed(state: dict[str, Any], module: nn.Module, names: Collection[str]) -> dict[str, Any]:
+def completed(state: dict[str, Any], module: nn.Module, callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return a state with the module's own values for weights that it leaves out.
+
+    Weights that it holds may differ from the base model's, so callbacks leave them out no longer.
 
     Args:
         state: The state of a checkpoint.
         module: The module.
-        names: The names of weights that it may leave out.
+        callbacks: Callbacks of Lightning or ours.
 
     Raises:
         CheckpointError: If it has floats for a weight that is stored as integers here, which would round them.
     """
+    names = names_left_out(callbacks)
     if not names:
         return state
     present = {}
@@ -74,4 +77,7 @@ def completed(state: dict[str, Any], module: nn.Module, names: Collection[str]) 
                 f"The checkpoint holds {name} as {loaded.dtype}, but here it is stored in few bits. The run that wrote"
                 " it had whole weights, so continue without quantisation, or load its adapters alone."
             )
+    for callback in callbacks:
+        if getattr(callback, "left_out_of_checkpoints", ()):
+            callback.left_out_of_checkpoints -= state.keys()
     return {**present, **state}
