@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.torch.modules import STRUCTURE, children_of
 
-__all__ = ["check_names", "check_strategy", "linear_layers", "replace", "require"]
+__all__ = ["check_names", "check_strategy", "keep_attributes", "linear_layers", "replace", "require"]
 
 # Strategies that compute with the layers of the module, or with copies of them.
 _STRATEGIES = ("single_device", "dp", "balanced", "ddp", "fsdp", "pipeline")
@@ -122,12 +123,29 @@ def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]
         module: The module.
         exchange: Returns what takes the place of a submodule; None where it stays.
     """
+    others: dict[nn.Module, nn.Module | None] = {}
     for parent in list(module.modules()):
         # One submodule may have several names, of which `named_children` yields one.
-        children = dict(vars(parent)["_modules"])
+        children = dict(children_of(parent))
         for name, child in children.items():
             if child is None:
                 continue
-            other = exchange(child)
+            if child not in others:
+                others[child] = exchange(child)
+            other = others[child]
             if other is not None:
                 setattr(parent, name, other)
+
+
+def keep_attributes(layer: nn.Module, other: nn.Module) -> None:
+    """Give the layer that replaces another one what that has besides parameters: its hooks, and whether it trains.
+
+    Args:
+        layer: The layer that is replaced.
+        other: What takes its place.
+    """
+    kept = vars(layer)
+    attributes = vars(other)
+    for name in attributes:
+        if name in kept and name not in STRUCTURE:
+            attributes[name] = kept[name]

@@ -14,6 +14,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.quantization.chosen_layers import (
     check_names,
     check_strategy,
+    keep_attributes,
     linear_layers,
     replace,
     require,
@@ -114,10 +115,15 @@ class Float8Training(Callback):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
-        identities = set(map(id, chosen.values()))
-        convert_to_float8_training(module, module_filter_fn=lambda layer, _: id(layer) in identities, config=config)
-        for name, layer in chosen.items():
-            self._originals[id(module.get_submodule(name))] = layer
+        converted = {}
+        for layer in chosen.values():
+            # The function exchanges the children of a module, one that has two names for two layers.
+            parent = nn.Sequential(layer)
+            convert_to_float8_training(parent, config=config)
+            keep_attributes(layer, parent[0])
+            converted[layer] = parent[0]
+            self._originals[id(parent[0])] = layer
+        replace(module, converted.get)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Put the layers back, which have the trained weights."""

@@ -83,17 +83,23 @@ def four_bits(
 
 
 class EightBits(NamedTuple):
-    """Eight bits for each value, and a scale for each row."""
+    """Eight bits for each value, and a scale for each row.
+
+    Attributes:
+        shape: The shape of the weight.
+    """
+
+    shape: torch.Size
 
     def values(self, weight: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
         """Return the weight as floats.
 
         Args:
-            weight: The weight, int8.
+            weight: The weight, int8, in one column.
             scales: The scales of its rows, float32.
             outer_scales: None.
         """
-        return weight * scales.view(torch.float32)
+        return weight.view(self.shape) * scales.view(torch.float32)
 
 
 def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
@@ -110,4 +116,6 @@ def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
     quantize_(layer, Int8WeightOnlyConfig())
     quantized: Any = layer.weight
     scales = quantized.scale.view(torch.int32)
-    return EightBits(), quantized.qdata, scales, None
+    # With its own shape, a program that reads the weight would take the integers for its values.
+    column = quantized.qdata.reshape(-1, 1)
+    return EightBits(weight.shape), column, scales, None

@@ -33,7 +33,8 @@ class Quantization(AdapterCheckpoints):
     frozen weights, as those of `AdapterCheckpoints`.
 
     The layers stay quantised after the run. Tied weights, layers that derive from `nn.Linear`, and those of
-    `nn.TransformerEncoderLayer` are left whole: others read them without calling the layer.
+    `nn.TransformerEncoderLayer` are left whole: others read them without calling the layer. So are peft's adapters, if
+    they are frozen.
 
     Args:
         kind: "nf4" or "fp4": four bits, by bitsandbytes. "int8": eight bits and a scale for each row, by torchao.
@@ -99,16 +100,12 @@ class Quantization(AdapterCheckpoints):
         """Return the layers to be quantised; none if an earlier run has quantised them."""
         layers = linear_layers(module, self.layers, self.exclude, "Quantization")
         uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-        # Torch's own blocks read the weights of their layers in evaluations.
-        inside: set[int] = set()
-        for block in module.modules():
-            if isinstance(block, nn.TransformerEncoderLayer):
-                inside.update(map(id, block.modules()))
+        inside = _left_whole(module)
         chosen = {}
         for name, layer in layers.items():
             is_trained = any(parameter.requires_grad for parameter in layer.parameters())
             is_tied = uses[id(layer.weight)] > 1
-            if not is_trained and not is_tied and id(layer) not in inside:
+            if not is_trained and not is_tied and layer not in inside:
                 check_has_values(f"{name}.weight", layer.weight, "Quantization")
                 chosen[name] = layer
         if not chosen and not quantized_layers(module):
@@ -166,3 +163,18 @@ class Quantization(AdapterCheckpoints):
                 dtype = parameter.dtype
                 break
         replace(module, lambda part: part.whole(dtype) if isinstance(part, QuantizedLinear) else None)
+
+
+def _left_whole(module: nn.Module) -> set[nn.Module]:
+    """Return parts whose layers are left whole, though they are frozen."""
+    parts: set[nn.Module] = set()
+    for block in module.modules():
+        # Torch's own blocks read the weights of their layers in evaluations.
+        if isinstance(block, nn.TransformerEncoderLayer):
+            parts.update(block.modules())
+        # So do layers of peft with the small ones of their adapters.
+        for name in getattr(block, "adapter_layer_names", ()):
+            adapters = getattr(block, name, None)
+            if isinstance(adapters, nn.Module):
+                parts.update(adapters.modules())
+    return parts

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from equipoise.errors import StepError
+from equipoise.extensions.quantization.chosen_layers import keep_attributes
 
 __all__ = ["Format", "Quantize", "QuantizedLinear", "quantized_layers"]
 
@@ -62,7 +63,7 @@ class _Product(torch.autograd.Function):
             product = gradient @ values
             of_features = product.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            rows = gradient.flatten(0, -2)
+            rows = gradient.reshape(-1, gradient.shape[-1])
             of_bias = rows.sum(0)
         return of_features, of_bias, None, None, None, None
 
@@ -85,6 +86,7 @@ class QuantizedLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, quantize: Quantize, device: torch.device, digest: str = "") -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        keep_attributes(layer, self)
         weight = layer.weight.detach().to(device)
         # No library quantises float64.
         if weight.dtype == torch.float64:
@@ -98,7 +100,6 @@ class QuantizedLinear(nn.Linear):
             self.outer_scales = nn.Parameter(outer_scales.to(place), requires_grad=False)
         self.bias = layer.bias
         self.digest = digest
-        self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the stored weight, plus the bias.
@@ -129,10 +130,11 @@ class QuantizedLinear(nn.Linear):
             dtype: The dtype of its weight.
         """
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        keep_attributes(self, layer)
         values = self.values().to(dtype)
         layer.register_parameter("weight", nn.Parameter(values, requires_grad=False))
         layer.register_parameter("bias", self.bias)
-        return layer.train(self.training)
+        return layer
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from equipoise import ConfigurationError, Float8Training
 from tests.conftest import ignoring
@@ -60,6 +61,28 @@ def test_strategies(recipe: Any, strategy: str) -> None:
     # All values of a part of the batch share a scale by "tensorwise".
     assert difference(module, alone) < (0.1 if recipe == "tensorwise" else 1e-3)
     assert list(map(type, module.modules())) == list(map(type, alone.modules()))
+
+
+class Shared(Full):
+    """Has a layer of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 64))
+        self.second = nn.Sequential(self.first[0])
+        self.called: list[str] = []
+        self.first[0].register_forward_hook(lambda layer, *_: self.called.append(type(layer).__name__))
+
+    def forward(self, tokens: Any) -> Any:
+        return super().forward(tokens) + self.second(self.first(self.model.get_submodule("base_model.model.0")(tokens)))
+
+
+def test_a_shared_layer_is_one_layer_and_keeps_hooks() -> None:
+    module = Shared()
+    layer = module.first[0]
+    fit(module, "single_device", [Float8Training(emulate=True)])
+    assert module.first[0] is module.second[0] is layer
+    assert module.called == ["Float8Linear"] * 6
 
 
 def test_a_checkpoint_continues_without_it(tmp_path: Any) -> None:

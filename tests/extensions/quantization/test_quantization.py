@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -19,7 +20,7 @@ from equipoise.app.compose import compose_values
 from equipoise.extensions.quantization.quantized_linear import quantized_layers
 from equipoise.interop.torch import compiling
 from tests.conftest import ignoring
-from tests.extensions.quantization.qlora import QLoRA, difference, qllama, stored, tokens
+from tests.extensions.quantization.qlora import QLoRA, blocks, difference, qllama, stored, tokens
 from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring("`is_gradient_checkpointing` is deprecated")
@@ -126,7 +127,7 @@ def test_the_graph_keeps_no_weight_as_floats() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         module.training_step(next(iter(tokens(5))), 0)
-    weights = [tensor for tensor in kept if tensor.shape in ((64, 128), (128, 64))]
+    weights = [tensor for tensor in kept if tensor.numel() == 64 * 128]
     # The first layer needs no gradient of its input.
     assert len(weights) == 3
     assert {tensor.dtype for tensor in weights} == {torch.int8}
@@ -184,6 +185,39 @@ def test_what_is_chosen() -> None:
     tied.model.base_model.model[3].weight = tied.model.base_model.model[0].weight
     fit(tied)
     assert len(quantized_layers(tied)) == 4
+
+
+def test_hooks_stay() -> None:
+    module = QLoRA()
+    head: Any = module.model.get_submodule("base_model.model.3")
+    calls: list[nn.Module] = []
+    head.register_forward_hook(lambda layer, *_: calls.append(layer))
+    fit(module, "int8")
+    assert [type(layer).__name__ for layer in calls] == ["QuantizedLinear"] * 3
+
+
+class Decomposed(QLoRA):
+    """Has DoRA's adapters, which read the weights of the base model without calling its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LoraConfig(r=4, target_modules=["up", "down"], use_dora=True)
+        self.model = get_peft_model(blocks(), config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_takes_the_integers_for_values(kind: str) -> None:
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        fit(Decomposed(), kind)
+
+
+def test_frozen_adapters_stay_whole(tmp_path: Path) -> None:
+    fit(QLoRA(), "int8").model.save_pretrained(tmp_path)
+    module = Validated()
+    module.model = PeftModel.from_pretrained(blocks(), tmp_path)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    trainer(callbacks=[Quantization("nf4")]).validate(module, tokens(), verbose=False)
+    assert len(quantized_layers(module)) == 5
 
 
 class WithBlocks(QLoRA):
