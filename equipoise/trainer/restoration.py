@@ -57,6 +57,9 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
         if isinstance(checkpoint.get(key), dict):
             checkpoint[key] = with_present_names(checkpoint[key], present)
 
+    # The checkpoint may lack weights since such a callback left them out.
+    _warn_of_absent_callbacks(context, checkpoint)
+
     # 1. The module.
     if not is_sharded:
         _restore_weights(context, checkpoint)
@@ -70,7 +73,6 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
                 hooks.call_datamodule("load_state_dict", checkpoint[key])
 
     # 3. The callbacks.
-    _warn_of_absent_callbacks(context, checkpoint)
     _restore_callbacks(context, checkpoint, copying=False if is_sharded else None)
 
 

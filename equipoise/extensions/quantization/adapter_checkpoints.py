@@ -1,7 +1,7 @@
 """AdapterCheckpoints: checkpoints without the frozen weights, which the base model has."""
 
 import hashlib
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class AdapterCheckpoints(Callback):
         left_out_of_checkpoints: The names of the frozen weights; see `Callback`.
 
     Raises:
-        ConfigurationError: If no weight is frozen, one has no values yet, or a callback averages all weights.
+        ConfigurationError: If no weight is frozen, one has no values yet, a callback averages all weights, or
+            the base model was quantised by a library whose state torch does not load.
         CheckpointError: If a run continues with another base model.
 
     Example:
@@ -75,18 +76,22 @@ class AdapterCheckpoints(Callback):
                     digests[parameter_name] = _digest_in(part, parameter, trainer.precision)
         if not digests:
             raise ConfigurationError(f"{name}: no weight is frozen, so checkpoints hold all of them. Leave it out.")
+        _check_entries(pl_module, digests, name)
         # Other processes get the weights of the main process.
         self._digests = trainer.strategy.processes.broadcast(digests)
         self.left_out_of_checkpoints = frozenset(self._digests)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep weights in checkpoints from now on that a callback for finetuning has thawed."""
-        parameters = pl_module.named_parameters(remove_duplicate=False)
-        self.left_out_of_checkpoints -= {name for name, parameter in parameters if parameter.requires_grad}
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                self.left_out_of_checkpoints -= {name}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what tells the weights that are left out from others."""
-        base = {name: self._digests[name] for name in sorted(self.left_out_of_checkpoints)}
+        base = {}
+        for name in sorted(self.left_out_of_checkpoints):
+            base[name] = self._digests[name]
         return {"base": base} if base else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,6 +133,19 @@ def check_has_values(name: str, weight: Tensor, callback: str) -> None:
         )
 
 
+def _check_entries(module: nn.Module, frozen: Collection[str], callback: str) -> None:
+    """Refuse frozen weights with further entries in the state, such as scales, which torch does not load."""
+    for key in module.state_dict():
+        name, _, _ = key.rpartition(".")
+        while name and name not in frozen:
+            name, _, _ = name.rpartition(".")
+        if name:
+            raise ConfigurationError(
+                f"{callback}: the state of {name} has an entry {key!r}, which torch does not load, so that no run could"
+                " continue. Load the base model as floats, and quantise it by callbacks=[Quantization()]."
+            )
+
+
 def _digest_in(part: nn.Module, parameter: nn.Parameter, precision: Any) -> str:
     if isinstance(part, QuantizedLinear) and parameter is not part.bias:
         return part.digest
@@ -147,14 +165,22 @@ def digest_of(weight: Tensor, precision: Any) -> str:
     if values.is_floating_point():
         values = values.to(_CONVERTED.get(precision, values.dtype))
     # A view as integers needs a dimension.
-    rows = values.reshape(len(values) if values.ndim > 1 else 1, -1).contiguous()
-    rows = rows.view(_INTEGERS.get(values.itemsize, torch.int64))
+    rows = values.reshape(1, -1)
+    if values.ndim > 1:
+        rows = values.flatten(1)
+    integers = _INTEGERS.get(values.itemsize, torch.int64)
+    rows = rows.contiguous()
+    rows = rows.view(integers)
     parts = [rows]
     if len(rows) > 1:
         # A matrix is read on its device. The exclusive or of its rows does not show their order, and that of equal
         # ones is 0; so there is that of its columns, and the first row.
-        parts = [torch.hash_tensor(rows, dim=0), torch.hash_tensor(rows, dim=1), rows[0]]
-    digest = hashlib.sha256(str((values.dtype, values.shape)).encode())
+        of_rows = torch.hash_tensor(rows, dim=0)
+        of_columns = torch.hash_tensor(rows, dim=1)
+        parts = [of_rows, of_columns, rows[0]]
+    kind = f"{values.dtype} {values.shape}"
+    digest = hashlib.sha256(kind.encode())
     for part in parts:
-        digest.update(part.cpu().view(torch.uint8).numpy().tobytes())
+        content = part.cpu().view(torch.uint8)
+        digest.update(content.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -96,7 +96,8 @@ def linear_layers(
     # An earlier run may have exchanged some for others.
     all_names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     included = list(layers or ())
-    for pattern in [*included, *exclude]:
+    excluded = list(exclude or ())
+    for pattern in [*included, *excluded]:
         matching = [name for name in all_names if _matches(name, [pattern])]
         if not matching:
             examples = ", ".join(all_names[:_MOST_NAMES]) or "there is none"
@@ -104,7 +105,7 @@ def linear_layers(
     chosen = {}
     for name, layer in plain.items():
         is_included = layers is None or _matches(name, included)
-        if is_included and not _matches(name, exclude):
+        if is_included and not _matches(name, excluded):
             chosen[name] = layer
     return chosen
 

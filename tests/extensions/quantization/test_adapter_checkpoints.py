@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
@@ -87,7 +88,11 @@ def test_another_base_model_is_refused(callback: str, seed: int, path: Path) -> 
     fit(QLoRA(), Quantization("int8")).save_checkpoint(path)
     with pytest.raises(CheckpointError, match="trained with another base model: model"):
         fit(QLoRA(seed=seed), CALLBACKS[callback](), path=path, max_epochs=2)
-    with pytest.raises(CheckpointError, match=r"missing: .*up\.base_layer\.weight"):
+    # A warning names the callback that left the weights out.
+    with (
+        pytest.warns(UserWarning, match="callbacks that are missing: .*'AdapterCheckpoints'"),
+        pytest.raises(CheckpointError, match=r"missing: .*up\.base_layer\.weight"),
+    ):
         fit(QLoRA(), path=path, max_epochs=2)
 
 
@@ -166,5 +171,10 @@ def test_refused_before_training() -> None:
     trained.requires_grad_(True)
     refuses(lambda: fit(trained, AdapterCheckpoints()), "no weight is frozen")
     refuses(lambda: fit(QLoRA(), AdapterCheckpoints(), EMAWeightAveraging()), "EMAWeightAveraging computes the mean")
+    quantised: Any = QLoRA()
+    head = Linear4bit(64, 64, bias=False)
+    head.weight = Params4bit(torch.randn(64, 64), requires_grad=False)
+    quantised.model.base_model.model[3] = head.to("cpu")
+    refuses(lambda: fit(quantised, AdapterCheckpoints()), "3.weight.absmax', which torch does not load", "Quantization")
     with pytest.raises(ConfigurationError, match="on the meta device"):
         fit(QLoRA().to("meta"), AdapterCheckpoints())
