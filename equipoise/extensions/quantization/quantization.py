@@ -111,7 +111,8 @@ class Quantization(AdapterCheckpoints):
         if not chosen and not quantized_layers(module):
             raise ConfigurationError(
                 f"Quantization finds nothing to quantise: none of {len(layers)} linear layers is frozen and untied."
-                " Freeze the base model, as `peft.get_peft_model` does, or by `requires_grad_(False)`."
+                " Freeze the base model, as `peft.get_peft_model` does, or by `requires_grad_(False)`. Other"
+                " classes than nn.Linear, such as transformers' Conv1D, are not quantised."
             )
         return chosen
 
