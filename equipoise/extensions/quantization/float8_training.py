@@ -115,7 +115,7 @@ class Float8Training(Callback):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
-        converted = {}
+        converted: dict[nn.Module, nn.Module] = {}
         for layer in chosen.values():
             # The function exchanges the children of a module, one that has two names for two layers.
             parent = nn.Sequential(layer)
