@@ -92,7 +92,7 @@ def _load(class_path: str, checkpoint: str, choice: str | None) -> LightningModu
     content = read_checkpoint(checkpoint)
     content["state_dict"] = chosen_state(content, choice)
     try:
-        module = _made(kind, checkpoint)
+        module: LightningModule = _made(kind, checkpoint)
         # It has loaded them in the dtypes of a new module.
         module.on_load_checkpoint(content)
         state = with_present_names(content["state_dict"], module.state_dict())
