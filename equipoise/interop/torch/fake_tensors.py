@@ -8,6 +8,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -217,8 +218,24 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
     with warnings.catch_warnings():
         # Copies of tensors compare addresses, which is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        with _FakeMode(on_guess):
+        mode = _FakeMode(on_guess)
+        with mode, _swapped_tensors(mode):
             yield
+
+
+def _swapped_tensors(mode: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `module.to(...)` converts a module that is being built, as peft does with adapters.
+
+    Torch swaps the parameters, but none to which a weak reference points, such as those by which the mode finds a
+    tensor again.
+    """
+    swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+    def forget_and_swap(one: Tensor, other: Tensor) -> None:
+        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(one, other)
+
+    return mock.patch.object(torch.utils, "swap_tensors", forget_and_swap)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -110,3 +110,16 @@ def test_a_group_norm_of_one_dtype() -> None:
         nn.GroupNorm(2, 4)(values).sum().backward()
     assert values.grad is not None
     assert values.grad.dtype is torch.float32
+
+
+def test_a_module_is_converted_as_it_is_built() -> None:
+    """Parameters stay the same objects, as peft expects of adapters that take the dtype of their base."""
+    with fake_tensors(print):
+        layer = nn.Linear(2**18, 2**18)
+        weight = layer.weight
+        layer.to("cpu", torch.bfloat16)
+        layer(torch.ones(4, 2**18, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight is weight
+    assert is_fake(weight)
+    assert weight.grad is not None
+    assert weight.dtype == weight.grad.dtype == torch.bfloat16
