@@ -1,0 +1,1 @@
+"""Here so that the tests can import `finetune_lora`."""
