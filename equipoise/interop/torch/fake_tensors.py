@@ -8,7 +8,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -223,19 +222,25 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
             yield
 
 
-def _swapped_tensors(mode: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `module.to(...)` converts a module that is being built, as peft does with adapters.
+@contextlib.contextmanager
+def _swapped_tensors(mode: Any) -> Iterator[None]:
+    """Let `module.to(...)` convert a module that is being built, as peft does with adapters, in a `with` block.
 
     Torch swaps the parameters, but none to which a weak reference points, such as those by which the mode finds a
-    tensor again.
+    tensor again. Where a version of torch keeps these elsewhere, such a module cannot be planned.
     """
     swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
     def forget_and_swap(one: Tensor, other: Tensor) -> None:
-        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        with contextlib.suppress(AttributeError):
+            mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         swap(one, other)
 
-    return mock.patch.object(torch.utils, "swap_tensors", forget_and_swap)
+    torch.utils.swap_tensors = forget_and_swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def is_fake(tensor: Tensor) -> bool:
