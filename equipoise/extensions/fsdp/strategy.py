@@ -212,7 +212,9 @@ class FSDPStrategy(ProcessStrategy):
         *units, _ = choose_units(module, patterns)
         sizes = [bytes_of_parameters(unit.module) for unit in units]
         root = bytes_of_parameters(module) - sum(sizes)
-        return sharded_loads(count, max(1, count // self.replicas), sizes, root)
+        gradients = [bytes_of_parameters(unit.module, trainable=True) for unit in units]
+        gradients.append(bytes_of_parameters(module, trainable=True) - sum(gradients))
+        return sharded_loads(count, max(1, count // self.replicas), sizes, root, max(gradients))
 
     # Where it runs.
 

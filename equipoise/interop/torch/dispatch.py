@@ -164,9 +164,11 @@ def tensor_in_memory(tensor: Tensor) -> Tensor:
     inner: Any = tensor
     while type(inner) not in (Tensor, torch.nn.Parameter) and hasattr(inner, "__tensor_flatten__"):
         names, _ = inner.__tensor_flatten__()
-        if len(names) != 1:
+        # A `DTensor` also names its mesh, from torch 2.13 on.
+        tensors = [part for part in (getattr(inner, name) for name in names) if isinstance(part, Tensor)]
+        if len(tensors) != 1:
             break
-        inner = getattr(inner, names[0])
+        inner = tensors[0]
     return inner  # type: ignore[no-any-return]
 
 

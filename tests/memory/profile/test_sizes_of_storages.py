@@ -17,9 +17,11 @@ class Wrapper(Tensor):
 
     def __init__(self, part: Tensor, rows: int) -> None:
         self.part = part
+        self.mesh = "no tensor"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["part"], None
+        # A `DTensor` names its mesh, too.
+        return ["part", "mesh"], None
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Wrapper":
