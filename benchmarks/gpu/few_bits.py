@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 def task_of(setting: Setting, *, is_frozen: bool) -> Task:
     """Return four layers of 4096, with 4096 samples."""
-    width = setting.pick(4096, 64)
+    width = setting.pick(4096, 256)
 
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -27,7 +27,6 @@ from tests.extensions.pipeline.strategy.test_processes import Model, data
 from tests.extensions.pipeline.strategy.test_replicas import Counted, samples
 
 pytestmark = [
-    pytest.mark.slow,
     *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks"),
     pytest.mark.usefixtures("quick_collections"),
 ]
@@ -166,12 +165,14 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
         assert torch.allclose(expected[name], actual[name], rtol=0, atol=1e-12), name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_is_that_of_one_device(name: str, engine: str) -> None:
     assert_same(on_one_device(name), averaged(AVERAGES[name](), engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"val_check_interval": 1}], ids=str)
 @pytest.mark.parametrize("engine", ["threads", "3 processes"])
 def test_with_accumulation_and_evaluations_between(engine: str, options: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ def test_with_accumulation_and_evaluations_between(engine: str, options: dict[st
         assert 0 < actual["held"] < 0.6 * expected["held"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "replicas"), [("replicas", 2), ("a stage of a tied weight alone", 1)])
 def test_weights_in_several_processes(engine: str, replicas: int) -> None:
     average, once_more = AVERAGES["exponential"](), AVERAGES["exponential"]()
@@ -190,6 +192,7 @@ def test_weights_in_several_processes(engine: str, replicas: int) -> None:
     assert_same(expected, averaged(once_more, engine, Counted, loader, num_sanity_val_steps=0))
 
 
+@pytest.mark.slow
 def test_statistics_of_batches_are_those_of_one_device_in_threads() -> None:
     """With one micro-batch, which has the statistics of the batch."""
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
@@ -197,6 +200,7 @@ def test_statistics_of_batches_are_those_of_one_device_in_threads() -> None:
     assert_same(on_one_device("stochastic", kind=Normed), averaged(average, "one micro-batch", Normed))
 
 
+@pytest.mark.slow
 def test_statistics_of_batches_are_refused_in_processes() -> None:
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
     with pytest.raises(ConfigurationError, match=r"StochasticWeightAveraging .*engine='threads'"):
@@ -223,6 +227,7 @@ class SavesAndDies(Callback):
             raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize("name", ["exponential", "equal weights", "stochastic"])
 def test_a_killed_run_ends_as_an_undisturbed_one(name: str, engine: str, tmp_path: Path) -> None:
@@ -235,6 +240,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(name: str, engine: str, tmp_pat
     assert_same({**expected, "values": expected["values"][-5:]}, {**actual, "values": actual["values"][-5:]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "reader"), [("3 processes", "one device"), ("one device", "processes"), ("processes", "threads")]
 )
@@ -247,6 +253,7 @@ def test_a_run_goes_on_elsewhere(name: str, writer: str, reader: str, tmp_path: 
     assert_same({**expected, "values": expected["values"][-4:]}, {**actual, "values": actual["values"][-4:]})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_that_of_one_device(tmp_path: Path) -> None:
     contents = []
     for engine in ("one device", "processes"):
@@ -278,12 +285,14 @@ class Writes(Callback):
             module.net.blocks[0].inner.linear.weight.mul_(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [Reads(), Writes()], ids=lambda callback: type(callback).__name__)
 def test_values_of_other_processes_are_refused(callback: Callback) -> None:
     with pytest.raises(StepError, match="its values lie in another process"):
         averaged(callback, "processes")
 
 
+@pytest.mark.slow
 def test_an_average_is_whole_after_the_run_and_serves_an_evaluation() -> None:
     """As on one device, a validation after the run uses it."""
     values = []
