@@ -38,6 +38,7 @@ def test_the_head_alone(empty_folder, equipoise):
     assert "4,290 of 203,458 parameters train" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [["strategy=dp"], ["strategy=balanced", "strategy.shares=[1,3]"]], ids=" ".join)
 def test_two_devices_compute_as_one(empty_folder, equipoise, strategy):
     dropouts = ("dropout", "attention_dropout", "seq_classif_dropout")
