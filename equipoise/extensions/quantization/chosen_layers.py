@@ -31,16 +31,17 @@ def check_names(callback: str, **arguments: object) -> None:
         ConfigurationError: If one is something else.
     """
     for argument, patterns in arguments.items():
-        if patterns is None:
-            continue
-        # A text is a sequence of texts.
-        names = [None]
-        if isinstance(patterns, Iterable) and not isinstance(patterns, str):
-            names = list(patterns)
-        if not all(isinstance(name, str) for name in names):
+        if patterns is not None and not _is_list_of_names(patterns):
             raise ConfigurationError(
                 f"{callback}({argument}=...) is a list of names of layers, such as ['*.mlp.*'], not {patterns!r}."
             )
+
+
+def _is_list_of_names(patterns: object) -> bool:
+    # A text is a sequence of texts.
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        return False
+    return all(isinstance(name, str) for name in patterns)
 
 
 def check_strategy(callback: str, strategy: Any) -> None:

@@ -1,6 +1,5 @@
 """Averages of the weights in shards: those of one device, in evaluations, in checkpoints and after a resumption."""
 
-import copy
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import equipoise
 from equipoise import Trainer
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import FEATURES, QUIET, Net, assert_close, fit, fsdp, in_processes, loader, make
 from tests.extensions.fsdp.test_traps import Overflows
+from tests.support.own_average import Own
 
 pytestmark = [
     pytest.mark.slow,
@@ -125,34 +124,6 @@ class Watch(Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.values.append(float(trainer.callback_metrics["val"]))
-
-
-class Own(equipoise.Callback):
-    """An average without a class of Lightning's, which keeps the weights of training during a validation."""
-
-    copies_weights = True
-    average: Any = None
-    kept: Any = None
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.average = copy.deepcopy(module)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
-            average.lerp_(weight, 0.3)
-
-    @torch.no_grad()
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.kept = [weight.clone() for weight in module.parameters()]
-        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
-            weight.copy_(average)
-
-    @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        for kept, weight in zip(self.kept, module.parameters(), strict=True):
-            weight.copy_(kept)
-        self.kept = None
 
 
 class Repeats(Callback):

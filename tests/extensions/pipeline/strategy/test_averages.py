@@ -1,6 +1,5 @@
 """Averages of the weights of a pipeline, in threads and in processes, where they lie with the stages."""
 
-import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,12 +18,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-import equipoise
 from equipoise import ConfigurationError, PipelineStrategy, StepError, Trainer
 from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import Model, data
 from tests.extensions.pipeline.strategy.test_replicas import Counted, samples
+from tests.support.own_average import Own
 
 pytestmark = [
     *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks"),
@@ -62,34 +61,6 @@ class Normed(Model):
     def __init__(self) -> None:
         super().__init__()
         self.net.blocks[1].norm = nn.BatchNorm1d(6)  # type: ignore[index, union-attr]
-
-
-class Own(equipoise.Callback):
-    """An average without a class of Lightning's, which keeps the weights of training during a validation."""
-
-    copies_weights = True
-    average: Any = None
-    kept: Any = None
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.average = copy.deepcopy(module)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
-            average.lerp_(weight, 0.3)
-
-    @torch.no_grad()
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.kept = [weight.clone() for weight in module.parameters()]
-        for average, weight in zip(self.average.parameters(), module.parameters(), strict=True):
-            weight.copy_(average)
-
-    @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        for kept, weight in zip(self.kept, module.parameters(), strict=True):
-            weight.copy_(kept)
-        self.kept = None
 
 
 AVERAGES: dict[str, Callable[[], Callback]] = {
