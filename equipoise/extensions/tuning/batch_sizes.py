@@ -44,6 +44,12 @@ class _FirstBatch(Callback):
         """Keep the first batch."""
         if batch_idx:
             return
+        batch_sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
+        if hasattr(batch_sampler, "planned_batches"):
+            raise ConfigurationError(
+                f"{FINDER} searches a number of samples, but {type(batch_sampler).__name__} divides batches by another"
+                " measure. `equipoise plan` names its largest value."
+            )
         self.batch = move_data_to_device(batch, "cpu")
         sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
         if hasattr(sampler, "__len__"):

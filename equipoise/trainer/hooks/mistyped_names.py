@@ -1,4 +1,4 @@
-"""Warn of mistyped hooks: methods named `on_...` that nothing calls."""
+"""Warn of mistyped hooks and steps: methods that nothing calls, such as `on_trian_start` and `validaton_step`."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,13 @@ from equipoise.notices import warn_of_method
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["warn_of_mistyped_hooks"]
+__all__ = ["similar_step", "warn_of_mistyped_hooks"]
 
 # Smallest similarity of a mistyped name to a hook, a ratio of `difflib` from 0 to 1.
 _MIN_SIMILARITY = 0.75
+# Methods without the prefix `on_`. Names of a user's own methods are often similar, so they must be almost the same.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_model")
+_MIN_SIMILARITY_OF_STEPS = 0.9
 # Folders of installed packages, whose code the user did not write.
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -72,16 +75,28 @@ def _kinds_with_hooks(context: "RunContext") -> list[tuple[type, type]]:
 def _warn_of_similar_hook(suspect: _Suspect) -> None:
     """Warn of a method if a hook has a similar name."""
     name = suspect.method.__name__
-    hooks = _hooks(suspect.base)
-    similar = get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
-    if not similar:
+    similar = similar_step(name)
+    if name.startswith("on_"):
+        hooks = get_close_matches(name, _hooks(suspect.base), n=1, cutoff=_MIN_SIMILARITY)
+        similar = hooks[0] if hooks else None
+    if similar is None:
         return
     warn_of_method(
         suspect.method,
         f"`{suspect.kind.__name__}.{name}` is called by no trainer, because no hook has that name; did you"
-        f" mean `{similar[0]}`? If it is a method of your own, which you call from another file, ignore this"
+        f" mean `{similar}`? If it is a method of your own, which you call from another file, ignore this"
         " warning, or let the name begin with an underscore.",
     )
+
+
+def similar_step(name: str) -> str | None:
+    """Return the step of a module whose name is almost the same as another name; None if there is none.
+
+    Args:
+        name: The name of a method.
+    """
+    similar = get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)
+    return similar[0] if similar else None
 
 
 def _unknown_hooks(kind: type, base: type) -> Iterator[_Suspect]:
@@ -93,7 +108,8 @@ def _unknown_hooks(kind: type, base: type) -> Iterator[_Suspect]:
             names_of_libraries.update(vars(parent))
     for name, method in _methods_of_user(kind):
         is_hook = hasattr(base, name) or name in names_of_libraries
-        if name.startswith("on_") and not is_hook:
+        may_be_meant = name.startswith("on_") or (base is LightningModule and similar_step(name) is not None)
+        if may_be_meant and not is_hook:
             yield _Suspect(kind, base, method)
 
 

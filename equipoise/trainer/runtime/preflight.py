@@ -20,7 +20,7 @@ from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, Conf
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
+from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 
@@ -146,7 +146,9 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
     beginning, needed = _NEEDED[fn]
     for method in needed:
         if not is_overridden(method, module):
-            raise ConfigurationError(f"{beginning} {name} does not define `{method}`. Define it.")
+            mistyped = [other for other in dir(module) if other != method and similar_step(other) == method]
+            remedy = f"Rename `{mistyped[0]}`." if mistyped else "Define it."
+            raise ConfigurationError(f"{beginning} {name} does not define `{method}`. {remedy}")
 
 
 def _check_fit(context: "RunContext") -> None:

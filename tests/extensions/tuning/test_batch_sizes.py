@@ -12,7 +12,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import Trainer
+from equipoise import TokenBatchSampler, Trainer
 from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predict_memory
 from equipoise.extensions.tuning import batch_sizes
 from tests.conftest import ignoring
@@ -202,6 +202,18 @@ def test_what_cannot_be_searched(room: Any, monkeypatch: pytest.MonkeyPatch) -> 
     room(bytes_for(100))
     monkeypatch.setattr(Bounded, "most", 2)
     refuses(fit(Bounded(), max_trials=3), "ran out of memory with each of 3 sizes", "down to 16")
+
+
+def test_batches_by_tokens_are_not_searched() -> None:
+    class ByTokens(Sized):
+        max_tokens = 2
+
+        def train_dataloader(self) -> Any:
+            data = made_loader(1).dataset
+            return DataLoader(data, batch_sampler=TokenBatchSampler([1] * SAMPLES, self.max_tokens))
+
+    finder = BatchSizeFinder(batch_arg_name="max_tokens")
+    refuses(lambda: Trainer(**OPTIONS, callbacks=[finder]).fit(ByTokens()), "TokenBatchSampler", "`equipoise plan`")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,19 @@ def test_a_mistyped_hook_of_a_module():
     assert (found.filename, found.lineno) == (__file__, method.__code__.co_firstlineno)
 
 
+def test_a_mistyped_step():
+    class Mistyped(Small):
+        def validaton_step(self, batch, batch_idx):
+            raise AssertionError("is never called")
+
+        def train_step(self, batch):
+            """Similar to `training_step`, but a name of the user's own."""
+
+    (found,) = fit(Mistyped())
+    assert "`Mistyped.validaton_step` is called by no trainer" in str(found.message)
+    assert "did you mean `validation_step`?" in str(found.message)
+
+
 def test_a_mistyped_hook_of_a_callback_and_of_data():
     first, second = fit(Small(), MistypedCallback(), datamodule=MistypedData())
     assert "did you mean `on_exception`?" in str(first.message)

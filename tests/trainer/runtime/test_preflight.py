@@ -52,6 +52,15 @@ def test_no_training_step() -> None:
     refuses_fit(Module(), "`fit` needs `training_step`", "Module does not define `training_step`", "Define it")
 
 
+def test_a_mistyped_training_step() -> None:
+    class Module(L.LightningModule):
+        def trainig_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+        def configure_optimizers(self) -> Any: ...
+
+    refuses_fit(Module(), "Module does not define `training_step`", "Rename `trainig_step`")
+
+
 def test_no_configure_optimizers() -> None:
     class Module(L.LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any: ...
