@@ -5,6 +5,7 @@ operation needs no value here, and its result lies where its operands do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import finalize
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from equipoise.extensions.pipeline.messaging.commands import placeholder
 from equipoise.extensions.pipeline.messaging.remote_parameters import Unknown, is_elsewhere, origin_of, view_of
-from equipoise.tree import leaves_of, map_leaves
+from equipoise.tree import leaves_of, map_leaves, tensors_in
 
 __all__ = ["Operation", "RemoteOperations", "compute_operations"]
 
@@ -83,30 +84,39 @@ class RemoteOperations:
 
     def _for_each(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Divide an operation on lists of tensors by the processes in which these are."""
-        groups: dict[Place, list[int]] = {}
-        for index in range(len(args[0])):
-            place = self._place_of(leaves_of([_entries(argument, [index]) for argument in args]))
-            groups.setdefault(place, []).append(index)
         results = list(args[0])
-        for place, indices in groups.items():
+        for place, indices in self._groups_by_place(args).items():
             arguments = [_entries(argument, indices) for argument in args]
             if place:
-                of_group = self._note(function, arguments, kwargs)
+                results_of_group = self._note(function, arguments, kwargs)
             else:
-                of_group = function(*arguments, **kwargs)
-            # A change in place may return none.
-            for index, result in zip(indices, of_group or arguments[0], strict=True):
+                results_of_group = function(*arguments, **kwargs)
+            if not results_of_group:
+                # A change in place may return none.
+                results_of_group = arguments[0]
+            for index, result in zip(indices, results_of_group, strict=True):
                 results[index] = result
         return results
 
-    def _place_of(self, values: Iterable[Any]) -> Place:
+    def _groups_by_place(self, args: Sequence[Any]) -> dict[Place, list[int]]:
+        """Return the indices of the entries of lists of tensors, by the processes in which the entries are."""
+        groups: dict[Place, list[int]] = {}
+        for index in range(len(args[0])):
+            entries = [_entries(argument, [index]) for argument in args]
+            place = self._place_of(entries)
+            groups.setdefault(place, []).append(index)
+        return groups
+
+    def _place_of(self, arguments: Any) -> Place:
         """Return where an operation is computed; nothing if all tensors among its arguments are in this process."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = list(tensors_in(arguments))
         places = {self._place(tensor) for tensor in tensors if is_elsewhere(tensor)}
         if not places:
             return ()
         # Tensors of this process are sent, but the first one may be that which is changed.
-        if len(places) > 1 or (tensors[0].ndim and not is_elsewhere(tensors[0])):
+        first = tensors[0]
+        may_change_here = first.ndim > 0 and not is_elsewhere(first)
+        if len(places) > 1 or may_change_here:
             raise Unknown
         return places.pop()
 
@@ -128,46 +138,51 @@ class RemoteOperations:
         return _Operand(key, is_result=False)
 
     def _note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        values = list(leaves_of((args, kwargs)))
-        place = self._place_of(values)
-        # 1. The shapes of the results.
-        here = next(value.device for value in values if isinstance(value, Tensor) and is_elsewhere(value))
-        device = next((value for value in values if isinstance(value, torch.device)), here)
-        if function is Tensor.to and device != here:
-            kwargs = {**kwargs, "copy": True}
+        """Note an operation whose tensors are in the same processes, and return its result."""
+        arguments: list[Any] = [list(args), dict(kwargs)]
+        place = self._place_of(arguments)
+        device_before = _device_elsewhere(arguments)
+        device = _device_among(arguments) or device_before
+        # Without values both devices are one, and torch would return the tensor itself.
+        if function is Tensor.to and device != device_before:
+            arguments[1]["copy"] = True
+
+        # 1. The shapes of the results. A tensor without values stands for each original, by its identity.
         originals: dict[int, Tensor] = {}
-        shapes = map_leaves(lambda value: _without_values(value, originals), [list(args), dict(kwargs)])
-        try:
-            result = function(*shapes[0], **shapes[1])
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise Unknown from error
-        if function is Tensor.to and id(result) in originals:
-            return originals[id(result)]
+        without_values = map_leaves(partial(_without_values, originals=originals), arguments)
+        shapes = _shapes_of(function, *without_values)
+        if function is Tensor.to and id(shapes) in originals:
+            return originals[id(shapes)]
 
         # 2. The results.
-        numbers: list[Any] = []
+        numbers: list[int | None] = []
 
-        def result_of(value: Any) -> Any:
-            if not isinstance(value, Tensor):
+        def result_of(shape: Any) -> Any:
+            if not isinstance(shape, Tensor):
                 raise Unknown
+            original = originals.get(id(shape))
+            if original is None:
+                number = next(_numbers)
+                numbers.append(number)
+                return self._result(number, place, placeholder(shape.shape, shape.dtype).to(device))
             # It was changed in place.
-            if id(value) in originals:
-                if not is_elsewhere(originals[id(value)]):
-                    raise Unknown
-                numbers.append(None)
-                return originals[id(value)]
-            numbers.append(next(_numbers))
-            return self._result(numbers[-1], place, placeholder(value.shape, value.dtype).to(device))
+            if not is_elsewhere(original):
+                raise Unknown
+            numbers.append(None)
+            return original
 
-        results = result
-        if result is not None:
-            results = map_leaves(result_of, result)
+        results = None
+        if shapes is not None:
+            results = map_leaves(result_of, shapes)
 
         # 3. The operation.
-        encoded = map_leaves(self._encoded, [list(args), dict(kwargs)])
+        sent_args, sent_kwargs = map_leaves(self._encoded, arguments)
         for stage in place:
-            self._pending.setdefault(stage, []).append((function, *encoded, numbers))
+            self._add(stage, (function, sent_args, sent_kwargs, numbers))
         return results
+
+    def _add(self, stage: int, operation: Operation) -> None:
+        self._pending.setdefault(stage, []).append(operation)
 
     def _result(self, number: int, place: Place, shape: Tensor) -> Tensor:
         """Return the result with a number."""
@@ -179,7 +194,7 @@ class RemoteOperations:
     def _drop(self, number: int) -> None:
         """Let workers free a result to which nothing refers any more."""
         for stage in self._places.pop(number):
-            self._pending.setdefault(stage, []).append((None, [], {}, [number]))
+            self._add(stage, (None, [], {}, [number]))
 
     def _encoded(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -195,6 +210,31 @@ def _entries(argument: Any, indices: Iterable[int]) -> Any:
     if not isinstance(argument, list | tuple):
         return argument
     return [argument[index] for index in indices]
+
+
+def _device_elsewhere(arguments: Any) -> torch.device:
+    """Return the device of the first tensor of another process."""
+    return next(tensor.device for tensor in tensors_in(arguments) if is_elsewhere(tensor))
+
+
+def _device_among(arguments: Any) -> torch.device | None:
+    """Return the device that an argument names; None if there is no such argument."""
+    for value in leaves_of(arguments):
+        if isinstance(value, torch.device):
+            return value
+    return None
+
+
+def _shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of an operation on arguments without values.
+
+    Raises:
+        Unknown: If it needs values.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise Unknown from error
 
 
 def _without_values(value: Any, originals: dict[int, Tensor]) -> Any:
@@ -237,20 +277,23 @@ def compute_operations(
             return device
         return value
 
-    for function, args, kwargs, numbers in operations:
+    for function, sent_args, sent_kwargs, numbers in operations:
         if function is None:
             results.pop(numbers[0], None)
             continue
-        args, kwargs = _on_one_device(map_leaves(decoded, [args, kwargs]))
+        arguments = map_leaves(decoded, [sent_args, sent_kwargs])
+        args, kwargs = _on_one_device(arguments)
         with torch.no_grad():
             result = function(*args, **kwargs)
-        tensors = [value for value in leaves_of(result) if isinstance(value, Tensor)]
-        results.update((number, tensor) for number, tensor in zip(numbers, tensors, strict=False) if number is not None)
+        # A change in place may return nothing.
+        for number, tensor in zip(numbers, tensors_in(result), strict=False):
+            if number is not None:
+                results[number] = tensor
 
 
 def _on_one_device(arguments: Any) -> Any:
     """Bring tensors to the device of the first: an average may lie on the host."""
-    device = next(value.device for value in leaves_of(arguments) if isinstance(value, Tensor))
+    device = next(tensor.device for tensor in tensors_in(arguments))
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -20,10 +20,11 @@ TensorKind = tuple[torch.dtype, tuple[int, ...], bool, tuple[int, ...] | None]
 
 def kind_of(tensor: Tensor) -> TensorKind:
     """Return what the receiver of a tensor must know."""
+    shape = tuple(tensor.shape)
     strides = None
     if not tensor.is_contiguous() and _in_order_of_memory(tensor).is_contiguous():
         strides = tensor.stride()
-    return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, strides
+    return tensor.dtype, shape, tensor.requires_grad, strides
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -31,7 +32,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not values.is_contiguous():
         in_order = _in_order_of_memory(values)
-        values = in_order if in_order.is_contiguous() else values.contiguous()
+        if in_order.is_contiguous():
+            values = in_order
+        else:
+            # The memory has gaps.
+            values = values.contiguous()
     return values.reshape(-1).view(torch.uint8)
 
 
@@ -73,5 +78,10 @@ def tensor_of(memory: Tensor, kind: TensorKind) -> Tensor:
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
     """Return a view whose dimensions are in the order in which the memory has them."""
-    order = sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
-    return tensor.permute(order)
+
+    def step_and_size(dim: int) -> tuple[int, int]:
+        return tensor.stride(dim), tensor.shape[dim]
+
+    dims = range(tensor.ndim)
+    outermost_first = sorted(dims, key=step_and_size, reverse=True)
+    return tensor.permute(outermost_first)
