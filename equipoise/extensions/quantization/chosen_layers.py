@@ -31,7 +31,8 @@ def check_names(callback: str, **arguments: object) -> None:
         ConfigurationError: If one is something else.
     """
     for argument, patterns in arguments.items():
-        if patterns is not None and not _is_list_of_names(patterns):
+        is_valid = patterns is None or _is_list_of_names(patterns)
+        if not is_valid:
             raise ConfigurationError(
                 f"{callback}({argument}=...) is a list of names of layers, such as ['*.mlp.*'], not {patterns!r}."
             )
@@ -61,7 +62,7 @@ def check_strategy(callback: str, strategy: Any) -> None:
 
 
 def require(package: str, callback: str) -> None:
-    """Check that a package is there, without importing it.
+    """Check that a package is installed, without importing it.
 
     Args:
         package: The package, as Python imports it.
@@ -89,33 +90,38 @@ def linear_layers(
     Raises:
         ConfigurationError: If a pattern matches no linear layer.
     """
-    plain = {}
-    for name, part in module.named_modules():
-        # Others may read their weights without calling the layer, as attention does.
-        if type(part) is nn.Linear and not is_parametrized(part):
-            plain[name] = part
-    # An earlier run may have exchanged some for others.
-    all_names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     included = list(layers or ())
     excluded = list(exclude or ())
-    for pattern in [*included, *excluded]:
-        matching = [name for name in all_names if _matches(name, [pattern])]
-        if not matching:
-            examples = ", ".join(all_names[:_MOST_NAMES]) or "there is none"
-            raise ConfigurationError(f"{callback}: {pattern!r} matches no linear layer. Layers: {examples}.")
+    all_layers = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    # An earlier run may have exchanged some for others, so the names of these count, too.
+    _check_patterns([*included, *excluded], list(all_layers), callback)
     chosen = {}
-    for name, layer in plain.items():
+    for name, layer in all_layers.items():
+        # Other classes may read their weights without calling the layer, as attention does.
+        if type(layer) is not nn.Linear or is_parametrized(layer):
+            continue
         is_included = layers is None or _matches(name, included)
         if is_included and not _matches(name, excluded):
             chosen[name] = layer
     return chosen
 
 
+def _check_patterns(patterns: Sequence[str], names: Sequence[str], callback: str) -> None:
+    """Check that each pattern names a linear layer.
+
+    Raises:
+        ConfigurationError: If one does not.
+    """
+    for pattern in patterns:
+        if not any(_matches(name, [pattern]) for name in names):
+            examples = ", ".join(names[:_MOST_NAMES]) or "there is none"
+            raise ConfigurationError(f"{callback}: {pattern!r} matches no linear layer. Layers: {examples}.")
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     # The name of a submodule stands for all inside.
     inside = [f"{pattern}.*" for pattern in patterns]
-    all_patterns = [*patterns, *inside]
-    return any(fnmatchcase(name, pattern) for pattern in all_patterns)
+    return any(fnmatchcase(name, pattern) for pattern in [*patterns, *inside])
 
 
 def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -140,7 +146,7 @@ def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]
 
 
 def keep_attributes(layer: nn.Module, other: nn.Module) -> None:
-    """Give the layer that replaces another one what that has besides parameters: its hooks, and whether it trains.
+    """Copy attributes other than parameters to the layer that replaces another one: hooks, and whether it trains.
 
     Args:
         layer: The layer that is replaced.

@@ -37,24 +37,50 @@ class FourBits(NamedTuple):
         Args:
             weight: The weight, two values in a byte.
             scales: The scales of its blocks: float32, or eight bits if there are outer ones.
-            outer_scales: Those of the scales, float32, behind the mean of the scales and the values of eight bits.
+            outer_scales: The mean of the scales, the values that their eight bits stand for, and the scales of the
+                scales, in this order, float32; None if the scales are float32.
         """
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        state_of: Any = QuantState
         if outer_scales is None:
-            absmax = scales.view(torch.float32)
+            scales_of_blocks = scales.view(torch.float32)
         else:
-            floats = outer_scales.view(torch.float32)
-            first = _CODES + 1
-            code = floats[1:first]
-            largest = floats[first:]
-            nested = state_of(largest, code=code, blocksize=_OUTER_BLOCK, dtype=torch.float32)
-            absmax = dequantize_blockwise(scales, nested)
-            absmax = absmax + floats[0]
-        state = state_of(absmax, self.shape, blocksize=self.blocksize, quant_type=self.kind, dtype=self.dtype)
+            scales_of_blocks = _decompressed(scales, outer_scales.view(torch.float32))
+        # The class has no types.
+        state_of: Any = QuantState
+        state = state_of(
+            absmax=scales_of_blocks,
+            shape=self.shape,
+            blocksize=self.blocksize,
+            quant_type=self.kind,
+            dtype=self.dtype,
+        )
         values: Tensor = dequantize_4bit(weight, state)
         return values
+
+
+def _decompressed(scales: Tensor, floats: Tensor) -> Tensor:
+    """Return scales of eight bits as floats.
+
+    Args:
+        scales: The scales.
+        floats: Their mean, the values that eight bits stand for, and the scales of the scales.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+    state_of: Any = QuantState
+    end_of_codes = 1 + _CODES
+    mean = floats[0]
+    codes = floats[1:end_of_codes]
+    outer_scales = floats[end_of_codes:]
+    state = state_of(
+        absmax=outer_scales,
+        code=codes,
+        blocksize=_OUTER_BLOCK,
+        dtype=torch.float32,
+    )
+    differences: Tensor = dequantize_blockwise(scales, state)
+    return differences + mean
 
 
 def four_bits(
@@ -71,7 +97,10 @@ def four_bits(
     from bitsandbytes.functional import quantize_4bit
 
     packed, state = quantize_4bit(
-        weight.contiguous(), blocksize=blocksize, quant_type=kind, compress_statistics=compress_statistics
+        weight.contiguous(),
+        blocksize=blocksize,
+        quant_type=kind,
+        compress_statistics=compress_statistics,
     )
     stored_as = FourBits(kind, blocksize, weight.shape, weight.dtype)
     if not state.nested:
@@ -110,8 +139,10 @@ def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
     """
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+    rows, columns = weight.shape
+    layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+    frozen = torch.nn.Parameter(weight, requires_grad=False)
+    layer.register_parameter("weight", frozen)
     # The function exchanges the weight of a layer for a tensor of torchao's.
     quantize_(layer, Int8WeightOnlyConfig())
     quantized: Any = layer.weight
