@@ -7,6 +7,11 @@ from equipoise.formats import format_bytes, format_count
 
 __all__ = ["HEADS", "WORDS", "alternatives_of", "caption_of", "lines_of", "recommended", "rows_of"]
 
+# The process of the command writes a plan as a dictionary. An entry of it describes a strategy, with its devices.
+Plan = Mapping[str, Any]
+Entry = Mapping[str, Any]
+Device = Mapping[str, Any]
+
 HEADS = ("strategy", "device", "samples", "peak", "usable", "room", "largest batch", "at the peak")
 # Columns of words.
 WORDS = ("strategy", "device", "at the peak")
@@ -17,7 +22,7 @@ _MOST_PARTS = 4
 _NO_LIMIT = 2**24
 
 
-def caption_of(plan: Mapping[str, Any]) -> str:
+def caption_of(plan: Plan) -> str:
     """Return the line below the table."""
     size = f"{plan['batch_size']} samples"
     if plan["budget"]:
@@ -28,11 +33,11 @@ def caption_of(plan: Mapping[str, Any]) -> str:
     )
 
 
-def rows_of(plan: Mapping[str, Any]) -> list[list[str]]:
+def rows_of(plan: Plan) -> list[list[str]]:
     """Return a row for each strategy and device.
 
     Args:
-        plan: The plan, as the process of the command has made it.
+        plan: The plan.
     """
     rows = []
     for entry in plan["strategies"]:
@@ -43,34 +48,40 @@ def rows_of(plan: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _cells(
-    plan: Mapping[str, Any], entry: Mapping[str, Any], device: Mapping[str, Any], *, is_first: bool
-) -> list[str]:
+def _cells(plan: Plan, entry: Entry, device: Device, *, is_first: bool) -> list[str]:
     peak = device["peak"]
-    parts = []
-    for part, nbytes in list(peak["parts"].items())[:_MOST_PARTS]:
-        parts.append(f"{part} {format_bytes(nbytes)}")
+    usable = device["usable"]
+    strategy = ""
+    largest_batch = ""
+    # A strategy is named once.
+    if is_first:
+        strategy = entry["strategy"]
+        largest_batch = _largest(plan, entry)
     room = "does not fit"
     if device["fits"]:
-        room = format_bytes(device["usable"] - peak["nbytes"])
-    cells = [
-        entry["strategy"],
+        room = format_bytes(usable - peak["nbytes"])
+    return [
+        strategy,
         device["name"],
         str(device["samples"]),
         format_bytes(peak["nbytes"]),
-        format_bytes(device["usable"]),
+        format_bytes(usable),
         room,
-        _largest(plan, entry),
-        f"{peak['phase']}: {', '.join(parts)}",
+        largest_batch,
+        _composition(peak),
     ]
-    if not is_first:
-        # A strategy is named once.
-        cells[0] = ""
-        cells[6] = ""
-    return cells
 
 
-def _largest(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+def _composition(peak: Mapping[str, Any]) -> str:
+    """Return the phase of a peak and its largest parts."""
+    parts = list(peak["parts"].items())
+    texts = []
+    for part, nbytes in parts[:_MOST_PARTS]:
+        texts.append(f"{part} {format_bytes(nbytes)}")
+    return f"{peak['phase']}: {', '.join(texts)}"
+
+
+def _largest(plan: Plan, entry: Entry) -> str:
     largest = entry["largest_batch"]
     if not largest:
         return "none"
@@ -85,7 +96,7 @@ def _largest(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
     return text
 
 
-def lines_of(plan: Mapping[str, Any]) -> list[str]:
+def lines_of(plan: Plan) -> list[str]:
     """Return sentences on what the figures rest on.
 
     Args:
@@ -100,14 +111,17 @@ def lines_of(plan: Mapping[str, Any]) -> list[str]:
     return [*lines, *_lines_on_others(plan["strategies"]), *plan["notes"]]
 
 
-def _lines_on_others(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _lines_on_others(entries: Sequence[Entry]) -> list[str]:
     """Return a line for each device on which other processes hold memory."""
-    occupied: dict[str, int] = {}
+    # Several strategies have the same devices.
+    lines: dict[str, str] = {}
     for entry in entries:
         for device in entry["devices"]:
-            if device["occupied"]:
-                occupied[device["name"]] = device["occupied"]
-    return [f"Other processes hold {format_bytes(nbytes)} of {name}." for name, nbytes in occupied.items()]
+            name = device["name"]
+            nbytes = device["occupied"]
+            if nbytes:
+                lines[name] = f"Other processes hold {format_bytes(nbytes)} of {name}."
+    return list(lines.values())
 
 
 def recommended(recommendation: Mapping[str, Any]) -> str:
@@ -117,7 +131,7 @@ def recommended(recommendation: Mapping[str, Any]) -> str:
     return f"Nothing to recommend: {recommendation['reason']}."
 
 
-def alternatives_of(plan: Mapping[str, Any]) -> list[str]:
+def alternatives_of(plan: Plan) -> list[str]:
     """Return lines on overrides that need less memory.
 
     Args:
@@ -125,15 +139,16 @@ def alternatives_of(plan: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for alternative in plan["alternatives"]:
-        results = []
-        for entry in alternative["strategies"]:
-            if not entry["devices"]:
-                continue
-            peak = max(device["peak"]["nbytes"] for device in entry["devices"])
-            verdict = f"largest batch {_largest(plan, entry)}"
-            if entry["fits"]:
-                verdict = "fits"
-            results.append(f"{entry['strategy']} {format_bytes(peak)} ({verdict})")
+        results = [_verdict(plan, entry) for entry in alternative["strategies"] if entry["devices"]]
         lines.append(f"With {' '.join(alternative['overrides'])}:")
         lines.append(f"  {', '.join(results)}")
     return lines
+
+
+def _verdict(plan: Plan, entry: Entry) -> str:
+    """Return a strategy with its largest peak, and whether it fits."""
+    peak = max(device["peak"]["nbytes"] for device in entry["devices"])
+    verdict = f"largest batch {_largest(plan, entry)}"
+    if entry["fits"]:
+        verdict = "fits"
+    return f"{entry['strategy']} {format_bytes(peak)} ({verdict})"
