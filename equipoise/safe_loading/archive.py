@@ -71,11 +71,15 @@ class OpenArchive:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._reader = _ArchiveReader(zipfile.ZipFile(file), _size_of(file), values=False)
+        archive = zipfile.ZipFile(file)
+        size = _size_of(file)
+        self._reader = _ArchiveReader(archive, size, values=False)
         self.content: Any = self._reader.read()
         # Torch returns the same object for a storage as long as anything refers to it.
         self._keys = {id(storage): key for key, storage in self._reader.storages.items()}
-        self._last: tuple[str, torch.UntypedStorage] | None = None
+        # The key of the storage that was read last, and the storage.
+        self._last_key: str | None = None
+        self._last_storage: torch.UntypedStorage | None = None
 
     def pieces_of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the values of a tensor of the content, in order: flat pieces of at most 16 MiB, on the CPU.
@@ -93,23 +97,39 @@ class OpenArchive:
         key = self._keys.get(id(storage))
         if key is None:
             raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} in it has no values of its own")
-        is_alone = tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and not tensor.is_conj()
-        if not is_alone or self._reader.is_foreign_byte_order:
-            yield self._whole(tensor, key).resolve_conj().reshape(-1)
+        fills_storage = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        if not fills_storage or tensor.is_conj() or self._reader.is_foreign_byte_order:
+            whole = self._whole(tensor, key)
+            yield whole.resolve_conj().reshape(-1)
             return
         with self._reader.open_storage(key) as member:
             while content := member.read(_PIECE):
-                yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(tensor.dtype)
+                yield _tensor_of(content, tensor.dtype)
 
     def _whole(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
-        """Return a tensor with its values; its storage is kept until another one is read, as it may hold several."""
-        if self._last is None or self._last[0] != key:
-            # First, so that never two are in memory.
-            self._last = None
-            self._last = (key, self._reader.load_storage(key, tensor.dtype))
+        """Return a tensor with its values."""
+        storage = self._storage(key, tensor.dtype)
         value = torch.empty(0, dtype=tensor.dtype)
-        value.set_(self._last[1], tensor.storage_offset(), tensor.shape, tensor.stride())
-        return value.conj() if tensor.is_conj() else value
+        value.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            return value.conj()
+        return value
+
+    def _storage(self, key: str, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Return a storage with its values. It is kept until another one is read, as it may hold several tensors."""
+        if self._last_storage is None or self._last_key != key:
+            # It is released before the next one is read, so that never two are in memory.
+            self._last_storage = None
+            self._last_storage = self._reader.load_storage(key, dtype)
+            self._last_key = key
+        return self._last_storage
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as a flat tensor."""
+    # A tensor needs memory that can be written.
+    memory = bytearray(content)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def check_archive(file: IO[bytes]) -> None:
@@ -204,11 +224,9 @@ class _ArchiveReader:
         if isinstance(dtype, StandIn):
             # The storage of a quantised tensor.
             return dtype
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(_BAD_IDENTIFIER)
-        if type(key) is not str:
-            raise CheckpointError(_BAD_IDENTIFIER)
-        if type(count) is not int:
+        # No instances of other classes, which would bring methods of their own.
+        is_valid = isinstance(dtype, torch.dtype) and type(key) is str and type(count) is int
+        if not is_valid:
             raise CheckpointError(_BAD_IDENTIFIER)
 
         # 2. Read the storage, unless an earlier tensor shares it.
