@@ -2,12 +2,12 @@
 
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from equipoise.interop.lightning.classes import is_overridden
+from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.evaluation.batch_steps import STAGES, run_steps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
@@ -57,7 +57,10 @@ class EvaluationLoop(SentState):
     _steps_logged: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
     def __post_init__(self) -> None:
-        self.progress = self.state.progress.val_batch if self.fitting else BatchProgress()
+        if self.fitting:
+            self.progress = self.state.progress.val_batch
+        else:
+            self.progress = BatchProgress()
         self.collection = Collection(training=False)
 
     @property
@@ -77,9 +80,10 @@ class EvaluationLoop(SentState):
         """Request the loaders, at first and, in a fit, every `reload_dataloaders_every_n_epochs`."""
         state = self.state
         epoch = state.current_epoch
-        if self.loaders is not None and not (self.fitting and self._is_reload_due(epoch, self.loaded_at)):
+        is_reload_due = self.fitting and self._is_reload_due(epoch, self.loaded_at)
+        if self.loaders is not None and not is_reload_due:
             return
-        limit = getattr(self.state, f"limit_{self.stage}_batches")
+        limit = getattr(state, f"limit_{self.stage}_batches")
         if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
             return
         # A sanity check before an epoch without validation does not count as a request.
@@ -97,16 +101,13 @@ class EvaluationLoop(SentState):
 
     def loaders_state(self) -> dict[str, Any]:
         """Return the state with which a resumed run continues to read the same loaders."""
+        if self.loaders is None and self.resumed is not None:
+            return self.resumed
         workers = []
         if self.loaders is not None:
             workers = self.loaders.workers.state_dict()
-        elif self.resumed is not None:
-            return self.resumed
-        return {
-            "loaded_at": self.loaded_at,
-            "workers": workers,
-            "steps_logged": [[index, count] for index, count in self._steps_logged.items()],
-        }
+        steps_logged = [[index, count] for index, count in self._steps_logged.items()]
+        return {"loaded_at": self.loaded_at, "workers": workers, "steps_logged": steps_logged}
 
     def resume_loaders(self, saved: dict[str, Any] | None) -> None:
         """Continue to read the loaders of an earlier run, once they are requested.
@@ -145,57 +146,83 @@ class EvaluationLoop(SentState):
 
     def run(self, context: "RunContext") -> list[dict[str, Any]]:
         """Evaluate, and return the logged values, a dictionary for each loader."""
-        with without_gradients(inference_mode=self.state.inference_mode and not self.fitting):
+        inference_mode = self.state.inference_mode and not self.fitting
+        with without_gradients(inference_mode=inference_mode):
             self.load_data(context)
             if self.loaders is None:
                 return []
             # Without a batch here, other processes may have one.
-            if sum(self.max_batches) == 0 and context.strategy.processes.world_size == 1:
+            is_alone = context.strategy.processes.world_size == 1
+            if is_alone and sum(self.max_batches) == 0:
                 return []
             with Modes(context.module) as modes:
                 return self._run(context, self.loaders, modes)
 
     def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
-        hooks = context.hooks
-        word = self.word
-        module = context.module
-        sanity_checking = self.state.sanity_checking
         # 1. Open the loaders, and let hooks see the start.
         self.has_run = False
         self.progress.begin()
-        epoch = self.state.progress.epoch.current
-        loaders.set_epoch(epoch.processed)
-        streams = loaders.streams(self.state.num_sanity_val_steps if sanity_checking else math.inf)
-        streams[0].start()
-        check_dataloader_idx(module, word, several=len(streams) > 1)
-        context.strategy.sync_buffers()
-        hooks.call_module(f"on_{word}_model_eval")
-        hooks.call(f"on_{word}_start")
-        hooks.call(f"on_{word}_epoch_start")
-        if hooks.copies_weights:
-            # The buffers of averages differ between processes as those of the module did.
-            context.strategy.sync_buffers()
+        streams = self._open(loaders)
+        check_dataloader_idx(context.module, self.word, several=len(streams) > 1)
+        self._start(context)
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
+        last = len(streams) - 1
         for index, stream in enumerate(streams):
-            after: Callable[[Any], None] = partial(self._after_batch, context, index)
-            # A sanity check counts and logs nothing. Asking for the stage in each batch would take 2 µs.
-            if sanity_checking:
-                after = _ignore
-            run_steps(context, self.stage, stream, self.progress, index, len(streams), after=after)
-            context.logs.end_batches(show=not sanity_checking)
-            # Values of a sanity check are not shown.
-            outputs.append({} if sanity_checking else context.logs.metrics())
+            outputs.append(self._evaluate(context, stream, index, len(streams)))
             # A metric that the next loader logs, too, has a value of its own for each.
-            if index < len(streams) - 1:
+            if index < last:
                 self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
-        if is_overridden(f"on_{word}_model_train", module):
-            hooks.call_module(f"on_{word}_model_train")
+        hook = f"on_{self.word}_model_train"
+        if is_overridden(hook, context.module):
+            context.hooks.call_module(hook)
         else:
-            modes.restore(module)
+            modes.restore(context.module)
         return outputs
+
+    def _open(self, loaders: Loaders) -> list[BatchStream]:
+        """Return the batches of each loader, of which the first has begun to be read."""
+        epoch = self.state.progress.epoch.current
+        loaders.set_epoch(epoch.processed)
+        most_batches: float = math.inf
+        if self.state.sanity_checking:
+            most_batches = self.state.num_sanity_val_steps
+        streams = loaders.streams(most_batches)
+        streams[0].start()
+        return streams
+
+    def _start(self, context: "RunContext") -> None:
+        """Call the hooks of the start, with the same buffers in all processes."""
+        hooks = context.hooks
+        context.strategy.sync_buffers()
+        hooks.call_module(f"on_{self.word}_model_eval")
+        hooks.call(f"on_{self.word}_start")
+        hooks.call(f"on_{self.word}_epoch_start")
+        if hooks.copies_weights:
+            # The buffers of averages differ between processes as those of the module did.
+            context.strategy.sync_buffers()
+
+    def _evaluate(self, context: "RunContext", stream: BatchStream, index: int, count: int) -> dict[str, Any]:
+        """Evaluate on a loader, and return its logged values.
+
+        Args:
+            context: The parts of the run.
+            stream: The batches of the loader.
+            index: Its index.
+            count: The number of loaders.
+        """
+        logs = context.logs
+        if self.state.sanity_checking:
+            # It counts and logs nothing. Asking for the stage in each batch would take 2 µs.
+            run_steps(context, self.stage, stream, self.progress, index, count, after=_ignore)
+            logs.end_batches(show=False)
+            return {}
+        after_batch = partial(self._after_batch, context, index)
+        run_steps(context, self.stage, stream, self.progress, index, count, after=after_batch)
+        logs.end_batches(show=True)
+        return logs.metrics()
 
     def _after_batch(self, context: "RunContext", dataloader_idx: int, output: Any) -> None:
         self.has_run = True
@@ -217,15 +244,16 @@ class EvaluationLoop(SentState):
         if not sanity_checking:
             at_end = logs.metrics()
             logs.refresh()
-            together = {**ChainMap(*outputs), **at_end}
-            context.logger_output.log_metrics(together)
+            of_loaders = ChainMap(*outputs)
+            context.logger_output.log_metrics({**of_loaders, **at_end})
         hooks.call(f"on_{self.word}_end")
         logs.reset()
         return [{**values, **at_end} for values in outputs]
 
     def print_results(self, outputs: list[dict[str, Any]]) -> None:
         """Print a table of the logged values of each loader."""
-        print_results(outputs, "validate" if self.stage == "val" else "test")
+        stage = "validate" if self.stage == "val" else "test"
+        print_results(outputs, stage)
 
 
 def _ignore(output: Any) -> None:
