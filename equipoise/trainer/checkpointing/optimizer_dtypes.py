@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+
 __all__ = ["restore_dtypes"]
 
 
@@ -26,13 +28,16 @@ def restore_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved_dtypes:
     """
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=False):
+    # A saved group has the indices of its parameters in the place of the parameters.
+    indices: list[int] = []
+    for group in state["param_groups"]:
+        indices.extend(group["params"])
+    for index, parameter in zip(indices, optimizer_parameters(optimizer), strict=False):
         present = optimizer.state.get(parameter)
         saved = state["state"].get(index)
         if isinstance(present, dict) and isinstance(saved, Mapping):
-            _restore(present, saved, saved_dtypes.get(id(parameter), parameter.dtype))
+            usual = saved_dtypes.get(id(parameter), parameter.dtype)
+            _restore(present, saved, usual)
 
 
 def _restore(present: dict[str, Any], saved: Mapping[str, Any], usual: torch.dtype) -> None:

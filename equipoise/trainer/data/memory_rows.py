@@ -56,21 +56,43 @@ def rows_of(dataset: Any) -> Rows | None:
         [tensor([2, 0]), tensor([[4, 5],
                 [0, 1]])]
     """
-    kind: Any = type(dataset)
-    # Subclasses, and objects with methods of their own, may read their samples in another way.
-    if kind not in _METHODS or "__getitems__" in vars(dataset) or _methods_of(kind) != _METHODS[kind]:
+    if not _has_torchs_methods(dataset):
         return None
+    kind = type(dataset)
     if kind is TensorDataset:
-        if not all(map(_lies_in_memory, dataset.tensors)):
-            return None
-        take = partial(_take_of_tensors, dataset, dataset.tensors)
-        return Rows(take, sum(map(_size_of_row, dataset.tensors)))
+        return _rows_of_tensors(dataset)
     if kind is Subset:
-        rows = rows_of(dataset.dataset)
-        if rows is None:
-            return None
-        take_selected = partial(_take_of_subset, dataset, dataset.dataset, rows.take)
-        return Rows(take_selected, rows.sample_size)
+        return _rows_of_subset(dataset)
+    return _rows_of_members(dataset)
+
+
+def _has_torchs_methods(dataset: Any) -> bool:
+    """Return False for subclasses and objects with methods of their own, which may read samples in another way."""
+    kind: Any = type(dataset)
+    if kind not in _METHODS or "__getitems__" in vars(dataset):
+        return False
+    return _methods_of(kind) == _METHODS[kind]
+
+
+def _rows_of_tensors(dataset: TensorDataset) -> Rows | None:
+    tensors = dataset.tensors
+    if not all(map(_lies_in_memory, tensors)):
+        return None
+    take = partial(_take_of_tensors, dataset, tensors)
+    sample_size = sum(map(_size_of_row, tensors))
+    return Rows(take, sample_size)
+
+
+def _rows_of_subset(subset: Subset[Any]) -> Rows | None:
+    rows = rows_of(subset.dataset)
+    if rows is None:
+        return None
+    take = partial(_take_of_subset, subset, subset.dataset, rows.take)
+    return Rows(take, rows.sample_size)
+
+
+def _rows_of_members(dataset: StackDataset[Any] | ConcatDataset[Any]) -> Rows | None:
+    # 1. The rows of each member.
     members = _members_of(dataset)
     takes = []
     sizes = []
@@ -80,13 +102,18 @@ def rows_of(dataset: Any) -> Rows | None:
             return None
         takes.append(rows.take)
         sizes.append(rows.sample_size)
-    if kind is StackDataset:
+
+    # 2. A sample of a stack has a part of each member.
+    if isinstance(dataset, StackDataset):
         take_stacked = partial(_take_of_stack, dataset, members, takes)
         return Rows(take_stacked, sum(sizes))
-    if max(sizes) > _LARGEST_JOINED_SAMPLE:
+
+    # 3. A sample of joined datasets is that of one member.
+    sample_size = max(sizes)
+    if sample_size > _LARGEST_JOINED_SAMPLE:
         return None
     take_joined = partial(_take_of_joined, dataset, members, takes)
-    return Rows(take_joined, max(sizes))
+    return Rows(take_joined, sample_size)
 
 
 def _methods_of(kind: type) -> tuple[Any, Any]:
@@ -112,7 +139,8 @@ def _rows_of_member(member: Any) -> Rows | None:
         return rows_of(member)
     if not _lies_in_memory(member):
         return None
-    return Rows(partial(_take_of_tensor, member), _size_of_row(member))
+    take = partial(_take_of_tensor, member)
+    return Rows(take, _size_of_row(member))
 
 
 def _lies_in_memory(tensor: Any) -> bool:
@@ -173,10 +201,12 @@ def _take_of_subset(subset: Subset[Any], selected: Any, take: Take, indices: Seq
     _check_indices(indices)
     selection: Any = subset.indices
     if not isinstance(selection, Tensor):
-        return take([selection[index] for index in indices])
+        selected_indices = [selection[index] for index in indices]
+        return take(selected_indices)
     if selection.dtype not in _INDEX_DTYPES:
         raise TypeError(f"A {selection.dtype} is no number of a sample.")
-    return take(selection[list(indices)].tolist())
+    chosen = selection[list(indices)]
+    return take(chosen.tolist())
 
 
 def _take_of_joined(
@@ -198,7 +228,10 @@ def _take_of_joined(
     # 2. Put the rows of all parts together.
     if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
         raise LookupError("The parts have too few samples in the batch.")
-    pieces = [takes[part](samples[part]) for part in samples]
+    pieces = []
+    for part, samples_of_part in samples.items():
+        take = takes[part]
+        pieces.append(take(samples_of_part))
     if len(pieces) == 1:
         return pieces[0]
     places = [torch.tensor(positions[part], device="cpu") for part in samples]
@@ -235,7 +268,11 @@ def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
     if isinstance(first, dict):
         if any(piece.keys() != first.keys() for piece in pieces):
             raise TypeError("The parts have samples with other names.")
-        return {name: _merged([piece[name] for piece in pieces], places, size) for name in first}
+        values = {}
+        for name in first:
+            members = [piece[name] for piece in pieces]
+            values[name] = _merged(members, places, size)
+        return values
     if isinstance(first, list):
         return [_merged(members, places, size) for members in zip(*pieces, strict=True)]
     merged = first.new_empty((size, *first.shape[1:]))

@@ -39,33 +39,46 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
 
     # 2. What belongs to all of them together.
     is_main = rank == 0
-    merged["window"] = _window([position["window"] for position in positions], is_main=is_main)
+    windows = [position["window"] for position in positions]
+    merged["window"] = _window(windows, is_main=is_main)
     merged["gradients"] = []
     if is_main:
-        merged["gradients"] = _sum_gradients([position["gradients"] for position in positions])
-    entries = merge_saved_entries([position["logs"]["entries"] for position in positions], rank)
-    merged["logs"] = {"callback_metrics": first["logs"]["callback_metrics"], "entries": entries}
+        gradients = [position["gradients"] for position in positions]
+        merged["gradients"] = _sum_gradients(gradients)
+    logs = [position["logs"] for position in positions]
+    entries = merge_saved_entries([logs_of_process["entries"] for logs_of_process in logs], rank)
+    merged["logs"] = {"callback_metrics": logs[0]["callback_metrics"], "entries": entries}
 
     # 3. States of metrics. Those that the validation has logged are reset before they are used again.
     states = [position["metrics"] for position in positions]
     of_validation = first["metrics_of_validation"]
     merged["metrics"] = merge_saved_states(module, states, rank, count, left_out=of_validation)
     if first["before_validation"]:
-        before = [position["before_validation"]["metrics"] for position in positions]
-        metrics = merge_saved_states(module, before, rank, count)
-        merged["before_validation"] = {**position_here["before_validation"], "metrics": metrics}
+        merged["before_validation"] = _before_validation(positions, position_here, module, rank, count)
     return merged
+
+
+def _before_validation(
+    positions: list[Position], position_here: Position, module: nn.Module, rank: int, count: int
+) -> dict[str, Any]:
+    """Return the part of a position before a validation, with the merged states of metrics."""
+    states = [position["before_validation"]["metrics"] for position in positions]
+    metrics = merge_saved_states(module, states, rank, count)
+    return {**position_here["before_validation"], "metrics": metrics}
 
 
 def _window(windows: list[dict[str, Any]], *, is_main: bool) -> dict[str, Any]:
     """Return the state of the accumulation window: the weights of all processes, or none."""
-    # The reference is the same in all processes that have one.
-    references = [window["reference"] for window in windows if window["reference"] is not None]
-    reference = references[0] if references else None
-    if not is_main:
-        return {"reference": reference, "equal": 0, "others": 0}
-    equal = sum(window["equal"] for window in windows)
-    weight = sum(window["others"] for window in windows)
+    reference = None
+    equal = 0
+    weight = 0
+    for window in windows:
+        # It is the same in all processes that have one.
+        if reference is None:
+            reference = window["reference"]
+        if is_main:
+            equal += window["equal"]
+            weight += window["others"]
     return {"reference": reference, "equal": equal, "others": weight}
 
 
