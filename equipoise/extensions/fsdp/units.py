@@ -62,22 +62,32 @@ def choose_units(module: nn.Module, patterns: Sequence[str | type[nn.Module]] | 
         ['1', '2', '(root)']
     """
     names_of_parameters = _names_of_parameters(module)
-    units = []
     if patterns is None:
-        for unit in _natural_units(module):
-            # Torch would shard a tied parameter once for each unit, and thereby untie it.
-            if _tied_outside(unit, names_of_parameters) is None:
-                units.append(unit)
+        candidates = list(_natural_units(module))
+        # Torch would shard a tied parameter once for each unit, and thereby untie it.
+        units = [unit for unit in candidates if _tied_outside(unit, names_of_parameters) is None]
     else:
         units = _units_by_name(module, patterns)
         for unit in units:
-            tied = _tied_outside(unit, names_of_parameters)
-            if tied is not None:
-                raise ConfigurationError(
-                    f"{unit.name} cannot be a unit of its own: {tied[0]} and {tied[1]} are the same parameter, and one"
-                    " of them lies outside. Leave it out of `units`; its weights then stay with what is around both."
-                )
-    return [*units, Unit("", module)]
+            _check_not_tied(unit, names_of_parameters)
+    root = Unit("", module)
+    return [*units, root]
+
+
+def _check_not_tied(unit: Unit, names_of_parameters: Mapping[int, Sequence[str]]) -> None:
+    """Check that a unit shares no parameter with what lies outside of it.
+
+    Raises:
+        ConfigurationError: If it does.
+    """
+    tied = _tied_outside(unit, names_of_parameters)
+    if tied is None:
+        return
+    inside, outside = tied
+    raise ConfigurationError(
+        f"{unit.name} cannot be a unit of its own: {inside} and {outside} are the same parameter, and one of them lies"
+        " outside. Leave it out of `units`; its weights then stay with what is around both."
+    )
 
 
 def _names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
@@ -102,25 +112,36 @@ def _tied_outside(unit: Unit, names_of_parameters: Mapping[int, Sequence[str]]) 
 
 def _natural_units(module: nn.Module, name: str = "") -> Iterator[Unit]:
     """Yield repeated blocks and large layers, none of them inside another."""
-    children = list(module.named_children())
-    num_of_class = Counter(type(child) for _, child in children)
+    children = dict(module.named_children())
+    num_of_class = Counter(map(type, children.values()))
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    for child_name, child in children:
-        unit = Unit(f"{name}.{child_name}" if name else child_name, child)
-        is_layer = not any(True for _ in child.children())
-        is_repeated_block = is_list and not is_layer and num_of_class[type(child)] > 1
-        if _can_be_unit(child) and (is_repeated_block or (is_layer and _size(child) > LARGE)):
+    prefix = f"{name}." if name else ""
+    for child_name, child in children.items():
+        unit = Unit(f"{prefix}{child_name}", child)
+        if _has_children(child):
+            is_wanted = is_list and num_of_class[type(child)] > 1
+        else:
+            is_wanted = _size(child) > LARGE
+        if is_wanted and _can_be_unit(child):
             yield unit
         else:
             yield from _natural_units(child, unit.name)
 
 
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return False for a container such as ModuleList."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _can_be_unit(module: nn.Module) -> bool:
     """Return True if a module has parameters, and each use of them is a call of its forward."""
-    # Containers such as ModuleList have no forward. Attention reads the weights of its last layer without calling it.
-    has_forward = type(module).forward is not nn.Module.forward
+    # Attention reads the weights of its last layer without calling it.
     is_read_directly = isinstance(module, _output_layer_of_attention())
-    return has_forward and not is_read_directly and _size(module) > 0
+    return _has_forward(module) and not is_read_directly and _size(module) > 0
 
 
 @cache
@@ -142,15 +163,25 @@ def _units_by_name(module: nn.Module, patterns: Sequence[str | type[nn.Module]])
     chosen: set[str] = set()
     for pattern in patterns:
         matches = _matches(pattern, submodules)
-        usable = {name for name in matches if type(submodules[name]).forward is not nn.Module.forward}
-        usable = {name for name in usable if _size(submodules[name]) > 0}
+        usable = set()
+        for name in matches:
+            submodule = submodules[name]
+            if _has_forward(submodule) and _size(submodule) > 0:
+                usable.add(name)
         # A list of classes may be that of a library, for all of its networks.
         if not usable and isinstance(pattern, str):
-            raise ConfigurationError(_no_match(pattern, matches, submodules))
+            message = _no_match(pattern, matches, submodules)
+            raise ConfigurationError(message)
         chosen |= usable
     # A submodule comes after the one that contains it, so the reverse order begins with the innermost.
     inner_first = [Unit(name, submodules[name]) for name in reversed(submodules) if name in chosen]
-    return sorted(inner_first, key=lambda unit: -unit.name.count("."))
+    inner_first.sort(key=_depth, reverse=True)
+    return inner_first
+
+
+def _depth(unit: Unit) -> int:
+    """Return the number of submodules around a unit."""
+    return unit.name.count(".")
 
 
 def _matches(pattern: str | type[nn.Module], submodules: Mapping[str, nn.Module]) -> set[str]:
@@ -170,9 +201,10 @@ def _expression(pattern: str) -> re.Pattern[str]:
 def _no_match(pattern: str, matches: set[str], submodules: Mapping[str, nn.Module]) -> str:
     """Return the message for a pattern that names no unit."""
     if matches:
+        listed = ", ".join(sorted(matches)[:_MOST_NAMES])
         return (
-            f"units={pattern!r} matches {', '.join(sorted(matches)[:_MOST_NAMES])}, but a unit needs parameters and a"
-            " forward. Name the items of a ModuleList instead, as in 'blocks.*'."
+            f"units={pattern!r} matches {listed}, but a unit needs parameters and a forward. Name the items of a"
+            " ModuleList instead, as in 'blocks.*'."
         )
     known = ", ".join(list(submodules)[:_MOST_NAMES])
     return f"units={pattern!r} matches no submodule. Submodules are {known} and so on."
@@ -196,16 +228,33 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
         units: The units, before they are sharded.
         processes: Number of processes that share a unit's weights.
     """
-    tensors: dict[str, list[Tensor]] = {unit.name: [] for unit in units}
-    for name, parameter in units[-1].module.named_parameters():
-        tensors[unit_of(name, units).name].append(parameter)
+    # 1. The parameters of each unit.
+    parameters: dict[str, list[Tensor]] = {unit.name: [] for unit in units}
+    root = units[-1]
+    for name, parameter in root.module.named_parameters():
+        unit = unit_of(name, units)
+        parameters[unit.name].append(parameter)
+
+    # 2. The cells.
     rows = [("unit", "class", "parameters", "whole", "in each process")]
     for unit in units:
-        count = sum(parameter.numel() for parameter in tensors[unit.name])
-        nbytes = sum(parameter.nbytes for parameter in tensors[unit.name])
-        sizes = (format_count(count), format_bytes(nbytes), format_bytes(nbytes / processes))
-        rows.append((unit.title, type(unit.module).__name__, *sizes))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        count = sum(parameter.numel() for parameter in parameters[unit.name])
+        nbytes = sum(parameter.nbytes for parameter in parameters[unit.name])
+        row = (
+            unit.title,
+            type(unit.module).__name__,
+            format_count(count),
+            format_bytes(nbytes),
+            format_bytes(nbytes / processes),
+        )
+        rows.append(row)
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines, with columns of equal width."""
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
