@@ -15,24 +15,13 @@ def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
     """Return lengths as a tensor, rounded up to a multiple.
 
     Args:
-        lengths: What the user gave.
+        lengths: The argument of the user.
         multiple: The multiple, from 1.
 
     Raises:
         ConfigurationError: If they are no lengths.
     """
-    wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
-    try:
-        tensor = torch.as_tensor(lengths)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"{wrong}: {error}.") from error
-    # Booleans are no whole numbers.
-    is_whole = tensor.dtype != torch.bool
-    if tensor.is_floating_point() or tensor.is_complex():
-        is_whole = False
-    if tensor.ndim != 1 or not len(tensor) or not is_whole:
-        raise ConfigurationError(f"{wrong} of shape {list(tensor.shape)} and type {tensor.dtype}.")
-    tensor = tensor.to("cpu", torch.int64)
+    tensor = _whole_numbers(lengths)
     index = int(tensor.argmin())
     shortest = int(tensor[index])
     if shortest < 1:
@@ -40,6 +29,25 @@ def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
     # Divide and round up.
     multiples = (tensor + multiple - 1) // multiple
     return multiples * multiple
+
+
+def _whole_numbers(lengths: Sequence[int] | Tensor) -> Tensor:
+    """Return a sequence of whole numbers as a tensor on the CPU.
+
+    Raises:
+        ConfigurationError: If it is none, or empty.
+    """
+    wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
+    try:
+        tensor = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"{wrong}: {error}.") from error
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    is_whole = not has_fractions and tensor.dtype != torch.bool
+    is_filled_list = tensor.ndim == 1 and len(tensor) > 0
+    if not is_whole or not is_filled_list:
+        raise ConfigurationError(f"{wrong} of shape {list(tensor.shape)} and type {tensor.dtype}.")
+    return tensor.to("cpu", torch.int64)
 
 
 def rounded_up(
@@ -59,8 +67,8 @@ def rounded_up(
         tensor([12, 12, 20])
     """
     # 1. The longest one of each band. With a small share there are more bands than memory would hold.
-    ratios = lengths.double().log() / math.log1p(spread)
-    bands: list[float] = ratios.floor().tolist()
+    positions = lengths.double().log() / math.log1p(spread)
+    bands: list[float] = positions.floor().tolist()
     longest: dict[float, int] = {}
     for band, length in zip(bands, lengths.tolist(), strict=True):
         longest[band] = max(length, longest.get(band, 0))

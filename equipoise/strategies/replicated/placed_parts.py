@@ -1,5 +1,6 @@
 """The parts of a batch on their devices, and their division into micro-batches."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 
 __all__ = ["PlacedParts"]
+
+# Samples of a part, the index of their device, and their number.
+_Piece = tuple[Any, int, int]
 
 
 class PlacedParts(tuple[Any, ...]):
@@ -36,18 +40,17 @@ class PlacedParts(tuple[Any, ...]):
                 few samples.
             splitter: The splitter of batches.
         """
-        # 1. Split every part by itself, with the device and the size of each piece.
-        pieces_by_part: list[list[tuple[Any, int, int]]] = []
+        # 1. Split every part by itself. The first micro-batch consists of the first piece of every part, and so on.
+        pieces_by_number: defaultdict[int, list[_Piece]] = defaultdict(list)
         for part, index, size in zip(self, self.indices, self.sizes, strict=True):
             sizes = [piece_size for piece_size in even_sizes(size, count) if piece_size]
-            samples = splitter.parts(part, sizes)
-            pieces = [(piece, index, piece_size) for piece, piece_size in zip(samples, sizes, strict=True)]
-            pieces_by_part.append(pieces)
+            pieces = splitter.parts(part, sizes)
+            for number, samples in enumerate(pieces):
+                pieces_by_number[number].append((samples, index, sizes[number]))
 
-        # 2. The first micro-batch consists of the first piece of every part, and so on.
+        # 2. Put the pieces of each micro-batch together.
         micro_batches = []
-        for number in range(max(map(len, pieces_by_part))):
-            pieces = [pieces[number] for pieces in pieces_by_part if number < len(pieces)]
-            parts, indices, sizes_of_parts = zip(*pieces, strict=True)
+        for pieces_of_batch in pieces_by_number.values():
+            parts, indices, sizes_of_parts = zip(*pieces_of_batch, strict=True)
             micro_batches.append(PlacedParts.of(parts, indices, sizes_of_parts))
         return micro_batches

@@ -1,6 +1,6 @@
 """Options that a strategy of Lightning keeps, most of them under private names."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -43,10 +43,16 @@ def read(strategy: Any, names: Mapping[str, str]) -> dict[str, Any]:
         ConfigurationError: If it lacks one of them.
     """
     kind = type(strategy).__name__
-    missing = [f"{kind}.{name}" for name in names.values() if not hasattr(strategy, name)]
+    values: dict[str, Any] = {}
+    missing: list[str] = []
+    for ours, theirs in names.items():
+        if hasattr(strategy, theirs):
+            values[ours] = getattr(strategy, theirs)
+        else:
+            missing.append(f"{kind}.{theirs}")
     if missing:
         raise refusal(f"Lightning's {kind}", "lightning", missing, f"Take {kind} of equipoise.")
-    return {ours: getattr(strategy, theirs) for ours, theirs in names.items()}
+    return values
 
 
 def process_options(strategy: Any) -> dict[str, Any]:
@@ -70,11 +76,14 @@ def split_arguments(
         defaults: The defaults of the wrapper, by the names of its arguments.
         of_speed: Names of the arguments that change nothing but speed and memory.
     """
-    changed = {name: value for name, value in arguments.items() if value != defaults.get(name)}
-    refused = _in_words(name_and_value for name_and_value in changed.items() if name_and_value[0] not in of_speed)
-    left_out = _in_words(name_and_value for name_and_value in changed.items() if name_and_value[0] in of_speed)
+    refused: list[str] = []
+    left_out: list[str] = []
+    for name, value in arguments.items():
+        if value == defaults.get(name):
+            continue
+        text = f"{name}={value!r}"
+        if name in of_speed:
+            left_out.append(text)
+        else:
+            refused.append(text)
     return refused, left_out
-
-
-def _in_words(arguments: Iterable[tuple[str, Any]]) -> list[str]:
-    return [f"{name}={value!r}" for name, value in arguments]
