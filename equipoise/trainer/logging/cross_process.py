@@ -20,6 +20,9 @@ from equipoise.trainer.logging.entry import Entry, combined, neutral_value
 
 __all__ = ["LogReduction", "merge_saved_entries"]
 
+# The result of `Entry.state_dict`.
+EntryState = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class LogReduction:
@@ -48,11 +51,9 @@ class LogReduction:
             MisconfigurationException: If a process cannot find a metric that only others have logged.
         """
         # 1. Report the entries of this process to all, and receive theirs.
-        gathered = self.gather(self._reports_of(collection, dataloader_idx))
-        reports_by_key: dict[Any, list[dict[str, Any]]] = {}
-        for reports_of_process in gathered:
-            for report in reports_of_process:
-                reports_by_key.setdefault(tuple(report["key"]), []).append(report)
+        reports_here = self._reports_of(collection, dataloader_idx)
+        gathered = self.gather(reports_here)
+        reports_by_key = _by_key(gathered)
         # 2. Compute each value. The order is the same in all processes, which metrics need.
         for key, reports in reports_by_key.items():
             if len(reports) < len(gathered):
@@ -75,8 +76,9 @@ class LogReduction:
             if not entry.syncs_steps or not entry.live:
                 continue
             entries[key] = entry
-            if entry.step is not None:
-                values_here[key] = entry.step.detach().cpu()
+            value = entry.step
+            if value is not None:
+                values_here[key] = value.detach().cpu()
         values_of_processes = self.gather(values_here)
         # 2. Combine those of each entry. A process without a batch has none.
         for key, entry in entries.items():
@@ -87,7 +89,7 @@ class LogReduction:
             if values:
                 entry.set_step_value(combined(values, entry.options.reduce_fx))
 
-    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[dict[str, Any]]:
+    def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[EntryState]:
         """Return the states of the entries that other processes must know."""
         entries = []
         for entry in collection.entries.values():
@@ -96,12 +98,14 @@ class LogReduction:
             is_unknown = entry.options.on_epoch and entry.computed is None
             if is_unknown or entry.options.rank_zero_only:
                 entries.append(entry)
-        names = {}
-        if any(entry.metric is not None for entry in entries):
-            names = {id(metric): name for name, metric in named_metrics(self.module).items()}
-        return [entry.state_dict(names) for entry in entries]
+        names_of_metrics = {}
+        has_metrics = any(entry.metric is not None for entry in entries)
+        # The search goes through the whole module.
+        if has_metrics:
+            names_of_metrics = {id(metric): name for name, metric in named_metrics(self.module).items()}
+        return [entry.state_dict(names_of_metrics) for entry in entries]
 
-    def _epoch_value(self, entry: Entry, reports: list[dict[str, Any]]) -> Any:
+    def _epoch_value(self, entry: Entry, reports: list[EntryState]) -> Any:
         """Return the value over all processes; None if it is that of this process alone."""
         if entry.metric is not None:
             with warnings.catch_warnings():
@@ -120,7 +124,17 @@ class LogReduction:
         return value.to(self.device)
 
 
-def _check_names(reports: list[dict[str, Any]]) -> None:
+def _by_key(gathered: list[list[EntryState]]) -> dict[Any, list[EntryState]]:
+    """Return what each process has reported of an entry, by the key of the entry."""
+    reports_by_key: dict[Any, list[EntryState]] = {}
+    for reports_of_process in gathered:
+        for report in reports_of_process:
+            key = tuple(report["key"])
+            reports_by_key.setdefault(key, []).append(report)
+    return reports_by_key
+
+
+def _check_names(reports: list[EntryState]) -> None:
     """Check that processes which have not logged a metric can find it.
 
     Raises:
@@ -134,7 +148,7 @@ def _check_names(reports: list[dict[str, Any]]) -> None:
             )
 
 
-def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: int) -> list[dict[str, Any]]:
+def merge_saved_entries(entries_of_processes: list[list[EntryState]], rank: int) -> list[EntryState]:
     """Merge the saved entries of several processes, for another number of processes.
 
     Rank 0 gets the values of all of them. The other ranks get the same entries without values, since values of an epoch
@@ -145,7 +159,7 @@ def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: 
         rank: The rank of the process that continues.
     """
     # 1. The entries of each key, by rank.
-    states_by_key: dict[Any, dict[int, dict[str, Any]]] = {}
+    states_by_key: dict[Any, dict[int, EntryState]] = {}
     for rank_before, states in enumerate(entries_of_processes):
         for state in states:
             key = tuple(state["key"])
@@ -154,16 +168,20 @@ def merge_saved_entries(entries_of_processes: list[list[dict[str, Any]]], rank: 
     # 2. Merge them.
     merged = []
     for states_of_key in states_by_key.values():
-        entry = _merged_entry(list(states_of_key.values()))
+        states = list(states_of_key.values())
+        entry = _merged_entry(states)
+        options = LogOptions(*entry["options"])
         if rank == 0:
             merged.append(entry)
-        elif not LogOptions(*entry["options"]).rank_zero_only:
+        elif not options.rank_zero_only:
             state_of_rank = states_of_key.get(rank, {})
-            merged.append({**_without_values(entry), "step": state_of_rank.get("step")})
+            empty_entry = _without_values(entry)
+            empty_entry["step"] = state_of_rank.get("step")
+            merged.append(empty_entry)
     return merged
 
 
-def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
+def _merged_entry(states: list[EntryState]) -> EntryState:
     """Return one entry for those that several processes have of a key."""
     first = states[0]
     options = LogOptions(*first["options"])
@@ -171,8 +189,10 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     # The value of rank 0 alone counts.
     if options.rank_zero_only or not totals:
         return first
-    # The total of a mean is a sum of weighted values.
-    reduction = "sum" if options.reduce_fx == "mean" else options.reduce_fx
+    reduction = options.reduce_fx
+    if reduction == "mean":
+        # The total of a mean is a sum of weighted values.
+        reduction = "sum"
     # Precisions of processes may differ if only some of them logged in a hook of another precision.
     dtype = totals[0].dtype
     totals = [total.to(dtype) for total in totals]
@@ -181,7 +201,7 @@ def _merged_entry(states: list[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "total": total, "weight": weight}
 
 
-def _without_values(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_values(entry: EntryState) -> EntryState:
     """Return a saved entry whose values change nothing in a reduction."""
     total = entry["total"]
     if total is not None:
