@@ -37,17 +37,18 @@ def shard_like(like: Any, value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    # A scalar, or a statistic of rows, is whole in each process.
     source = source_of(value)
-    is_cut = isinstance(like, DTensor) and value.shape == like.shape and value.ndim > 0
-    if source is not None and is_cut:
+    # A scalar, or a statistic of rows, is whole in each process.
+    is_in_shards = isinstance(like, DTensor) and value.shape == like.shape and value.ndim > 0
+    if not is_in_shards:
+        if source is None:
+            return value
+        return source.whole()
+    if source is not None:
         shard = torch.zeros_like(like.detach(), dtype=value.dtype)
         source.fill(shard)
         return shard
-    if source is not None:
-        value = source.whole()
-    if not is_cut:
-        return value
     # Each process has the whole value, so nothing is sent. Torch cuts it on the device of the mesh.
-    shard = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    whole = value.to(like.device)
+    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return shard.to(like.device)

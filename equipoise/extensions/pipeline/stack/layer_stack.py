@@ -1,6 +1,6 @@
 """The layers of a network that repeat, between which it can be cut without knowing its forward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -45,15 +45,26 @@ def _stacks_of(network: nn.Module) -> Iterator[LayerStack]:
     for name, module in network.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        # Layers of one class receive and return the same kinds of values.
         layers = list(module)
-        classes = {type(layer) for layer in layers}
-        has_parameters = all(any(True for _ in layer.parameters()) for layer in layers)
-        # A layer that stands there several times belongs to one stage.
-        are_distinct = len({id(layer) for layer in layers}) == len(layers)
-        if len(layers) > 1 and len(classes) == 1 and are_distinct and has_parameters:
+        if _repeat(layers):
             prefix = f"{name}." if name else ""
-            yield LayerStack([f"{prefix}{index}" for index in range(len(layers))], layers)
+            names = [f"{prefix}{index}" for index in range(len(layers))]
+            yield LayerStack(names, layers)
+
+
+def _repeat(layers: Sequence[nn.Module]) -> bool:
+    """Return True for at least two different layers of one class, all of them with parameters."""
+    # Layers of one class receive and return the same kinds of values.
+    classes = set(map(type, layers))
+    # A layer that stands there several times belongs to one stage.
+    are_distinct = len(set(map(id, layers))) == len(layers)
+    if len(layers) < 2 or len(classes) > 1 or not are_distinct:
+        return False
+    return all(map(_has_parameters, layers))
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
 
 
 def _size_of(stack: LayerStack) -> int:
