@@ -19,6 +19,8 @@ __all__ = ["load_extension", "names_of_extensions"]
 
 _PACKAGE = "equipoise"
 _OWN_EXTENSIONS = "equipoise.extensions."
+# The folder around the package: a checkout, or a folder of installed packages.
+_CHECKOUT = Path(__file__).parents[2]
 
 
 def names_of_extensions(kind: str, *, missing: bool = False) -> list[str]:
@@ -32,7 +34,10 @@ def names_of_extensions(kind: str, *, missing: bool = False) -> list[str]:
         >>> names_of_extensions("strategies")[:3]
         ['single_device', 'dp', 'balanced']
     """
-    return [name for name, points in _points(kind).items() if missing or not _is_missing(points[0])]
+    points_by_name = _points(kind)
+    if missing:
+        return list(points_by_name)
+    return [name for name, points in points_by_name.items() if not _is_missing(points[0])]
 
 
 def load_extension(kind: str, name: str) -> Any:
@@ -49,25 +54,7 @@ def load_extension(kind: str, name: str) -> Any:
         >>> load_extension("strategies", "dp").__name__
         'DataParallelStrategy'
     """
-    points = _points(kind).get(name, [])
-    if not points:
-        present = ", ".join(map(repr, names_of_extensions(kind)))
-        raise ConfigurationError(
-            f"No installed package offers {name!r} among the {kind}: there are {present or 'none'}."
-        )
-    # One package may be installed twice, as a wheel and as a checkout.
-    if len({point.value for point in points}) > 1:
-        offers = " and ".join(f"{package_of(point)} ({point.value})" for point in points)
-        raise ConfigurationError(
-            f"{name!r} has two meanings among the {kind}: {offers} offer it. Uninstall one of the packages, or import"
-            " the object that you mean."
-        )
-    (point, *_) = points
-    if _is_missing(point):
-        raise ConfigurationError(
-            f"{name!r} among the {kind} belongs to an extension that is missing from this installation:"
-            f" {_folder_of(point)}. Install the whole package of Equipoise."
-        )
+    point = _point_of(kind, name)
     try:
         return point.load()
     except Exception as error:
@@ -77,16 +64,44 @@ def load_extension(kind: str, name: str) -> Any:
         ) from error
 
 
+def _point_of(kind: str, name: str) -> EntryPoint:
+    """Return the entry point of an extension; see `load_extension`."""
+    points = _points(kind).get(name, [])
+    if not points:
+        present = ", ".join(map(repr, names_of_extensions(kind)))
+        raise ConfigurationError(
+            f"No installed package offers {name!r} among the {kind}: there are {present or 'none'}."
+        )
+    # One package may be installed twice, as a wheel and as a checkout.
+    objects = {point.value for point in points}
+    if len(objects) > 1:
+        offers = " and ".join(f"{package_of(point)} ({point.value})" for point in points)
+        raise ConfigurationError(
+            f"{name!r} has two meanings among the {kind}: {offers} offer it. Uninstall one of the packages, or import"
+            " the object that you mean."
+        )
+    point = points[0]
+    if _is_missing(point):
+        raise ConfigurationError(
+            f"{name!r} among the {kind} belongs to an extension that is missing from this installation:"
+            f" {_folder_of(point)}. Install the whole package of Equipoise."
+        )
+    return point
+
+
 def package_of(point: EntryPoint) -> str:
     """Return the name of the package that offers an extension."""
-    return _PACKAGE if point.dist is None else point.dist.name
+    if point.dist is None:
+        return _PACKAGE
+    return point.dist.name
 
 
 def _is_missing(point: EntryPoint) -> bool:
     """Return True for one of Equipoise's own extensions whose folder was removed."""
     if not point.module.startswith(_OWN_EXTENSIONS):
         return False
-    return not (Path(__file__).parents[2] / _folder_of(point)).is_dir()
+    folder = _CHECKOUT / _folder_of(point)
+    return not folder.is_dir()
 
 
 def _folder_of(point: EntryPoint) -> Path:
@@ -102,7 +117,12 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
     for point in _points_in_checkout(group):
         points[point.name] = [point]
     has_own = bool(points)
-    installed = sorted(entry_points(group=group), key=lambda point: (package_of(point) != _PACKAGE, package_of(point)))
+
+    def own_first(point: EntryPoint) -> tuple[bool, str]:
+        package = package_of(point)
+        return package != _PACKAGE, package
+
+    installed = sorted(entry_points(group=group), key=own_first)
     for point in installed:
         # The metadata of an editable installation may be older than the checkout.
         if not has_own or package_of(point) != _PACKAGE:
@@ -112,12 +132,15 @@ def _points(kind: str) -> dict[str, list[EntryPoint]]:
 
 def _points_in_checkout(group: str) -> Iterator[EntryPoint]:
     """Yield Equipoise's own entry points if it runs from a checkout, which need not be installed."""
-    path = Path(__file__).parents[2] / "pyproject.toml"
+    path = _CHECKOUT / "pyproject.toml"
     if not path.is_file():
         return
-    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
+    settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    project = settings.get("project", {})
     # The project of a user may hold a copy of the package.
     if project.get("name") != _PACKAGE:
         return
-    for name, value in project.get("entry-points", {}).get(group, {}).items():
+    groups = project.get("entry-points", {})
+    points_of_group = groups.get(group, {})
+    for name, value in points_of_group.items():
         yield EntryPoint(name, value, group)

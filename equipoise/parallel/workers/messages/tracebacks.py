@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -32,11 +32,11 @@ class RemoteTraceback(Exception):
 
 
 def shortened(error: BaseException) -> BaseException:
-    """Return an error, from whose traceback frames were taken that are neither the user's nor its cause.
+    """Return an error whose traceback shows the user's frames and the cause.
 
-    Of an error that Equipoise raises with an explanation, the user's frames stay. Of any other error, the frames of
-    Equipoise are taken that come before the last one of the user's: what a user's line calls stays whole, so does an
-    error within Equipoise. The environment variable `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
+    If Equipoise raised the error with an explanation, only the user's frames remain. For any other error, the frames of
+    Equipoise before the last frame of the user are removed. So everything that a user's line calls remains, and an
+    error within Equipoise is shown as it is. The environment variable `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
 
     Args:
         error: The error; its traceback is replaced.
@@ -44,17 +44,25 @@ def shortened(error: BaseException) -> BaseException:
     if os.environ.get(FULL):
         return error
     links = list(_links(error.__traceback__))
-    packages = [_package(link) for link in links]
     # The traceback of another process shows where its error was raised.
     if isinstance(error, _EXPLAINED) or isinstance(error.__cause__, RemoteTraceback):
-        remaining = [link for link, package in zip(links, packages, strict=True) if package not in _OURS + _BETWEEN]
+        remaining = [link for link in links if _package(link) not in _OURS + _BETWEEN]
     else:
-        last = max((index for index, package in enumerate(packages) if _is_users(package)), default=0)
-        remaining = [link for index, link in enumerate(links) if index >= last or packages[index] not in _OURS]
+        remaining = _without_ours_before_users(links)
     shorter: TracebackType | None = None
     for link in reversed(remaining):
         shorter = TracebackType(shorter, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return error.with_traceback(shorter)
+
+
+def _without_ours_before_users(links: Sequence[TracebackType]) -> list[TracebackType]:
+    """Return the frames without those of Equipoise that come before the last one of the user's."""
+    last_of_user = 0
+    for index, link in enumerate(links):
+        if _is_users(_package(link)):
+            last_of_user = index
+    before = [link for link in links[:last_of_user] if _package(link) not in _OURS]
+    return [*before, *links[last_of_user:]]
 
 
 def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
