@@ -22,6 +22,8 @@ __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 _MOST_METRICS = 4
 # Rows of the live table, in which jobs that wait are left out first.
 _MOST_ROWS = 24
+# Stands for a value that a job does not have.
+_UNKNOWN = "-"
 _STYLES = {
     JobState.WAITING: "dim",
     JobState.RUNNING: "cyan",
@@ -58,8 +60,9 @@ class SweepDisplay:
         self._results.write()
         if self._live.is_shown:
             return
-        seconds = format_duration(job.seconds or 0.0)
-        line = f"Job {job.number} {job.state.value} after {seconds}: {' '.join(_settings(job, self._results.keys))}"
+        duration = format_duration(job.seconds or 0.0)
+        settings = " ".join(_settings(job, self._results.keys))
+        line = f"Job {job.number} {job.state.value} after {duration}: {settings}"
         if job.error is not None:
             line += f"; {job.summary_of_error}"
         for name in _shown_metrics(self._results):
@@ -101,7 +104,9 @@ def live_table(results: SweepResults) -> Table:
         title += f", {hidden} are not shown"
     table = _empty_table(title, results, ["epoch"])
     for job in rows:
-        epoch = "-" if job.epoch is None else str(job.epoch)
+        epoch = _UNKNOWN
+        if job.epoch is not None:
+            epoch = str(job.epoch)
         _add_row(table, job, results, [epoch])
     return table
 
@@ -169,12 +174,14 @@ def _add_row(table: Table, job: JobResult, results: SweepResults, further: Seque
     cells += [Text(values.get(key, "")) for key in results.keys]
     cells.append(Text(job.state.value, _STYLES[job.state]))
     if _has_devices(results):
-        cells.append(job.device or "-")
+        cells.append(job.device or _UNKNOWN)
+    time = _UNKNOWN
     elapsed = job.elapsed
-    cells.append("-" if elapsed is None else format_duration(elapsed))
-    cells += further
+    if elapsed is not None:
+        time = format_duration(elapsed)
+    cells += [time, *further]
     for name in _shown_metrics(results):
-        value = "-"
+        value = _UNKNOWN
         if name in job.metrics:
             value = format_number(job.metrics[name])
         cells.append(value)

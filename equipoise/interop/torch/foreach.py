@@ -15,14 +15,19 @@ from equipoise.to_device import to_device
 
 __all__ = ["add_", "copy_", "multiply_"]
 
+# Torch takes no other sequences.
+Tensors = list[Tensor] | tuple[Tensor, ...]
+# Changes all tensors of a list in place, by a list of others or by a common factor.
+ListOperation = Callable[[Sequence[Tensor], Any], Any]
 
-def _operation(name: str) -> Callable[[Sequence[Tensor], Any], Any]:
+
+def _operation(name: str) -> ListOperation:
     """Return torch's function that changes all tensors of a list, or one that takes them one by one.
 
     Args:
         name: The method of a tensor that it stands for, such as "add_".
     """
-    fused: Callable[[Sequence[Tensor], Any], Any] | None = find(f"torch._foreach_{name}")
+    fused: ListOperation | None = find(f"torch._foreach_{name}")
     if fused is not None:
         return fused
 
@@ -44,20 +49,21 @@ _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 def add_(tensors: list[Tensor], addends: list[Tensor]) -> None:
     """Add to every tensor in place the addend at its position. Sparse tensors are added one by one."""
-    if any(tensor.layout != torch.strided for tensor in (*tensors, *addends)):
+    are_strided = all(tensor.layout == torch.strided for tensor in (*tensors, *addends))
+    if not are_strided:
         for tensor, addend in zip(tensors, addends, strict=True):
             tensor.add_(addend)
     elif tensors:
         _add(tensors, addends)
 
 
-def copy_(tensors: list[Tensor] | tuple[Tensor, ...], sources: list[Tensor] | tuple[Tensor, ...]) -> None:
+def copy_(tensors: Tensors, sources: Tensors) -> None:
     """Copy into every tensor the source at its position, from any device."""
     if tensors:
         _copy(tensors, sources)
 
 
-def multiply_(tensors: list[Tensor] | tuple[Tensor, ...], factor: float | Tensor) -> None:
+def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
     """Multiply every tensor in place by `factor`, a number or a 0-dim tensor.
 
     Args:

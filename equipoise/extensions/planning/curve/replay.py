@@ -12,11 +12,14 @@ from equipoise.memory.records import CATEGORIES
 
 __all__ = ["Replay", "numbers_of"]
 
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 # The parts by number; the last two exist under several devices only.
 _PARTS: tuple[Part, ...] = (*CATEGORIES, "bucket", "copy")
 
 
-def numbers_of(parts: Sequence[Part]) -> NDArray[np.int64]:
+def numbers_of(parts: Sequence[Part]) -> Integers:
     """Return parts as the numbers that `Replay` takes."""
     numbers = [_PARTS.index(part) for part in parts]
     return np.array(numbers, dtype=np.int64)
@@ -36,8 +39,8 @@ class Replay:
 
     def __init__(
         self,
-        categories: NDArray[np.int64],
-        changes: NDArray[np.int64],
+        categories: Integers,
+        changes: Integers,
         starts: Sequence[PhaseStart],
         load: DeviceLoad,
     ) -> None:
@@ -45,10 +48,8 @@ class Replay:
         self._load = load
         self._categories = categories
         self._changes = changes
-        are_momentary = []
-        for part in _PARTS:
-            are_momentary.append(part in load.momentary)
-        self._are_momentary = np.array(are_momentary)
+        # For each part.
+        self._are_momentary = np.array([part in load.momentary for part in _PARTS])
 
     def peak(self) -> PredictedPeak:
         """Return the peak of all phases."""
@@ -104,14 +105,14 @@ class Replay:
             most = float(present[position])
         return round(most), start.event + position + 1
 
-    def _factors(self, phase: str) -> NDArray[np.float64]:
+    def _factors(self, phase: str) -> Floats:
         """Return the share of each category that the device holds."""
         factors = [self._load.factor(category, phase) for category in CATEGORIES]
         # The device has the others for itself.
         factors += [1.0] * (len(_PARTS) - len(CATEGORIES))
         return np.array(factors, dtype=np.float64)
 
-    def _alive(self, moment: int) -> NDArray[np.float64]:
+    def _alive(self, moment: int) -> Floats:
         """Return the bytes of each category after a number of events."""
         categories = self._categories[:moment]
         changes = self._changes[:moment]
