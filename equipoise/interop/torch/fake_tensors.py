@@ -53,16 +53,15 @@ class _FakeMode(_Base):  # type: ignore[misc]
             with self:
                 return correct(result, args)
         except _NeedsValue:
-            value = self._value(func, args)
-            if value is NotImplemented:
-                raise
-            return value
-        except _NeedsShape:
-            with self:
-                result = self._largest(func, args, kwargs or {})
+            result = self._value(func, args)
             if result is NotImplemented:
                 raise
-            return result
+        except _NeedsShape:
+            with self:
+                result = self._largest(func, args)
+            if result is NotImplemented:
+                raise
+        return result
 
     def _value(self, func: Any, args: Any) -> Any:
         """Return a value that stands for that of a tensor."""
@@ -78,19 +77,23 @@ class _FakeMode(_Base):  # type: ignore[misc]
         self._on_guess(f"the value of a tensor is read, which a trace does not have; it continues with {value}")
         return value
 
-    def _largest(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _largest(self, func: Any, args: Any) -> Any:
         """Return the result of an operation whose shape depends on values, as large as it can be."""
         result: Any = NotImplemented
         packet = func.overloadpacket
+        values = args[0]
         if packet is torch.ops.aten.nonzero:
-            result = _positions(args[0])
+            result = _positions(values)
         elif packet is torch.ops.aten.masked_select:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-            result = args[0].new_empty(shape.numel())
+            mask = args[1]
+            shape = torch.broadcast_shapes(values.shape, mask.shape)  # type: ignore[no-untyped-call]
+            result = values.new_empty(shape.numel())
         elif packet is torch.ops.aten.index:
-            result = args[0][_without_masks(args[1])]
-        elif packet in (torch.ops.aten._unique2, torch.ops.aten._unique):
-            result = _unique(args[0], int(packet is torch.ops.aten._unique2))
+            result = values[_without_masks(args[1])]
+        elif packet is torch.ops.aten._unique:
+            result = _unique(values, has_counts=False)
+        elif packet is torch.ops.aten._unique2:
+            result = _unique(values, has_counts=True)
         if result is not NotImplemented:
             name = packet.__name__.strip("_")
             self._on_guess(f"the values decide about the shape of a result ({name}); it is taken as large as it can be")
@@ -115,13 +118,15 @@ def _without_masks(indices: Any) -> Any:
     return tuple(result)
 
 
-def _unique(values: Tensor, has_counts: int) -> Any:
+def _unique(values: Tensor, *, has_counts: bool) -> Any:
     """Return the results of `unique` if all values differ."""
-    flat = values.new_empty(values.numel())
+    count = values.numel()
+    flat = values.new_empty(count)
     inverse = values.new_empty(values.shape, dtype=torch.int64)
-    if has_counts:
-        return flat, inverse, values.new_empty(values.numel(), dtype=torch.int64)
-    return flat, inverse
+    if not has_counts:
+        return flat, inverse
+    counts = values.new_empty(count, dtype=torch.int64)
+    return flat, inverse, counts
 
 
 # Results that differ from those of the CPU's kernels.
@@ -133,7 +138,9 @@ def _group_norm(result: Any, args: Any) -> Any:
     weight = args[1]
     if weight is None or weight.dtype == mean.dtype:
         return result
-    return output, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(deviation, dtype=weight.dtype)
+    mean = torch.empty_like(mean, dtype=weight.dtype)
+    deviation = torch.empty_like(deviation, dtype=weight.dtype)
+    return output, mean, deviation
 
 
 def _group_norm_backward(result: Any, args: Any) -> Any:
@@ -152,19 +159,23 @@ def _recurrent_layer(result: Any, args: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return result
-    outputs = result[:-1]
+    *outputs, _ = result
     length, batch_size, width = args[0].shape
+    options = args[7:]
     try:
-        nbytes = _workspace_of_sample(length, width, *args[7:]) * batch_size
+        nbytes_of_sample = _workspace_of_sample(length, width, *options)
     except RuntimeError:
         # The kernel does not take a small layer of this kind.
         return result
-    return *outputs, torch.empty(nbytes, dtype=torch.uint8)
+    workspace = torch.empty(nbytes_of_sample * batch_size, dtype=torch.uint8)
+    return *outputs, workspace
 
 
 # Samples of the small layer, enough for the rounding of its workspace to hardly count.
 _FEW = 8
 _workspaces: dict[Any, int] = {}
+# Gates of a cell by torch's number of its kind: LSTM and GRU. Others have one.
+_GATES = {2: 4, 3: 3}
 
 
 def _workspace_of_sample(length: int, width: int, *options: Any) -> int:
@@ -179,14 +190,17 @@ def _workspace_of_sample(length: int, width: int, *options: Any) -> int:
     if key in _workspaces:
         return _workspaces[key]
     _, _, mode, size = options[:4]
-    gates = {2: 4, 3: 3}.get(mode, 1) * size
+    rows = _GATES.get(mode, 1) * size
     # Only a layer with a backward has a workspace.
     with usual_tensors(), torch.enable_grad():
-        state = torch.zeros(1, _FEW, size)
-        weights = (torch.zeros(gates, width), torch.zeros(gates, size), torch.zeros(gates), torch.zeros(gates))
+        inputs = torch.zeros(length, _FEW, width)
+        state = torch.zeros(_FEW, size)
+        input_weight = torch.zeros(rows, width)
+        recurrent_weight = torch.zeros(rows, size)
+        bias = torch.zeros(rows)
         layer = torch.ops.aten.mkldnn_rnn_layer.default
-        few = layer(torch.zeros(length, _FEW, width), *weights, state[0], state[0], *options)
-        _workspaces[key] = few[-1].nbytes // _FEW
+        *_, workspace = layer(inputs, input_weight, recurrent_weight, bias, bias, state, state, *options)
+    _workspaces[key] = workspace.nbytes // _FEW
     return _workspaces[key]
 
 
