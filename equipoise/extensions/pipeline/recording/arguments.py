@@ -64,9 +64,14 @@ class Arguments:
         if isinstance(value, torch.device) and value == self._device:
             return STAGE_DEVICE
 
-        # 2. Containers. Their items may be tensors.
+        # 2. Values without tensors.
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, _PLAIN_OF_TORCH):
+            return value
         if isinstance(value, torch.Size):
             return tuple(value)
+
+        # 3. Containers, whose items may be tensors.
         if isinstance(value, PackedSequence):
             # Its constructor asks for the device of its tensors.
             fields = [self.of(field) for field in value]
@@ -76,17 +81,11 @@ class Arguments:
             stop = self.of(value.stop)
             step = self.of(value.step)
             return slice(start, stop, step)
-        kind = type(value)
         if kind in (tuple, list):
             items = [self.of(item) for item in value]
             return kind(items)
         if kind is dict and _has_names_as_keys(value):
             return {key: self.of(item) for key, item in value.items()}
-
-        # 3. Anything else.
-        is_plain = kind in _PLAIN or isinstance(value, _PLAIN_OF_TORCH)
-        if is_plain:
-            return value
         return self._of_object(value)
 
     def _of_object(self, value: Any) -> Any:
