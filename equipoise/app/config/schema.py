@@ -55,7 +55,8 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         if default is None:
             continue
         annotation = annotation_of(parameter, target)
-        fields.append((parameter.name, _field_type(annotation, parameter.default), default))
+        kind = _field_type(annotation, parameter.default)
+        fields.append((parameter.name, kind, default))
     return make_dataclass(f"{target.__name__}Config", fields)
 
 
@@ -83,7 +84,7 @@ def _default(value: Any) -> Any | None:
         return field(default=value)
     if isinstance(value, list | tuple) and _are_plain(value):
         return field(default_factory=lambda: list(value))
-    if isinstance(value, Mapping) and _are_plain(value.keys()) and _are_plain(value.values()):
+    if isinstance(value, Mapping) and _are_plain([*value.keys(), *value.values()]):
         return field(default_factory=lambda: dict(value))
     return None
 
@@ -97,14 +98,15 @@ def _field_type(annotation: Any, default: Any) -> Any:
     kinds = [member for member in members if member is not types.NoneType]
 
     # 2. Their type, if there is one. A folder may be named by a number, such as 2024.
+    kind = kinds[0] if len(kinds) == 1 else None
     if all(map(_is_path, kinds)):
-        kinds = [str]
-    if len(kinds) != 1 or kinds[0] not in _PLAIN:
+        kind = str
+    if kind not in _PLAIN:
         return Any
     is_optional = default is None or types.NoneType in members
     if is_optional:
-        return kinds[0] | None
-    return kinds[0]
+        return kind | None
+    return kind
 
 
 def _is_path(kind: Any) -> bool:

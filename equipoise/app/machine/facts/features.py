@@ -1,4 +1,4 @@
-"""Features that use private names of other packages: which of them the installed versions have what it takes for."""
+"""Features that use private names of other packages: which of them work with the installed versions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,12 +52,14 @@ def _check(key: str, untested: dict[str, str]) -> tuple[str, str]:
     if missing:
         return "refused", _lack(missing, of_feature)
 
-    # 2. Versions that nobody has tried.
-    packages = dict.fromkeys([*_OF_ALL, *(adapter.package for adapter in of_feature)])
+    # 2. Versions that were not tested. Each package is named once.
+    packages = dict.fromkeys(_OF_ALL)
+    packages.update((adapter.package, None) for adapter in of_feature)
     other_versions = [untested[package] for package in packages if package in untested]
     remarks = []
     if other_versions:
-        remarks.append(f"not tested with {', '.join(other_versions)}")
+        listed = ", ".join(other_versions)
+        remarks.append(f"not tested with {listed}")
 
     # 3. Names that it can do without.
     missing = adapters.missing_names(key, with_fallback=True)
@@ -75,14 +77,16 @@ def _lack(missing: Sequence[str], of_feature: Sequence[adapters.Adapter]) -> str
     version = versions.installed_version(package)
     if version is None:
         return f"needs {package}, which is not installed"
-    return f"lacks {', '.join(missing)} of {package} {version}"
+    listed = ", ".join(missing)
+    return f"lacks {listed} of {package} {version}"
 
 
 def _fallbacks(missing: Sequence[str], of_feature: Sequence[adapters.Adapter]) -> list[str]:
-    """Return a phrase for each adapter that lacks names: the names, and what is done without them."""
+    """Return a phrase for each adapter that lacks names: the names, and what happens without them."""
     phrases = []
     for adapter in of_feature:
         lacking = [name for name in adapter.names if name in missing]
         if lacking and adapter.fallback:
-            phrases.append(f"works without {', '.join(lacking)}: {adapter.fallback}")
+            listed = ", ".join(lacking)
+            phrases.append(f"works without {listed}: {adapter.fallback}")
     return phrases
