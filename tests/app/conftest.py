@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import equipoise.app
 from equipoise.__main__ import main
+from tests.support.projects import write
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages of projects, which differ from test to test.
@@ -90,12 +90,6 @@ FILES = {
             train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
         """,
 }
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(textwrap.dedent(content), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True, scope="module")

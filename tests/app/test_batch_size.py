@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.app.conftest import write
+from tests.support.projects import write
 
 FILES = {
     "conf/data/sized.yaml": """

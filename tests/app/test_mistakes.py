@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.parallel.workers import availability
-from tests.app.conftest import write
+from tests.support.projects import write
 
 MISTAKES = [
     # keys

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.app.conftest import write
+from tests.support.projects import write
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hydra.core.plugins import Plugins
 
-from tests.app.conftest import write
+from tests.support.projects import write
 
 FILES = {
     "hydra_plugins/seeker.py": """

@@ -1,5 +1,15 @@
-"""The fixtures of the command's tests."""
+"""The fixtures of the commands' tests."""
 
+import pytest
+
+from equipoise.extensions.comparison.bench import process
 from tests.app.conftest import equipoise, no_trace, project, quick
+from tests.support.bounded_calls import call_here
 
-__all__ = ["equipoise", "no_trace", "project", "quick"]
+__all__ = ["equipoise", "no_trace", "project", "quick", "without_processes"]
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials run in the process of the test."""
+    monkeypatch.setattr(process, "call_bounded", call_here)

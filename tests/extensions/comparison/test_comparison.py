@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import signal
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.strategies.distributed.loaders import share_loader
 from equipoise.trainer.data.loaders import set_epoch
-from tests.app.conftest import write
 from tests.extensions.report.page.parsing import parse
-from tests.support.bounded_calls import call_here
 from tests.support.programs import EQUIPOISE, Program
+from tests.support.projects import project_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -103,22 +101,13 @@ WAITS_IN_A_TRIAL = """
     Net.on_fit_start = wait
     """
 DEVICES = "trainer.devices=[cpu,cpu]"
-PROJECTS = ("little", "masked_words", "digits")
 
 
 @pytest.fixture
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write(tmp_path, FILES)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] in PROJECTS]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "call_bounded", call_here)
+    with project_in(tmp_path, FILES, "little", "masked_words", "digits") as folder:
+        yield folder
 
 
 # What is measured.

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pool.launcher import PoolLauncher
 from equipoise.parallel.workers import availability
-from tests.app.conftest import write
 from tests.support.programs import EQUIPOISE, Program
+from tests.support.projects import write
 
 ROOT = Path(__file__).parents[3]
 POOL = ("fit", "--multirun", "launcher=pool", "launcher.devices=[cpu,cpu]", "seed=0")

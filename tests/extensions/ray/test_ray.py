@@ -17,8 +17,9 @@ import torch
 import yaml
 
 from equipoise import ConfigurationError, Trainer
-from tests.app.conftest import FILES, write
+from tests.app.conftest import FILES
 from tests.extensions.ray.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
+from tests.support.projects import write
 
 ROOT = Path(__file__).parents[3]
 # Against a hang; a busy machine takes minutes.

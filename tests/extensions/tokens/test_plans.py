@@ -16,8 +16,9 @@ from equipoise.extensions.planning.command import command as command_module
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.extensions.planning.tracing.tracer import trace_step
-from tests.app.conftest import equipoise, no_trace, write
+from tests.app.conftest import equipoise, no_trace
 from tests.support.bounded_calls import call_here
+from tests.support.projects import project_in
 
 __all__ = ["equipoise", "no_trace"]
 
@@ -76,8 +77,6 @@ FILES = {
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equipoise: Any) -> Any:
     """A function that returns the plan for a budget of tokens and a device."""
-    write(tmp_path, FILES)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(command_module, "call_bounded", call_here)
 
@@ -86,9 +85,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equipoise: Any) -> Any
         assert code == 0, err
         return json.loads(out) if "--json" in arguments else out
 
-    yield run
-    for name in [name for name in sys.modules if name.partition(".")[0] == "texts"]:
-        del sys.modules[name]
+    with project_in(tmp_path, FILES, "texts"):
+        yield run
 
 
 def alone(plan: Any) -> Any:

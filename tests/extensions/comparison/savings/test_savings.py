@@ -1,20 +1,17 @@
 """`equipoise savings`: what is measured, and what the user sees of it."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from equipoise.extensions.comparison.bench import process
 from equipoise.extensions.comparison.savings import command as command_module
 from equipoise.extensions.comparison.savings.results import compare
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
 from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
-from tests.app.conftest import write
-from tests.support.bounded_calls import call_here
+from tests.support.projects import project_in, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 
@@ -64,17 +61,9 @@ FILES = {
 
 @pytest.fixture
 def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write(tmp_path, FILES)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deep"]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "call_bounded", call_here)
+    with project_in(tmp_path, FILES, "deep") as folder:
+        yield folder
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from equipoise.extensions.planning.command import command as command_module
-from tests.app.conftest import write
 from tests.support.bounded_calls import call_here
+from tests.support.projects import project_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 
@@ -61,12 +61,9 @@ FILES = {
 
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    write(tmp_path, FILES)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "net"]:
-        del sys.modules[name]
+    with project_in(tmp_path, FILES, "net") as folder:
+        yield folder
 
 
 @pytest.fixture
