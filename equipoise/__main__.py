@@ -470,7 +470,7 @@ def _init(arguments: Sequence[str]) -> None:
     folder = Path(name)
     if folder.exists() and not _is_empty_folder(folder):
         raise ConfigurationError(
-            f"equipoise init writes into a new or empty folder, but {name!r} is there and not empty. Name another."
+            f"equipoise init writes into a new or empty folder, but {name!r} exists and is not empty. Name another."
         )
     # A checkout may hold the files of earlier runs and tests.
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", "multirun", ".*_cache", ".hypothesis")

@@ -109,7 +109,7 @@ class Callback(_LightningCallback):
         """Decide what happens with a batch that ran out of memory. Not called by Lightning's Trainer.
 
         The hook runs in the process of the error, before anything is done about it. While a callback overrides it, the
-        trainer saves the state before each step, so that the step can be done again.
+        trainer saves the state before each step, so that the step can be repeated.
 
         Args:
             trainer: The trainer.

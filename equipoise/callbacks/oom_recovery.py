@@ -19,7 +19,7 @@ __all__ = ["OOMRecovery"]
 class OOMRecovery(Callback):
     """Continue training when a batch runs out of memory.
 
-    The step is done again from its start, with the batch in 2, 4, 8, … micro-batches, down to one sample each.
+    The step is repeated from its start, with the batch in 2, 4, 8, … micro-batches, down to one sample each.
     Gradients are those of the whole batch, however it is split; no sample is lost, and logs and random numbers of the
     failed attempt are undone. The size that worked is used again for batches of that kind, and a size twice as large is
     tried after some good steps.

@@ -115,7 +115,7 @@ def patched_logging(kinds: Iterable[Any], on_log: Callable[..., None]) -> Iterat
 
     Args:
         kinds: Lightning's classes of modules.
-        on_log: Receives the arguments of `log`, without the module. Values of other threads are logged as ever.
+        on_log: Receives the arguments of `log`, without the module. Values of other threads are logged as usual.
     """
     thread = threading.get_ident()
     with ExitStack() as stack:

@@ -10,8 +10,7 @@ __all__ = ["clip_by_value"]
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
     """Clip each entry of the gradients in place.
 
-    Torch's `clip_grad_value_` raises an IndexError where no parameter has a gradient, as in a process that has had
-    nothing to learn from.
+    Torch's `clip_grad_value_` raises an IndexError if no parameter has a gradient, as in a process without a batch.
 
     Args:
         parameters: The parameters.

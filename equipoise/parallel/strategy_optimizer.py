@@ -34,7 +34,7 @@ class StrategyOptimizer:
         """Step the optimiser.
 
         Args:
-            closure: Function that computes the loss and the gradients. None: the gradients are there.
+            closure: Function that computes the loss and the gradients. None: the gradients exist already.
             kwargs: Other arguments of the optimiser's `step`.
 
         Returns:

@@ -175,7 +175,7 @@ def constructor_default(path: str, parameter: str) -> Any:
 
 def _import(name: str, package: ModuleType | None, message_start: str) -> ModuleType:
     """Import a module, or raise an error that gives the reason."""
-    # 1. The module is there, unless it is the one that is missing.
+    # 1. The module exists, unless it is itself the missing one.
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

@@ -82,7 +82,7 @@ class JobBatches:
             jobs.append(job)
             batch.append(JobResult(number, job.overrides, job.folder, objectives_of(job.config)))
 
-        # 2. Run them. An interrupt leaves the results that there are.
+        # 2. Run them. An interrupt leaves the results so far.
         folder = Path(jobs[0].config.hydra.sweep.dir)
         collected = current_results()
         results = collected or SweepResults()

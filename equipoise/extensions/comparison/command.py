@@ -58,7 +58,7 @@ def show_comparison(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         try:
             trials.run()
         except BaseException:
-            # What is measured is shown, whatever ends the command.
+            # Measured values are shown, also if an error or an interrupt ends the command.
             comparison.interrupt()
             if comparison.measured:
                 _show(comparison, values, options)

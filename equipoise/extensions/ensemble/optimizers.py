@@ -115,7 +115,8 @@ class MemberOptimizer(StrategyOptimizer):
         """Step the optimiser for all members.
 
         Args:
-            closure: Function that computes the loss and the gradients; it is called once, before. None: they are there.
+            closure: Function that computes the loss and the gradients, called once before the step. None: the gradients
+                exist already.
             kwargs: Other arguments of the optimiser's `step`.
         """
         loss = None

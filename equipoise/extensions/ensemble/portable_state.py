@@ -26,7 +26,7 @@ class MemberStates(PortableState):
         keep: Function that receives those of a checkpoint.
         optimizer_of: Function that returns an optimiser as the strategy steps it; None outside of a run.
         other_optimizer_states: Function that returns the states of a checkpoint for all members but the first.
-        own_state: Function that returns what else members need to continue.
+        own_state: Function that returns the further state that members need to continue.
         load_own_state: Function that restores what `own_state` has returned.
     """
 

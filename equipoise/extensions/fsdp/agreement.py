@@ -1,8 +1,8 @@
 """Agreement of all processes on what they compute, since all of them gather the weights of a unit together.
 
-A process that left a unit out would meet the others in another exchange: of another size, which ends in an error of the
-backend or never, or of the same size, which gives wrong weights without a word. So they compare which unit each is
-about to compute, by numbers that are a few bytes.
+A process that left a unit out would meet the others in another exchange. One of another size ends in an error of the
+backend, or never. One of the same size gives wrong weights without an error. So the processes compare which unit each
+is about to compute, by numbers of a few bytes.
 """
 
 import zlib

@@ -255,7 +255,7 @@ class ShardedModule:
             _exchange_parameters(optimizer, originals)
 
     def _put_back(self) -> None:
-        """Undo the sharding, as far as it has come."""
+        """Undo the sharding, also one that is incomplete."""
         for name in _REPLACED:
             vars(self.module).pop(name, None)
         vars(self.module).update(self._own_methods)

@@ -135,7 +135,7 @@ class FSDPStrategy(ProcessStrategy):
             blocks (children of a ModuleList or Sequential that share a class) and then single layers of more than
             2**20 parameters. Tied weights stay with the module itself.
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
-            keeps them, which takes memory and saves an exchange. A number: keep shards over so many processes.
+            keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.

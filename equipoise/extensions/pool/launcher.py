@@ -33,7 +33,7 @@ class PoolLauncher:
     """Run the jobs of a sweep on a pool of devices of this machine, each job in a process of its own.
 
     A job computes on one device. What it prints goes to `job.log` in its folder. A job that fails does not end the
-    others. Ctrl-C ends the jobs that run, and keeps the results that there are.
+    others. Ctrl-C ends the jobs that run, and keeps the results so far.
 
     Args:
         devices: The devices, in the form of the trainer's argument: a number, indices, or names. A device that is named

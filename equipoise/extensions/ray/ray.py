@@ -34,7 +34,7 @@ def last_checkpoint() -> str | None:
 
 
 class RayReport(Callback):
-    """Reports metrics and checkpoints to Ray Train or Ray Tune, at the end of each epoch and every so many steps.
+    """Reports metrics and checkpoints to Ray Train or Ray Tune, at the end of each epoch and at an interval of steps.
 
     The metrics are `trainer.callback_metrics`, with "epoch" and "step". In Ray Train all workers report, as Ray waits
     for all of them; the first one alone writes the file and hands it over. With `FailureConfig(max_failures=...)` Ray
@@ -82,7 +82,7 @@ class RayReport(Callback):
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report after every so many steps."""
+        """Report at the interval of steps."""
         step = trainer.global_step
         if self.every_n_train_steps is None or step == self._reported_step:
             return

@@ -116,7 +116,7 @@ def _as_function(trial: _Trial) -> Callable[[Mapping[str, Any]], None]:
 
 
 def _follower(ray: Any, results: Sequence[JobResult], display: SweepDisplay) -> Any:
-    """Return a callback of Tune that fills in results. Its base class is there once Ray is imported."""
+    """Return a callback of Tune that fills in results. Its base class exists once Ray is imported."""
 
     class Follower(ray.tune.Callback):  # type: ignore[misc]
         """Fills in the results of jobs as their trials continue."""

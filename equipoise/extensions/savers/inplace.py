@@ -1,13 +1,13 @@
 """Activation functions that overwrite their input, where nothing else needs it.
 
 `nn.LeakyReLU(inplace=True)` needs no memory for its output. It is right only if no other operation reads the input
-afterwards, which three checks show: no later operation of the forward receives the input's memory; nothing keeps the
-input after the step; and one step has the same loss and gradients, bit for bit. What earlier operations have saved for
-the backward, torch checks itself.
+afterwards. Three checks show this: no later operation of the forward receives the input's memory, nothing keeps the
+input after the step, and one step has the same loss and gradients, bit for bit. Torch itself checks the tensors that
+earlier operations have saved for the backward.
 
-LeakyReLU, ReLU6 and Hardtanh compute their backward from the output then, so a tensor less is kept for each of them.
-ReLU does so always: overwriting saves the second tensor only while it computes. SiLU and Mish copy their input. ELU and
-its relatives round in another way, so they are not changed.
+LeakyReLU, ReLU6 and Hardtanh then compute their backward from the output, so each of them keeps one tensor less. ReLU
+always does so: overwriting saves the second tensor only while it computes. SiLU and Mish copy their input. ELU and
+similar functions round differently, so they are not changed.
 """
 
 import gc

@@ -19,9 +19,9 @@ __all__ = ["InplaceActivations"]
 class InplaceActivations(Callback):
     """Let activation functions such as `nn.ReLU` overwrite their input where nothing else needs it.
 
-    Before the first step of a fit, the training step is computed a few times on its batch, without an effect on
-    anything: an activation function is changed if no later operation uses its input, nothing keeps the input, and loss
-    and gradients stay the same to the bit. After the fit the module is as before. See
+    Before the first step of a fit, the training step is computed a few times on its batch, without side effects. An
+    activation function is changed if no later operation uses its input, nothing keeps the input, and loss and gradients
+    stay the same to the bit. After the fit the module is as before. See
     `equipoise.extensions.savers.inplace.use_inplace_activations` for modules outside of a trainer.
 
     It works on one device in one process.

@@ -112,7 +112,7 @@ def join_rows(
     count: int,
     most: float,
 ) -> list[list[int]]:
-    """Return groups of so many rows each, fewer where a group would have too many positions.
+    """Return groups of a number of rows each, fewer where a group would have too many positions.
 
     Args:
         rows: The positions of each row.

@@ -1,4 +1,4 @@
-"""PackedCollate: sequences one behind another in rows, without attention from one to another."""
+"""PackedCollate: sequences one after another in rows, without attention from one to another."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class PackedCollate:
 
     A batch is a dictionary of tensors whose first dimension are rows, so that strategies and `OOMRecovery` can cut it:
 
-    - "input_ids", (rows, tokens): the sequences of a row, one behind another.
+    - "input_ids", (rows, tokens): the sequences of a row, one after another.
     - "labels", the same shape: -100 for padding and, with `causal`, for the first token of each sequence, which the
       one before must not predict. Without labels in the samples, and with `causal`, the labels are the tokens.
     - "position_ids", the same shape: they restart at 0 with each sequence.
@@ -226,7 +226,7 @@ def _padded(
 
 
 def _joined(values: Sequence[Tensor], row: Sequence[int]) -> Tensor:
-    """Return the values of the sequences of a row, one behind another."""
+    """Return the values of the sequences of a row, one after another."""
     return torch.cat([values[index] for index in row])
 
 
@@ -247,7 +247,7 @@ def _positions(documents: Tensor) -> Tensor:
     positions = positions.expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    # The begin of its sequence is the last one up to each token.
+    # The sequence of a token begins at the last beginning up to the token.
     marked = torch.where(begins, positions, 0)
     latest = marked.cummax(dim=1).values
     return positions - latest

@@ -1,6 +1,6 @@
 """The search for the largest batch size before a validation, a test or a prediction, by real steps.
 
-An evaluation keeps no activations, so what it needs is not that of a training step, which is predicted. The size is
+An evaluation keeps no activations, so its memory is not that of a training step, which is predicted. The size is
 doubled until the data end or the memory does, as in Lightning.
 """
 

@@ -1,6 +1,6 @@
 """Private names of the callbacks of Lightning, checkpoints above all.
 
-Each name stands here with the reason why nothing public does, and is read with a default for versions without it.
+Each name has a comment with the reason why no public one suffices, and a default for versions without it.
 """
 
 import copy

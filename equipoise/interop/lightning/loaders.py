@@ -1,6 +1,6 @@
 """Private names around the loaders of Lightning.
 
-Each name stands here with the reason why nothing public does, and with what is done in versions without it.
+Each name has a comment with the reason why no public one suffices, and with the way of versions without it.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Bind `self.log` of modules and callbacks to the trainer's logs; private names of Lightning behind it.
 
-Each name stands here with the reason why nothing public does, and with what is done in versions without it.
+Each name has a comment with the reason why no public one suffices, and with the way of versions without it.
 """
 
 import inspect

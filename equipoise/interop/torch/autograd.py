@@ -1,4 +1,4 @@
-"""Private names of torch's automatic differentiation, each with what is done without it.
+"""Private names of torch's automatic differentiation, each with what happens without it.
 
 `tests/interop/torch/test_autograd.py` notices when one of them changes.
 """

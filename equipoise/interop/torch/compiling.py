@@ -1,6 +1,6 @@
 """Compile a function that runs a backward, with torch's compiler; private names of torch behind it.
 
-Each name stands here with the reason why nothing public does. Without one of them, steps stay eager.
+Each name has a comment with the reason why no public one suffices. Without one of them, steps stay eager.
 
 torch's compiler is imported with the first function that is compiled: it takes longer than all of torch.
 """
@@ -202,7 +202,7 @@ class CompiledFunction:
 
 
 class CompiledForward:
-    """The forward of modules of one kind, compiled together with its backward, which autograd runs as ever.
+    """The forward of modules of one kind, compiled together with its backward, which autograd runs as usual.
 
     Other lengths or attributes are compiled anew, up to the compiler's limit, as with `torch.compile`.
 

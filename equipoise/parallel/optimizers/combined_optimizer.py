@@ -56,7 +56,7 @@ class CombinedOptimizer(Optimizer):
 
         Args:
             closure: Function that computes the loss and all gradients. It is called once, before the first step, and
-                the optimisers do not receive it. Default: None, the gradients are there.
+                the optimisers do not receive it. Default: None, the gradients exist already.
             kwargs: Other arguments of each optimiser's `step`.
 
         Returns:

@@ -75,7 +75,7 @@ class StepThread:
         self._switch(reply)
 
     def take_result(self) -> Any:
-        """Return what the step returned, and refer to it no more."""
+        """Return the result of the step, and release it."""
         result = self._result
         self._result = None
         return result

@@ -1,1 +1,1 @@
-"""State that a step or a run may change, noted and brought back."""
+"""State that a step or a run may change, saved and restored."""

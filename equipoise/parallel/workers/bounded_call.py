@@ -195,7 +195,7 @@ def _run(settings: _Settings) -> None:
     except Exception as error:
         traceback.print_exc()
         result = _Result(reason=explain(error), is_wrong_input=isinstance(error, ConfigurationError))
-    # 5. The result. A file that is there is complete.
+    # 5. The result. A file that exists is complete.
     unfinished = settings.folder / f"{_RESULT}.part"
     unfinished.write_bytes(pickle.dumps(result))
     unfinished.rename(settings.folder / _RESULT)
@@ -210,7 +210,7 @@ def _end_with_parent() -> None:
 
 
 def _end(process: Any) -> None:
-    """End a process, and what it has started."""
+    """End a process and all processes that it has started."""
     if process.pid is None:
         # It was interrupted before it started.
         return

@@ -125,7 +125,7 @@ def _filled(
     length: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return a list of so many tensors: those of `state`, then empty ones of the same dtype."""
+    """Return a list of this number of tensors: those of `state`, then empty ones of the same dtype."""
     if state:
         like = state[0]
     else:

@@ -115,7 +115,7 @@ class RunSteps:
         return ""
 
     def _kept(self, loaders: list[Any], processes: Processes) -> list[Any]:
-        """Return loaders that yield the steps of the run, and say so."""
+        """Return loaders that yield the steps of the run, and report it."""
         assert self.processes is not None
         if self.batch_sizes is None or self.step_sizes is None:
             self.batch_sizes = [loader.batch_size for loader in loaders]

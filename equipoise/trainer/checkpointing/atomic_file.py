@@ -112,7 +112,7 @@ class _Counter:
 
 
 def _size_of(write: Callable[[Any], None]) -> int:
-    """Return the number of bytes of a content, which is written once more to learn it."""
+    """Return the number of bytes of a content, which is written once more to count them."""
     counter = _Counter()
     write(counter)
     return counter.count

@@ -50,7 +50,7 @@ def load_checkpoint(
     weight_format = format_of(path, checkpoint_io)
     if weight_format is not None:
         check_is_file(path)
-        # Callbacks learn of the weights, too, as from a checkpoint without their states.
+        # Callbacks receive the weights, too, as from a checkpoint without states of callbacks.
         return {"state_dict": weight_format.read(path), "callbacks": {}}
     if weights_only is False:
         rank_zero_warn(

@@ -45,7 +45,7 @@ class SampleCounts:
         return self._counts[batch_idx]
 
     def stop(self) -> None:
-        """Count no more; what draws samples then passes batches on."""
+        """Stop counting. Batches then pass uncounted."""
         self.is_counting = False
         self._counts = []
 

@@ -1,1 +1,1 @@
-"""Steps done again after an error of memory."""
+"""Steps that are repeated after an out-of-memory error."""

@@ -22,7 +22,7 @@ def check_iterator_step(context: "RunContext", name: str) -> None:
         name: The name of the step, such as "training_step".
 
     Raises:
-        ConfigurationError: Naming what is in the way, and the way out.
+        ConfigurationError: Naming the obstacle and a remedy.
     """
     # 1. The arguments of the step.
     state = context.state

@@ -45,7 +45,7 @@ _STAGE_OF = {
     TrainerFn.PREDICTING: "predict",
 }
 
-# The methods that a module must define for an entry point, and how the message begins that says so.
+# The methods that a module must define for an entry point, and the beginning of the message about a missing one.
 _NEEDED: dict[TrainerFn, tuple[str, tuple[str, ...]]] = {
     TrainerFn.FITTING: (
         "`fit` needs `training_step` and `configure_optimizers`, but",
@@ -100,7 +100,7 @@ def check_run(context: "RunContext") -> None:
     """Check that the module has the methods, and the data module the loaders, of an entry point.
 
     Raises:
-        ConfigurationError: Naming the method that is missing or in the way, and the way out.
+        ConfigurationError: Naming the method that is missing or not allowed, and a remedy.
     """
     # 1. The module's hooks and steps.
     module = context.module
@@ -285,7 +285,7 @@ def placing(module: LightningModule) -> Iterator[None]:
 
 
 def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
-    """Check that what early stopping monitors has been logged; called when the first values of an epoch are there.
+    """Check that what early stopping monitors has been logged; called with the first values of an epoch.
 
     A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
     run without any.

@@ -1,4 +1,4 @@
-"""Devices, read in a process that ends: no context stays on a GPU, and a driver that hangs delays nobody for long."""
+"""Devices, read in another process: no context stays on a GPU, and a driver that hangs delays the caller little."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A trial in a process of its own, which has a bound: started, and what it needs there."""
+"""A trial in a process of its own, with a time limit: its start, and the values that it needs there."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

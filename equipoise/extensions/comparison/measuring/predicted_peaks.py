@@ -52,7 +52,7 @@ def _peaks(attempt: Attempt, prediction: MemoryPrediction, module: nn.Module) ->
     try:
         strategy = build(attempt.values["strategy"], "strategy")
     except ConfigurationError:
-        # Its own trial says so.
+        # The trial of the strategy reports the error.
         return {}
     devices = describe_devices(attempt.devices)
     (plan,) = plan_strategies(prediction, module, [strategy], devices, batch_size_of(attempt.values))

@@ -12,7 +12,7 @@ __all__ = ["Bar", "bar_chart"]
 _BAR = 16
 _GAP = 3
 _GROUP_GAP = 14
-# Per cent of the width for the longest bar; the values stand behind the bars.
+# Per cent of the width for the longest bar; the values follow the bars.
 _LONGEST = 70.0
 
 

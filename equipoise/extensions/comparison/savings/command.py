@@ -45,7 +45,7 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         values["callbacks"] = {}
         values["logger"] = {}
 
-        # 2. The trials. Results that are there are shown, whatever ends the command.
+        # 2. The trials. The results so far are shown, also if an error or an interrupt ends the command.
         trials = _Trials(values, Path(temporary), [str(folder.parent) for folder in folders], timeout)
         try:
             trials.run()

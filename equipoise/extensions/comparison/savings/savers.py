@@ -20,7 +20,7 @@ class Trial:
 
     Attributes:
         values: The configuration.
-        overrides: The overrides that turn it on, to be pasted behind `equipoise fit`.
+        overrides: The overrides that turn it on, to be added after `equipoise fit`.
         reason: The reason why it does not apply. Default: None, it does.
         chooses_blocks: Whether repeated blocks of the module compute their activations again.
         needs_device: Whether it has no effect on a CPU.

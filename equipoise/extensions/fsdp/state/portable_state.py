@@ -162,7 +162,7 @@ class ShardedState(PortableState):
         They are summed over all processes already, so the others have none to add.
         """
         self._check_complete()
-        # A process that had nothing to learn from so far takes part as well.
+        # A process without a batch so far takes part, too.
         if not any(self._group.gather_objects(window_is_open)):
             return []
         gradients = super().gradients(optimizers, window_is_open=True)

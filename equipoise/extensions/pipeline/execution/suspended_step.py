@@ -105,7 +105,7 @@ class SuspendedStep:
             self._thread.resume(output)
 
     def take_result(self) -> Any:
-        """Return what the function returned, and refer to it no more."""
+        """Return the result of the function, and release it."""
         result = self.result
         self.result = None
         return result

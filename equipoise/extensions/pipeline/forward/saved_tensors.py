@@ -34,7 +34,7 @@ def _refuse(packed: None) -> Any:
 def without_saved_tensors(compute: Callable[[], Result]) -> Result:
     """Return the result of a computation whose graph keeps no tensors: a whole network has too many of them.
 
-    If the computation itself runs backward, it is done again with these tensors.
+    If the computation itself runs backward, it is repeated with these tensors.
 
     Args:
         compute: The computation. It begins in the same state each time.

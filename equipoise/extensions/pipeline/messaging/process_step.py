@@ -85,7 +85,7 @@ class ProcessStep:
         Args:
             actions: For each action its stage and the action.
         """
-        # Memory for the first message of each way is there before anything is computed.
+        # Memory for the first message of each way is allocated before anything is computed.
         sources = [self._source_of(stage, action) for stage, action in actions]
         arrivals = Arrivals(self._messenger, [source for source in sources if source is not None])
         for (stage, action), source in zip(actions, sources, strict=True):

@@ -20,7 +20,7 @@ from equipoise.tree import leaves_of, map_leaves, tensors_in
 __all__ = ["Operation", "RemoteOperations", "compute_operations"]
 
 # A function, its arguments, and the number of each tensor of its result; None for one that it has changed in place.
-# Without a function, the result with this number is needed no more.
+# Without a function, the result with this number is no longer needed.
 Operation = tuple[Any, Any, Any, list[Any]]
 
 # First stages of the processes that have a tensor.

@@ -28,7 +28,7 @@ __all__ = ["profile_calls", "used_tensors"]
 # Limits for the number of passes.
 _LEAST_PASSES = 3
 _MOST_PASSES = 8
-# Seconds after which no pass begins, once there were so many.
+# Seconds after which no further pass begins, once the least number is done.
 _SECONDS = 3.0
 
 # Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its

@@ -194,7 +194,7 @@ class Costs:
         """
         transient = max(block.transient for block in self.blocks[first:end])
 
-        # 1. Memory that is there from the beginning, and memory of one micro-batch.
+        # 1. Memory that is occupied from the beginning, and memory of one micro-batch.
         parameters = self._parameters.between(first, end)
         trained = self._trained.between(first, end)
         resting = parameters + _STATE_BYTES * trained

@@ -188,7 +188,7 @@ class _Pass:
         if index > self._layer:
             self.boundaries[index - 1] = sum(tensor.nbytes for tensor in tensors)
         self._layer = index
-        # Its backward ends when the gradient of an argument is there.
+        # Its backward ends when the gradient of an argument is computed.
         for tensor in tensors:
             if tensor.requires_grad:
                 on_gradient = partial(self._on_gradient, index)
@@ -205,7 +205,7 @@ class _Pass:
         self._newly_saved.clear()
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
-        """Note when the gradient of a layer's argument is there; that of the first call counts."""
+        """Note when the gradient of a layer's argument is computed; that of the first call counts."""
         self._arrivals.setdefault(index, now(self._device))
 
     def _run_backward(self) -> None:
@@ -223,7 +223,7 @@ class _Pass:
             raise
         end = now(self._device)
 
-        # The backward goes through the last layer first. Its part ends when the gradient of its argument is there.
+        # The backward goes through the last layer first. Its part ends with the gradient of its argument.
         for index in reversed(range(len(self.backward))):
             arrival = self._arrivals.get(index, begin)
             if index == 0:

@@ -45,7 +45,7 @@ class StackedNetwork:
 
     @classmethod
     def of(cls, network: nn.Module, name: str, module: nn.Module, options: CutOptions) -> "StackedNetwork | None":
-        """Return a network that can be cut into so many stages between layers; None if it has too few.
+        """Return a network that can be cut into this number of stages between layers; None if it has too few.
 
         Args:
             network: The network.
@@ -78,7 +78,7 @@ class StackedNetwork:
         Raises:
             ConfigurationError: If activation checkpointing would draw other random numbers in the backward.
         """
-        # 1. Measure. The order of calls also shows what lies before the layers and behind them.
+        # 1. Measure. The order of calls also shows what comes before and after the layers.
         device = self._options.measured_on or self._options.devices[0]
         profile = profile_stack(self._stack, self._network, self._module, forward, structure, device)
         self._profile = profile

@@ -98,7 +98,7 @@ def check_entries(
         count: The number of entries that it needs.
         devices: The number of devices.
         stages_per_device: The number of stages on each of them.
-        replicas: The number of replicas, each of which has so many devices. Default: 1.
+        replicas: The number of replicas, each of which has this number of devices. Default: 1.
 
     Raises:
         ConfigurationError: If it has another number.

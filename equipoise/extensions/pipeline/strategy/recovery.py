@@ -26,7 +26,7 @@ class FinerBatch(tuple[Any, ...]):
 
     @classmethod
     def of(cls, parts: Sequence[Any], factor: int) -> "FinerBatch":
-        """Return a batch that is computed in so many times the usual number of micro-batches."""
+        """Return a batch that is computed in a multiple of the usual number of micro-batches."""
         finer = cls(parts)
         finer.factor = factor
         return finer

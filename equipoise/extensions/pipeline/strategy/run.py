@@ -112,7 +112,7 @@ class PipelineRun:
         self.batch = batch
 
     def end_batch(self) -> None:
-        """Refer to the batch no more."""
+        """Release the batch."""
         self.batch = None
 
     def pass_by(self, step: TrainingStep) -> StepResult:

@@ -13,7 +13,7 @@ Entry = Mapping[str, Any]
 Device = Mapping[str, Any]
 
 HEADS = ("strategy", "device", "samples", "peak", "usable", "room", "largest batch", "at the peak")
-# Columns of words.
+# Columns of text.
 WORDS = ("strategy", "device", "at the peak")
 
 # Parts of a peak that a row names.

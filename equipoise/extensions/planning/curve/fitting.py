@@ -75,7 +75,7 @@ def fit_curve(first: RecordedStep, second: RecordedStep) -> MemoryCurve:
 
 
 def _from_the_beginning(starts: list[PhaseStart]) -> list[PhaseStart]:
-    """Return the beginnings of phases; what is there before the first one belongs to it."""
+    """Return the beginnings of phases; what exists before the first one belongs to it."""
     return [PhaseStart(starts[0].phase, 0), *starts[1:]]
 
 

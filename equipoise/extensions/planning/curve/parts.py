@@ -43,7 +43,7 @@ class PredictedPeak:
     Attributes:
         nbytes: Bytes at the peak.
         phase: The phase of the peak.
-        parts: Bytes by what they are, the largest first: "parameter", "gradient", "optimizer state", "activation",
+        parts: Bytes by kind, the largest first: "parameter", "gradient", "optimizer state", "activation",
             "temporary", "batch", "buffer"; under several devices also "bucket" and "copy".
         phases: The peak of each phase in bytes.
     """

@@ -21,7 +21,7 @@ __all__ = ["StagesOfStep", "StepTrace"]
 # What a stage has all the time.
 _RESTING: tuple[Category, ...] = ("parameter", "buffer", "optimizer state")
 _OF_PARAMETERS: tuple[Category, ...] = (*_RESTING, "gradient")
-# All that is there before a forward computes.
+# Everything that exists before a forward computes.
 _NOT_COMPUTED: tuple[Category, ...] = (*_OF_PARAMETERS, "batch")
 _OPTIMIZER_STEP = "optimizer step"
 # A storage that is smaller than its neighbour by more than this factor has no values of samples.
@@ -140,7 +140,7 @@ class StagesOfStep:
         device = _Device(self._holders, nbytes)
         stages = sorted({action.stage for action in actions})
 
-        # 1. What is there before the step: weights, states, gradients of the last step, and the batch. One value is on
+        # 1. What exists before the step: weights, states, gradients of the last step, and the batch. One value is on
         #    its way to the next stage, and a gradient to the one before.
         for stage in stages:
             for index in self._before[stage]:
@@ -449,7 +449,7 @@ def _outputs_of(holders: Sequence[Holder], events: Sequence[int]) -> list[int]:
 
 
 def _most(events: Sequence[int], nbytes: Sequence[int]) -> int:
-    """Return the most bytes that a phase adds to what is there at its beginning."""
+    """Return the most bytes that a phase adds to those at its beginning."""
     running = 0
     most = 0
     for event in events:

@@ -34,7 +34,7 @@ _TAKEN = (
 
 @dataclass
 class PluginsInUse:
-    """The plugins of a trainer, by what they are for.
+    """The plugins of a trainer, by their purpose.
 
     Attributes:
         checkpoint_io: Writes and reads checkpoints.
@@ -74,7 +74,7 @@ class PrecisionInUse(NamedTuple):
 
 
 def sort_plugins(plugins: Any) -> PluginsInUse:
-    """Return plugins by what they are for.
+    """Return plugins by their purpose.
 
     Args:
         plugins: One, several, or None.

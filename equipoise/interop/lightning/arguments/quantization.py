@@ -10,7 +10,7 @@ from equipoise.interop.lightning.classes import is_a
 
 __all__ = ["QuantizationInUse", "quantization_in_our_words", "refuse_float8"]
 
-# The layers that the plugin puts in, and what they are here.
+# The layers that the plugin inserts, and their counterparts here.
 _LAYERS = {
     "_NF4Linear": ("nf4", False),
     "_NF4DQLinear": ("nf4", True),

@@ -121,7 +121,7 @@ def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Re
     killed = []
     raised = []
     for report in _failures(reports):
-        # A watchdog aborts a process that has waited in vain for a silent one.
+        # A watchdog aborts a process that has waited too long for a silent one.
         if report.signal == signal.SIGABRT and silent:
             continue
         if report.signal is not None:
@@ -191,7 +191,7 @@ def _hint(number: int, stack: str) -> str:
         stack: The stack that the process wrote; empty if it wrote none.
     """
     if number == signal.SIGKILL:
-        return " If nobody did so on purpose, the system may have run out of memory."
+        return " Unless this was on purpose, the system may have run out of memory."
     if number != signal.SIGABRT:
         return ""
     hint = " A library stopped the process; its message is above."

@@ -1,4 +1,4 @@
-"""The last import of the server of worker processes: what it has imported is never collected.
+"""The last import of the server of worker processes: its objects are never collected as garbage.
 
 The collections of a worker then neither look through these objects nor copy their pages of memory, which all workers
 share (see `gc.freeze` in Python's documentation).

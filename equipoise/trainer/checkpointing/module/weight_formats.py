@@ -58,7 +58,7 @@ def format_of(path: Any, checkpoint_io: Any = None) -> WeightFormat | None:
     """
     _, dotted_suffix = os.path.splitext(os.fspath(path))
     suffix = dotted_suffix.removeprefix(".")
-    # Most files are checkpoints, for which no package is asked.
+    # Most files are checkpoints, for which no entry point is read.
     if checkpoint_io is not None or suffix in ("", "ckpt"):
         return None
     if suffix not in names_of_extensions(_GROUP):

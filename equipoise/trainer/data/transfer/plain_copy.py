@@ -1,4 +1,4 @@
-"""A batch copied to a device in turn with the work that is there."""
+"""A batch copied to a device after the work that is queued there."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """A step of the user's module, on the module or on its replicas.
 
-A strategy that cuts a batch runs the step on each part with `run_on`, in any thread, and puts the results together with
-`merge`: the losses by weight, the outputs in the order of the data, logged values by their own reduction. So a step in
-parts has the result of the step on the whole batch.
+A strategy that cuts a batch runs the step on each part with `run_on`, in any thread. Then `merge` combines the results:
+the losses by weight, the outputs in the order of the data, logged values by their own reduction. So a step in parts has
+the result of the step on the whole batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,8 @@ _MOST_REPLICAS = 32
 
 def explain_error(error: Exception, module: nn.Module, part: Any) -> None:
     """Raise a better error than that of a step, or add notes to it; see `explain_device_mismatch`."""
-    # No step of most runs fails. A process that may open no more files cannot load a module: then the error stays.
+    # Imported here, as the steps of most runs do not fail. A process that has reached its limit of open files cannot
+    # import it. Then the error is raised as it is.
     try:
         from equipoise.trainer.diagnostics.device_mismatch import explain_device_mismatch
     except OSError:

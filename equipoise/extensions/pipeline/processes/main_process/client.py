@@ -25,7 +25,7 @@ __all__ = ["StageClient"]
 
 
 class StageClient:
-    """The workers, and what they have of a module.
+    """The workers, and their parts of a module.
 
     Args:
         messenger: Connection to the workers.

@@ -183,7 +183,7 @@ class ProcessBackend(PortableState):
 
         Args:
             optimizer: The optimiser.
-            closure: Computes the step's batch; None: the gradients are there.
+            closure: Computes the step's batch; None: the gradients exist already.
             **kwargs: Further arguments of the optimiser's `step`.
 
         Returns:
