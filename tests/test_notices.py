@@ -14,14 +14,9 @@ from torch.utils.data import DataLoader
 from equipoise import Trainer
 from equipoise.notices import rank_zero_warn, warn_of_method
 from tests.support.programs import Program
+from tests.support.quiet import QUIET
 
-OPTIONS = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+OPTIONS = {"accelerator": "cpu", **QUIET}
 
 
 class Module(LightningModule):

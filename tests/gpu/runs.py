@@ -9,18 +9,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Strategy, Trainer
+from tests.support.quiet import QUIET
 from tests.test_transparency import CLASSES, FEATURES, TOKENS, Batches
 
 __all__ = ["CPU", "GPU", "QUIET", "Classifier", "fit", "loader", "weights"]
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 SIZES = [8, 8, 5, 8]
 
 Run = tuple[Any, list[dict[str, Tensor | None]], Trainer]

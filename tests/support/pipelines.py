@@ -11,17 +11,10 @@ from torch.utils.data import DataLoader
 from equipoise import PipelineStrategy, Trainer
 from equipoise.precision import Precision
 from equipoise.tree import tensors_in
+from tests.support.quiet import QUIET
 from tests.test_transparency import CLASSES, FEATURES, TOKENS, VOCABULARY, Base, Batches, Gradients
 
 __all__ = ["Checked", "Copying", "Network", "Tokens", "fit", "pipelined", "quiet", "stay_whole"]
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def stay_whole(value: Any) -> None:
@@ -32,7 +25,7 @@ def stay_whole(value: Any) -> None:
 
 def quiet(**options: Any) -> Trainer:
     """A trainer that writes nothing."""
-    return Trainer(**{**QUIET, "max_epochs": 1, "precision": "64-true", **options})
+    return Trainer(**{"accelerator": "cpu", **QUIET, "max_epochs": 1, "precision": "64-true", **options})
 
 
 class Copying(PipelineStrategy):

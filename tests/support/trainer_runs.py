@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import ConfigurationError, Trainer
+from tests.support.quiet import QUIET
 
 __all__ = [
     "Data",
@@ -105,15 +106,7 @@ def trainer(cls: Any = Trainer, **options: Any) -> Any:
         cls: Ours, or Lightning's.
         options: Its arguments.
     """
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-    }
-    return cls(**{**defaults, **options})
+    return cls(**{"accelerator": "cpu", **QUIET, "max_epochs": 1, **options})
 
 
 def saved(module: L.LightningModule, folder: Path, cls: Any = Trainer, *, weights_only: bool = False) -> Path:

@@ -28,6 +28,7 @@ __all__ = [
     "SameOrder",
     "SharedBatches",
     "UnpaddedDistributedSampler",
+    "sampler_with_epochs",
     "seed_of_order",
 ]
 
@@ -205,6 +206,19 @@ class FirstBatches(Sampler[list[Any]]):
         return self.count
 
 
+def sampler_with_epochs(batches: Any) -> Any:
+    """Return the sampler that receives the number of each epoch; None if there is none.
+
+    The trainer calls `set_epoch` of a loader's `sampler`, also where the loader has a batch sampler.
+
+    Args:
+        batches: A batch sampler. It is returned itself if it has the method, else the sampler that it reads.
+    """
+    if callable(getattr(batches, "set_epoch", None)):
+        return batches
+    return getattr(batches, "sampler", None)
+
+
 class BatchesInTurn(Sampler[Any]):
     """Batches of a batch sampler for one of several processes, which take them in turn.
 
@@ -218,11 +232,7 @@ class BatchesInTurn(Sampler[Any]):
         self.batch_sampler = batches
         self.rank = rank
         self.processes = count
-        # The trainer calls `set_epoch` of the loader's `sampler`.
-        if callable(getattr(batches, "set_epoch", None)):
-            self.sampler = batches
-        else:
-            self.sampler = getattr(batches, "sampler", None)
+        self.sampler = sampler_with_epochs(batches)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batch_sampler)

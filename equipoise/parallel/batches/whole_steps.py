@@ -1,4 +1,4 @@
-"""Steps with the samples of all processes, which keep them whatever the number of processes is.
+"""Steps with the samples of all processes. Their samples are the same for any number of processes.
 
 A run that continues with another number of processes reads its training data in this form. One process takes whole
 steps; several divide each of them (`SharedBatches`). A batch sampler with a method `deal_step(batches, count)` divides
@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from equipoise.errors import ConfigurationError
+from equipoise.parallel.batches.sampling import sampler_with_epochs
 
 __all__ = ["AgreedOrder", "Deal", "DealtSteps", "WholeSteps", "deal_of"]
 
@@ -44,11 +45,7 @@ class WholeSteps(Sampler[list[Any]]):
         self.joined = joined
         self.size = size
         self.deal = deal
-        # The trainer calls `set_epoch` of the loader's `sampler`.
-        if callable(getattr(batches, "set_epoch", None)):
-            self.sampler = batches
-        else:
-            self.sampler = getattr(batches, "sampler", None)
+        self.sampler = sampler_with_epochs(batches)
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Immediately, not with the first batch: some samplers draw their order here.
@@ -63,7 +60,7 @@ class WholeSteps(Sampler[list[Any]]):
             yield self._step(batches_of_step)
 
     def _step(self, batches: list[list[Any]]) -> list[Any]:
-        """Return what is read of a step."""
+        """Return the samples of a step that this process reads."""
         return list(chain.from_iterable(batches))
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import EnsembleStrategy, Trainer
+from tests.support.quiet import QUIET
 
 __all__ = ["CLASSES", "Classifier", "alone", "difference", "ensemble", "loader", "states_alone", "trainer"]
 
@@ -61,10 +62,7 @@ def loader(samples: int = 43, *, shuffle: bool = True, **options: Any) -> DataLo
 
 
 def trainer(strategy: Any = "single_device", **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        strategy=strategy, devices=["cpu"], **{**quiet, "max_epochs": 2, "enable_model_summary": False, **options}
-    )
+    return Trainer(strategy=strategy, devices=["cpu"], **{**QUIET, "max_epochs": 2, **options})
 
 
 def alone(seed: int, module: Any = Classifier, data: Any = loader, **options: Any) -> tuple[Any, Trainer]:

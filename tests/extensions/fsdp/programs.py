@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import FSDPStrategy, Trainer
 from equipoise.strategies.distributed.process_group import ProcessGroup
+from tests.support import quiet
 
 __all__ = [
     "FEATURES",
@@ -30,13 +31,7 @@ FEATURES = 8
 # Of a step, for all processes together: 2, 3 and 4 of them have equal shares.
 STEP = 12
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET: dict[str, Any] = {**quiet.QUIET, "num_sanity_val_steps": 0}
 
 
 class Block(nn.Module):

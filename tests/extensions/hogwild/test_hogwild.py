@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import HogwildStrategy, OOMRecovery, Trainer, WorkerError
 from tests.conftest import ignoring
+from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
 pytestmark = [*ignoring(), pytest.mark.slow]
@@ -52,12 +53,8 @@ class Linear(L.LightningModule):
 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        **{**quiet, "enable_model_summary": False, "max_epochs": 2, "num_sanity_val_steps": 0, **options},
-    )
+    defaults = {"accelerator": "cpu", **QUIET, "max_epochs": 2, "num_sanity_val_steps": 0}
+    return Trainer(strategy=strategy, **{**defaults, **options})
 
 
 @pytest.mark.parametrize("state", ["own", "shared"])

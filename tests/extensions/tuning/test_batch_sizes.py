@@ -16,7 +16,7 @@ from equipoise import TokenBatchSampler, Trainer
 from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predict_memory
 from equipoise.extensions.tuning import batch_sizes
 from tests.conftest import ignoring
-from tests.support.pipelines import QUIET
+from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
 pytestmark = ignoring()

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import RunReport, Trainer
 from tests.conftest import ignoring
-from tests.support.pipelines import QUIET
+from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
 pytestmark = ignoring()
 
-OPTIONS = {**QUIET, "max_epochs": 20, "max_steps": 12, "precision": "64-true"}
+OPTIONS = {"accelerator": "cpu", **QUIET, "max_epochs": 20, "max_steps": 12, "precision": "64-true"}
 
 
 class Fitted(L.LightningModule):

@@ -26,7 +26,7 @@ from equipoise.trainer import trainer as trainer_module
 from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
 from tests.conftest import ignoring
-from tests.support.pipelines import QUIET
+from tests.support.quiet import QUIET
 
 pytestmark = ignoring()
 
