@@ -22,6 +22,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
         ConfigurationError: If they are no lengths.
     """
     tensor = _whole_numbers(lengths)
+    # The message names the shortest sample.
     index = int(tensor.argmin())
     shortest = int(tensor[index])
     if shortest < 1:
@@ -41,6 +42,7 @@ def _whole_numbers(lengths: Sequence[int] | Tensor) -> Tensor:
     try:
         tensor = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
+        # Texts, None, or sequences of unequal lengths.
         raise ConfigurationError(f"{wrong}: {error}.") from error
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
     is_whole = not has_fractions and tensor.dtype != torch.bool

@@ -136,43 +136,56 @@ class BatchedCall:
     def __init__(self, name: str, members: StackedMembers, computing: "Computing") -> None:
         self.name = name
         self._computing = computing
-        self._members = members
-        # Kinds of calls that were compared.
-        self._compared: set[tuple[Any, ...]] = set()
-
-        # 1. The networks, and the indices of their parts among those of the members.
         self.networks = [module.get_submodule(name) for module in members.modules]
         self._network = self.networks[0]
         self._forward: Callable[..., Any] = type(self._network).forward
         self._parts = list(self._network.modules())
+        self._members = members
         identities = set(map(id, self._parts))
-        self._indices = [index for index, part in enumerate(members.parts()) if id(part) in identities]
-
-        # 2. Parameters and buffers, each with every place in which it is registered.
+        self._indices = []
+        for index, part in enumerate(members.parts()):
+            if id(part) in identities:
+                self._indices.append(index)
+        # 1. Parameters and buffers, each with every place in which it is registered.
         self._stacked: list[Tensor] = []
         self._slots: list[list[Slot]] = []
-        self._buffers: list[Tensor] = []
-        self._own_tensors: list[Any] = []
-        for tensor, slots in _registered_tensors(self._parts):
-            self._own_tensors.append(tensor)
-            self._slots.append(slots)
-            self._stacked.append(self._stacked_form(tensor))
-            if id(tensor) in members.buffers:
-                self._buffers.append(members.buffers[id(tensor)])
+        by_id: dict[int, list[Slot]] = {}
+        for part in self._parts:
+            for registered in (parameters_of(part), buffers_of(part)):
+                for key, tensor in registered.items():
+                    if tensor is not None:
+                        self._add(tensor, (registered, key), members, by_id)
         self._dims = (0,) * len(self._slots)
-
-        # 3. Those of each member.
+        self._own_tensors: list[Any] = []
+        for slots in self._slots:
+            registered, key = slots[0]
+            self._own_tensors.append(registered[key])
         self._tensors_of_members = []
         for network in self.networks:
             tensors_of_network = [*network.parameters(), *network.buffers()]
             self._tensors_of_members.append(tensors_of_network)
+        self._buffers = []
+        for identity in by_id:
+            if identity in members.buffers:
+                self._buffers.append(members.buffers[identity])
+        # 2. Kinds of calls that were compared.
+        self._compared: set[tuple[Any, ...]] = set()
 
-    def _stacked_form(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of all members for a parameter or buffer of the first."""
-        parameter = self._members.of(tensor)
+    def _add(self, tensor: Tensor, slot: Slot, members: StackedMembers, by_id: dict[int, list[Slot]]) -> None:
+        """Note a place in which a parameter or buffer is registered."""
+        key = id(tensor)
+        if key in by_id:
+            by_id[key].append(slot)
+            return
+        parameter = members.of(tensor)
+        stacked: Tensor
         if parameter is None:
-            return self._members.buffers[id(tensor)]
-        return parameter.stacked
+            stacked = members.buffers[key]
+        else:
+            stacked = parameter.stacked
+        by_id[key] = [slot]
+        self._stacked.append(stacked)
+        self._slots.append(by_id[key])
 
     def alone(self, member: int, call: Call) -> Any:
         """Compute the call of one member.
@@ -396,20 +409,6 @@ def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
         if repr(tree) != text:
             raise NotBatchable("the members call it with different arguments", passes=True)
     return trees[0], columns
-
-
-def _registered_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Slot]]]:
-    """Yield each parameter and buffer of modules, with all places in which it is registered."""
-    tensors: dict[int, Tensor] = {}
-    slots: dict[int, list[Slot]] = {}
-    for part in parts:
-        for registered in (parameters_of(part), buffers_of(part)):
-            for key, tensor in registered.items():
-                if tensor is not None:
-                    tensors.setdefault(id(tensor), tensor)
-                    slots.setdefault(id(tensor), []).append((registered, key))
-    for identity, tensor in tensors.items():
-        yield tensor, slots[identity]
 
 
 def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:

@@ -49,6 +49,6 @@ def shard_like(like: Any, value: Any) -> Any:
         source.fill(shard)
         return shard
     # Each process has the whole value, so nothing is sent. Torch cuts it on the device of the mesh.
-    whole = value.to(like.device)
-    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    value = value.to(like.device)
+    shard = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return shard.to(like.device)
