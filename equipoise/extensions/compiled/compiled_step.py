@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from equipoise.extensions.compiled.blocks.block_steps import BlockSteps, deciding_context
+from equipoise.extensions.compiled.blocks.block_steps import BlocksInstead, BlockSteps, deciding_context
 from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.extensions.compiled.obstacles import check_strategy, compiles_blocks, why_eager
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
@@ -56,11 +56,18 @@ class CompiledStep(RepeatableStep):
 
     Args:
         variants: The variants of the step, which last for several epochs.
+        instead: The blocks that are compiled where the step stays eager; None if there are none.
         context: The run. This and all others are arguments of `AutomaticStep`.
     """
 
     def __init__(
-        self, variants: Variants, context: "RunContext", *args: Any, skip_backward: bool, **kwargs: Any
+        self,
+        variants: Variants,
+        instead: BlocksInstead | None,
+        context: "RunContext",
+        *args: Any,
+        skip_backward: bool,
+        **kwargs: Any,
     ) -> None:
         super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
@@ -82,12 +89,30 @@ class CompiledStep(RepeatableStep):
         self._num_pending = 0
 
         # The variants, unless something in this epoch needs the steps as they are.
+        self._all_variants = variants
         self._variants: Variants | None = variants
         self._program = variants.program
+        self._instead = None if skip_backward else instead
         reason = why_eager(context, skip_backward=skip_backward)
         if reason is not None:
             self._variants = None
             variants.warn_once(reason)
+
+    def begin_batch(self, *indices: int) -> None:
+        """Begin a batch of the training loader."""
+        if self._instead is not None:
+            self._begin_blocks(self._instead)
+        RepeatableStep.begin_batch(self, *indices)
+
+    def _begin_blocks(self, instead: BlocksInstead) -> None:
+        """Compile blocks, for good, if there is an obstacle or no variant could be compiled."""
+        if self._variants is None:
+            self._all_variants.give_up()
+        elif self._all_variants.is_given_up:
+            self._variants = None
+        else:
+            return
+        instead.begin_batch()
 
     def __call__(self, part: Any) -> StepResult:
         """Run the training step on a batch, with its backward if it is compiled."""
@@ -285,14 +310,19 @@ class CompiledSteps:
             way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
         costs = TrialCosts(context.strategy.root_device, context.state.summary_rows, way.done)
         self._variants = Variants(program, way, costs)
+        # Who asks for what is faster alone, or for a capture, does not ask for blocks.
+        is_asked = context.state.compiles_steps is True
+        self._instead = BlocksInstead.of(context, costs) if is_asked else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
-        return CompiledStep(self._variants, *args, **kwargs)
+        return CompiledStep(self._variants, self._instead, *args, **kwargs)
 
     def close(self) -> None:
         """Release the programs."""
         self._variants.close()
+        if self._instead is not None:
+            self._instead.close()
 
 
 class Compilation(StepExtension):

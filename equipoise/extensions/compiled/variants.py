@@ -101,12 +101,14 @@ class Variants:
         program: The program of the step.
         way: The way in which programs are made faster.
         costs: Notes what trials cost.
+        is_given_up: True if no variant should be tried any more, where blocks of the network can be compiled instead.
     """
 
     def __init__(self, program: StepProgram, way: Way | None = None, costs: TrialCosts | None = None) -> None:
         self.program = program
         self.way = Compiling() if way is None else way
         self.costs = TrialCosts(torch.device("cpu"), {}, self.way.done) if costs is None else costs
+        self.is_given_up = False
         self._reported: set[str] = set()
         self._variants: dict[Hashable, Variant] = {}
         # Number of steps of shapes that were not compiled yet.
@@ -137,6 +139,12 @@ class Variants:
         variant.refuse()
         self.way.release_memory([variant.function])
         self.warn_once(reason)
+        if not any(other.is_ready for other in self._variants.values()):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Note that no variant should be tried any more, if blocks of the network can be compiled instead."""
+        self.is_given_up = True
 
     def warn_once(self, reason: str) -> None:
         """Warn that steps stay eager, once for each reason.

@@ -25,7 +25,7 @@ class Lowering:
         self.calls = 0
         self.around: Callable[[int], None] | None = None
 
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Any, *options: Any) -> Callable[..., Any]:
         self.graphs += 1
 
         def run(*args: Any) -> Any:

@@ -20,7 +20,7 @@ from equipoise.trainer.optimization.steps.step_extension import Context
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["BlockSteps", "CompiledBlocks", "deciding_context"]
+__all__ = ["BlockSteps", "BlocksInstead", "CompiledBlocks", "deciding_context"]
 
 # Values of a strategy's `may_compile_blocks`. Parts of a step run in threads, so blocks are compared between two
 # steps; and no stage begins within a block, so only repeated ones are compiled.
@@ -37,20 +37,29 @@ class CompiledBlocks:
     Args:
         context: The run.
         options: Arguments of `CompiledForward`.
+        only_repeated: Whether repeated blocks alone are compiled. Default: if the strategy needs it.
+        costs: Notes what comparisons cost. Default: new ones.
     """
 
-    def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        context: "RunContext",
+        options: Mapping[str, Any],
+        *,
+        only_repeated: bool = False,
+        costs: TrialCosts | None = None,
+    ) -> None:
         module = context.module
         way = getattr(context.strategy, "may_compile_blocks", True)
         at_once = way not in (_BETWEEN_STEPS, _REPEATED)
         self._processes = context.strategy.processes
         self._forward_context = context.precision.forward_context or nullcontext
         self._rows = context.state.summary_rows
-        self._costs = TrialCosts(context.strategy.root_device, self._rows, "compiled")
+        self._costs = costs or TrialCosts(context.strategy.root_device, self._rows, "compiled")
         self._batches = 0
         self._closing = ExitStack()
         kinds: dict[Hashable, list[Block]] = defaultdict(list)
-        for block in choose_blocks(module, only_repeated=way == _REPEATED):
+        for block in choose_blocks(module, only_repeated=only_repeated or way == _REPEATED):
             kinds[kind_of(block.module)].append(block)
         if not kinds:
             rank_zero_warn(
@@ -158,9 +167,7 @@ class BlockSteps:
 
     def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
         self._blocks: CompiledBlocks | None = None
-        reason = why_not_compiled("compile blocks")
-        if reason is None and context.state.activation_checkpointing:
-            reason = "activation_checkpointing computes its submodules by a forward of its own"
+        reason = _why_no_blocks(context)
         if reason is None:
             self._blocks = CompiledBlocks(context, options)
         else:
@@ -176,6 +183,45 @@ class BlockSteps:
         """Give all blocks their own forward again."""
         if self._blocks is not None:
             self._blocks.close()
+
+
+class BlocksInstead:
+    """Repeated blocks that are compiled from now on where a step as a whole is not; none before the first batch.
+
+    Args:
+        context: The run.
+        costs: Notes what comparisons cost.
+    """
+
+    def __init__(self, context: "RunContext", costs: TrialCosts) -> None:
+        self._context = context
+        self._costs = costs
+        self._blocks: CompiledBlocks | None = None
+
+    @classmethod
+    def of(cls, context: "RunContext", costs: TrialCosts) -> "BlocksInstead | None":
+        """Return those of a run's module; None if it has none that can be compiled."""
+        if _why_no_blocks(context) is None and choose_blocks(context.module, only_repeated=True):
+            return cls(context, costs)
+        return None
+
+    def begin_batch(self) -> None:
+        """Begin a batch, and decide about the blocks that were compared in the batch before."""
+        if self._blocks is None:
+            self._blocks = CompiledBlocks(self._context, {}, only_repeated=True, costs=self._costs)
+        self._blocks.begin_batch()
+
+    def close(self) -> None:
+        """Give all blocks their own forward again."""
+        if self._blocks is not None:
+            self._blocks.close()
+
+
+def _why_no_blocks(context: "RunContext") -> str | None:
+    reason = why_not_compiled("compile blocks")
+    if reason is None and context.state.activation_checkpointing:
+        return "activation_checkpointing computes its submodules by a forward of its own"
+    return reason
 
 
 class _BlockStep(RepeatableStep):

@@ -252,6 +252,52 @@ def test_what_stays_eager(kind: Callable[[], Any], options: dict[str, Any], reas
     assert_close(weights_of(eager), weights_of(compiled), 1e-12)
 
 
+# A step that cannot be compiled as a whole
+
+
+class Printing(Counting):
+    """Its step does something at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Looking(Callback):
+    """Has a hook between forward and backward."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("lowering")
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "eager_calls", "reason"),
+    [
+        # Two steps of the shape, and the trial, come first. The compiler's own call is not counted.
+        (Printing, [], 4, r"Compiled steps: the training step stays eager, because its Python code changes .*steps"),
+        (Counting, [Looking()], 1, r"Compiled steps: the training step stays eager, because the hook on_before_backw"),
+    ],
+)
+def test_its_repeated_blocks_are_compiled(
+    kind: Callable[[], Any],
+    callbacks: list[Callback],
+    eager_calls: int,
+    reason: str,
+) -> None:
+    eager, _ = fit(kind, count=96, max_epochs=1)
+    with pytest.warns(UserWarning, match=reason):
+        compiled, trainer = fit(kind, count=96, max_epochs=1, callbacks=callbacks, compile=True)
+    assert_close(weights_of(eager), weights_of(compiled), 1e-12)
+    assert trainer.run_state.summary_rows["compiled blocks"] == "3, by 1 programs"
+    assert float(trainer.callback_metrics["calls"]) == 3 * eager_calls
+    assert all("forward" not in vars(part) for part in compiled.modules())
+
+
 # The choice
 
 
