@@ -10,11 +10,14 @@ from tests.extensions.fsdp.programs import FEATURES, Net
 __all__ = [
     "AOT",
     "NETWORKS",
+    "Convolutions",
     "Counting",
     "CountingBlock",
     "Frozen",
+    "Lengths",
     "Pairs",
     "Plain",
+    "Tied",
     "Whole",
 ]
 

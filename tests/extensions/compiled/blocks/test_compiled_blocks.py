@@ -18,11 +18,13 @@ from tests.conftest import ignoring
 from tests.extensions.compiled.blocks.networks import (
     AOT,
     NETWORKS,
+    Convolutions,
     Counting,
     CountingBlock,
     Frozen,
     Lengths,
     Plain,
+    Tied,
     Whole,
 )
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
@@ -30,8 +32,12 @@ from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 TOLERANCE = 1e-10
-# Each takes the compiler ten seconds or more, unless it finds its programs on the disk.
-KERNELS = (Plain, Frozen, Lengths)
+# Networks with the compiler's own kernels. Each takes ten seconds or more, unless its programs are on the disk.
+KERNELS: dict[str, Any] = {
+    "ddp": (Plain, Frozen, Lengths),
+    "fsdp": (Plain, Frozen, Lengths),
+    "pipeline": (Plain, Tied, Frozen, Convolutions, Lengths),
+}
 
 
 def trained(kind: Callable[[], Any], strategy: Any, processes: int, **options: Any) -> dict[str, Tensor]:
@@ -201,13 +207,13 @@ def test_resumed_runs_and_names_in_checkpoints(strategy: str, tmp_path: Path) ->
 
 def with_kernels(strategy: str) -> list[dict[str, Tensor]]:
     options: dict[str, Any] = {"batch_size": STEP} if strategy == "pipeline" else {}
-    return [trained(kind, strategy, 2, compile=True, **options) for kind in KERNELS]
+    return [trained(kind, strategy, 2, compile=True, **options) for kind in KERNELS[strategy]]
 
 
 def check_kernels(strategy: str) -> None:
     compute = partial(with_kernels, strategy)
     of_networks = compute() if strategy == "pipeline" else in_processes(2, compute)
-    for kind, weights in zip(KERNELS, of_networks, strict=True):
+    for kind, weights in zip(KERNELS[strategy], of_networks, strict=True):
         assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
 
 
