@@ -57,6 +57,9 @@ _OWNER = "L['self']"
 # The last line of the user's in a message of the compiler.
 _USER_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in')
 
+# Warnings of what the compiler does: it reads gradients, and instantiates functions of autograd.
+_OF_COMPILER = ("The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
+
 # A condition that no longer holds, in a message of the compiler: "- 0/1: module.scale == 1.0    # ...".
 _CONDITION = re.compile(r"- \d+/\d+: (?P<condition>.+?)\s*(?:#.*)?$", re.MULTILINE)
 
@@ -304,11 +307,13 @@ def _same(value: Any) -> Any:
 def block_settings() -> Iterator[None]:
     """Set what programs of blocks need, which may be compiled at any call of a `with` block.
 
-    They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). The
-    compiler's own access to gradients is no warning.
+    They notice hooks that are added to a module later, and their backward may run twice (`retain_graph=True`). What the
+    compiler itself does is no warning.
     """
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    own_filter = warnings.filters[0]
+    own_filters = []
+    for message in _OF_COMPILER:
+        warnings.filterwarnings("ignore", message=message)
+        own_filters.append(warnings.filters[0])
     try:
         with ExitStack() as stack:
             for config, name in _block_settings():
@@ -316,8 +321,9 @@ def block_settings() -> Iterator[None]:
             yield
     finally:
         # The user may have changed the others.
-        if own_filter in warnings.filters:
-            warnings.filters.remove(own_filter)  # type: ignore[attr-defined]
+        for own_filter in own_filters:
+            if own_filter in warnings.filters:
+                warnings.filters.remove(own_filter)  # type: ignore[attr-defined]
 
 
 def _block_settings() -> list[tuple[Any, str]]:

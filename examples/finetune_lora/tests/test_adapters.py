@@ -64,8 +64,6 @@ def test_two_processes_compute_as_one(adapted, strategy, kind):
 
 
 @pytest.mark.slow
-# Torch raises it where it compiles the product with a weight in few bits.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("strategy", "kind"), [("single_device", None), ("ddp", "nf4"), ("fsdp", "nf4")])
 def test_compiled_blocks_compute_the_same(adapted, strategy, kind):
     # The norms of a Llama are in float32, so in float64 its blocks would stay eager, with a warning.
