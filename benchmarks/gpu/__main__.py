@@ -1,4 +1,4 @@
-"""Show on one GPU what Equipoise promises of GPUs: tests, and thirteen measurements. At most nine minutes.
+"""Show on one GPU what Equipoise promises of GPUs: tests, and fourteen measurements. At most nine minutes.
 
 python -m benchmarks.gpu                        all items; the table on the screen
 python -m benchmarks.gpu --out gpu.json         also in a file

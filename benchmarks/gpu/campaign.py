@@ -87,7 +87,7 @@ class Item:
 
 ITEMS = (
     Item(0, "device and ceilings", "measuring:device_facts", 30, needs_cuda=False),
-    Item(1, "tests", "measuring:tests", 150, needs_cuda=False),
+    Item(1, "tests", "measuring:tests", 190, needs_cuda=False),
     Item(2, "cost of a step", "steps:step_costs", 90, needs_cuda=False),
     Item(3, "waits", "steps:waits", 30),
     Item(4, "loader", "speedups:loader", 40),
@@ -100,6 +100,7 @@ ITEMS = (
     Item(11, "captured and compiled steps", "speedups:captured_and_compiled", 60, needs_cuda=False),
     Item(12, "predicted memory", "predictions:predictions", 60),
     Item(13, "weights of few bits, and float8", "few_bits:few_bits", 60, needs_cuda=False),
+    Item(14, "compiled blocks", "speedups:compiled_blocks", 90, needs_cuda=False),
 )
 
 

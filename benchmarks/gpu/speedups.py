@@ -1,4 +1,4 @@
-"""Items 4 and 11: batches that travel while others compute, and steps that are captured or compiled.
+"""Items 4, 11 and 14: batches that travel while others compute, and steps that are captured or compiled.
 
 A feature that `Trainer` does not have yet is reported as not built.
 """
@@ -14,16 +14,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.gpu.campaign import Row
 from benchmarks.gpu.measuring import Setting, TimedBatches, Window, seconds_of
-from benchmarks.gpu.networks import Task, Training, adam, mlp, sgd
+from benchmarks.gpu.networks import QUIET, Task, Training, adam, mlp, sgd, transformer
 from benchmarks.gpu.steps import first_line, fit, is_built, quiet, train_by_hand
 from equipoise import Trainer
 from equipoise.interop.torch.compiling import why_not_compiled
 
-__all__ = ["captured_and_compiled", "loader"]
+__all__ = ["captured_and_compiled", "compiled_blocks", "loader"]
 
 NOT_BUILT = "not built"
 MOST_OF_EAGER = 0.75
 """A captured or compiled step of the MLP, by the eager hand-written one."""
+MOST_OF_EAGER_BLOCKS = 1.0
+"""A step of the transformer with compiled layers, by the eager one."""
 MOST_OF_THE_LONGER = 1.1
 """A step, by the longer of its copy and its computation."""
 
@@ -163,9 +165,44 @@ def train_with(task: Task, setting: Setting, options: dict[str, Any], data: Time
     fit(Trainer, Training(task, adam), data.loader(), setting, **options)
 
 
-def time_of(run: Any, task: Task, setting: Setting) -> float:
+def time_of(run: Any, task: Task, setting: Setting, steps: int = 300) -> float:
     """Return the microseconds of a step."""
-    window = Window(setting, setting.pick(300, 3), setting.pick(50, 6))
+    window = Window(setting, setting.pick(steps, 3), setting.pick(50, 6))
     run(TimedBatches(task.batches(4, setting.device), window))
     assert window.measured is not None
     return window.measured.time
+
+
+# Item 14
+
+
+def compiled_blocks(setting: Setting) -> Iterator[Row]:
+    """Compare steps whose layers are compiled one by one with eager ones."""
+    quiet()
+    title = "layers of the transformer"
+    obstacle = "simulated devices have no compiler" if setting.is_simulated else why_not_compiled("compile blocks")
+    if obstacle is not None:
+        yield Row(title, obstacle)
+        return
+    task = transformer(setting)
+    rows: dict[str, str] = {}
+    eager = partial(train_blocks, task, setting, False, rows)
+    compiled = partial(train_blocks, task, setting, {"dynamic": False}, rows)
+    ratios = []
+    for _ in range(setting.pick(3, 1)):
+        beside = time_of(eager, task, setting, steps=20)
+        ratios.append(time_of(compiled, task, setting, steps=20) / beside)
+    yield Row.holds(f"{title} are compiled", "compiled blocks" in rows, "a warning says why not")
+    for name, value in rows.items():
+        yield Row(name, value)
+    what = f"{title}, compiled: time of a step by that of the eager one"
+    yield Row.at_most(what, sorted(ratios)[len(ratios) // 2], MOST_OF_EAGER_BLOCKS, is_time=True)
+
+
+def train_blocks(task: Task, setting: Setting, way: Any, rows: dict[str, str], data: TimedBatches) -> None:
+    """Train, and note what the summary says of compiled blocks."""
+    module = Training(task, adam)
+    place = {"accelerator": "cuda" if setting.has_cuda else "cpu", "devices": 1}
+    trainer = Trainer(**{**QUIET, **place, "precision": task.precision, "compile": way})
+    trainer.fit(module, data.loader())
+    rows.update({name: value for name, value in trainer.run_state.summary_rows.items() if "compiled" in name})

@@ -98,9 +98,9 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.01)
 
 
-def of_equipoise(steps: int, compiled: bool) -> tuple[float, float]:
+def of_equipoise(steps: int, compiled: bool, strategy: str = "ddp") -> tuple[float, float]:
     trainer = Trainer(
-        strategy="ddp",
+        strategy=strategy,
         devices=["cpu"] * PROCESSES,
         max_epochs=1,
         compile=compiled,
@@ -110,7 +110,9 @@ def of_equipoise(steps: int, compiled: bool) -> tuple[float, float]:
         enable_model_summary=False,
     )
     module = Module()
-    trainer.fit(module, DataLoader(Sequences(steps), batch_size=BATCH, collate_fn=module.clock))
+    # One process computes a pipeline, with batches for all devices.
+    size = PROCESSES * BATCH if strategy == "pipeline" else BATCH
+    trainer.fit(module, DataLoader(Sequences(steps), batch_size=size, collate_fn=module.clock))
     return module.clock.result()
 
 

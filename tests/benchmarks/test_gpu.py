@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("qui
 
 ON_A_CPU = [item.number for item in ITEMS if not item.needs_cuda]
 # The tests run by themselves, and a compiler takes minutes.
-LONG = [1, 11]
+LONG = [1, 11, 14]
 
 
 @pytest.fixture
