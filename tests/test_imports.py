@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import equipoise
+from tests.support.sources import FILES, PACKAGE, module_name, nodes_of, relative, tree_of
 
-PACKAGE = Path(equipoise.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.relative_to(PACKAGE).parts)
 FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 
 PRIVATE_NAMES = "interop"  # the folder where private names of others may stand
@@ -19,22 +18,8 @@ DEFINES_LIGHTNINGS_NAMES = ("trainer/surface/lightning_view.py", "trainer/surfac
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
 
 
-def relative(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
-
-
-def module_name(path: Path) -> str:
-    parts = ["equipoise", *path.relative_to(PACKAGE).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def is_for_typing(node: ast.AST) -> bool:
@@ -54,8 +39,13 @@ def walk(node: ast.AST, *, typing: bool, in_function: bool = False) -> Iterator[
         yield from walk(child, typing=typing, in_function=inner)
 
 
-def imports(path: Path, *, typing: bool) -> Iterator[tuple[str, str | None, bool]]:
+@cache
+def imports(path: Path, *, typing: bool) -> list[tuple[str, str | None, bool]]:
     """Module, name (None: the module itself), and whether the import stands in a function."""
+    return list(find_imports(path, typing=typing))
+
+
+def find_imports(path: Path, *, typing: bool) -> Iterator[tuple[str, str | None, bool]]:
     for node, in_function in walk(tree_of(path), typing=typing):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None, in_function) for alias in node.names)
@@ -119,7 +109,7 @@ def is_private(name: str) -> bool:
 def bound_by_foreign_imports(path: Path) -> set[str]:
     """The names that stand for something of torch, Lightning or torchmetrics."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             chosen = [alias for alias in node.names if alias.name.partition(".")[0] in FOREIGN]
             found |= {alias.asname or alias.name.partition(".")[0] for alias in chosen}
@@ -134,10 +124,11 @@ def root_of(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def defined_in(node: ast.AST) -> set[str]:
-    """The names that a piece of code gives to something of its own."""
+@cache
+def defined_in(path: Path) -> set[str]:
+    """The names that a file gives to something of its own."""
     found = set()
-    for child in ast.walk(node):
+    for child in nodes_of(path):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(child.name)
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
@@ -151,7 +142,7 @@ def defined_in(node: ast.AST) -> set[str]:
 
 def accessed_private_names(path: Path) -> Iterator[tuple[int, str, str | None]]:
     """Line, name, and what it is taken from, for `x._name` and for `getattr(x, "_name")` and its like."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.lineno, node.attr, root_of(node.value)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
@@ -171,7 +162,7 @@ def test_private_names_are_not_imported() -> None:
 
 
 def test_private_names_of_others_are_not_used() -> None:
-    ours = set().union(*(defined_in(tree_of(path)) for path in FILES))
+    ours = set().union(*(defined_in(path) for path in FILES))
     found = []
     for path in FILES:
         if layer_of(path) == PRIVATE_NAMES:
@@ -191,7 +182,7 @@ def test_what_lightning_looks_for_is_defined_and_not_used() -> None:
     """The views may give things Lightning's private names, as long as they take none from Lightning."""
     defined = set()
     for path in (PACKAGE / name for name in DEFINES_LIGHTNINGS_NAMES):
-        own = defined_in(tree_of(path))
+        own = defined_in(path)
         used = {name for _, name, _ in accessed_private_names(path)}
         assert not {name for name in used - own if not name.startswith("_LightningNames__")}
         defined |= own
@@ -217,14 +208,14 @@ def test_every_module_says_why_it_exists_and_what_it_exports(path: Path) -> None
 def names_taken(path: Path) -> Iterator[tuple[str, str]]:
     """Module of ours and name, for `from module import name` and for `module.name`."""
     modules, known = {}, {module_name(file) for file in FILES}
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "equipoise":
             for alias in node.names:
                 if f"{node.module}.{alias.name}" in known:
                     modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 else:
                     yield str(node.module), alias.name
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             yield modules[node.value.id], node.attr
 

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import equipoise
-
-PACKAGE = Path(equipoise.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.relative_to(PACKAGE).parts)
+from tests.support.sources import FILES, PACKAGE, module_name, nodes_of, relative
 
 # The floors, from the ground up. A module imports what stands on lower lines, and what its own line names.
 FLOORS = [
@@ -63,15 +60,6 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
 }
 
 
-def relative(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
-
-
-def module_name(path: Path) -> str:
-    parts = ["equipoise", *path.relative_to(PACKAGE).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 MODULES = {module_name(path): path for path in FILES}
 
 
@@ -100,29 +88,30 @@ def extension_of(path: Path) -> str | None:
     return parts[1] if parts[0] == "extensions" and len(parts) > 2 else None
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def nodes_for_typing(tree: ast.Module) -> set[int]:
+def nodes_for_typing(nodes: Iterable[ast.AST]) -> set[int]:
     """Return the identities of all nodes below `if TYPE_CHECKING`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             found |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
     return found
 
 
-def imported_files(path: Path, *, typing: bool) -> Iterator[Path]:
-    """Yield the files of ours that a file imports.
+@cache
+def imported_files(path: Path, *, typing: bool) -> set[Path]:
+    """Return the files of ours that a file imports.
 
     Args:
         path: The file.
         typing: Whether imports for type checkers count. Default: they do not.
     """
-    passed_over = set() if typing else nodes_for_typing(tree_of(path))
-    for node in ast.walk(tree_of(path)):
+    return set(find_imported_files(path, typing=typing))
+
+
+def find_imported_files(path: Path, *, typing: bool) -> Iterator[Path]:
+    nodes = nodes_of(path)
+    passed_over = set() if typing else nodes_for_typing(nodes)
+    for node in nodes:
         if id(node) in passed_over:
             continue
         if isinstance(node, ast.Import):
@@ -141,7 +130,7 @@ def imported_files(path: Path, *, typing: bool) -> Iterator[Path]:
 
 def arrows(*, typing: bool) -> dict[Path, set[Path]]:
     """Return the imports of each file but facades, which import from above by nature."""
-    return {path: set(imported_files(path, typing=typing)) for path in FILES if not is_facade(path)}
+    return {path: imported_files(path, typing=typing) for path in FILES if not is_facade(path)}
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import equipoise
 from equipoise.to_device import ArrivingValue, to_device
-
-PACKAGE = Path(equipoise.__file__).parent
+from tests.support.sources import FILES, nodes_of, relative
 
 # The progress bar copies into pinned memory and reads it after an event, and so do offloaded activations.
 MAY_COPY_ASYNCHRONOUSLY = {"to_device.py", "callbacks/progress/latest_values.py", "extensions/savers/offloading.py"}
@@ -50,8 +48,8 @@ def test_a_value_that_arrives_is_the_one_of_the_beginning() -> None:
     assert value.read(wait=True) == 0.25
 
 
-def asynchronous_copies(tree: ast.AST) -> Iterator[int]:
-    for node in ast.walk(tree):
+def asynchronous_copies(path: Path) -> Iterator[int]:
+    for node in nodes_of(path):
         if isinstance(node, ast.keyword) and node.arg == "non_blocking":
             yield node.lineno
 
@@ -59,8 +57,8 @@ def asynchronous_copies(tree: ast.AST) -> Iterator[int]:
 @pytest.mark.whole_package
 def test_no_other_file_copies_asynchronously() -> None:
     found: dict[str, Any] = {}
-    for path in PACKAGE.rglob("*.py"):
-        lines = list(asynchronous_copies(ast.parse(path.read_text(encoding="utf-8"))))
+    for path in FILES:
+        lines = list(asynchronous_copies(path))
         if lines:
-            found[path.relative_to(PACKAGE).as_posix()] = lines
+            found[relative(path)] = lines
     assert set(found) == MAY_COPY_ASYNCHRONOUSLY, found

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import FILES, nodes_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
@@ -26,8 +28,8 @@ def quoted_messages() -> list[str]:
 def texts_of_the_package() -> tuple[str, ...]:
     """Return all texts in the source but docstrings, with a gap in place of each value."""
     texts = []
-    for path in sorted((ROOT / "equipoise").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    for path in FILES:
+        nodes = nodes_of(path)
         docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
