@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.workers.preloading import preload
 from tests.simulated.devices.installation import is_installed
+from tests.support import server_of_workers
 from tests.support.quick_cases import mark_further_cases
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
@@ -69,6 +71,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     set_aside_what_is_imported()
     if not torch.cuda.is_available():
         preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the server of workers and programs, which would import everything anew as the first test asks for it.
+
+    Here no thread of a test is alive yet.
+    """
+    if session.config.option.collectonly or sys.platform != "linux" or torch.cuda.is_available():
+        return
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()  # its output is captured as that of the tests is
+    _FORKED_SERVERS.add(server_of_workers.prepare())
+    capture.suspend_global_capture()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -137,6 +153,8 @@ hypothesis.settings.register_profile(
     derandomize=False,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a matter of the machine
 )
+# Seeds differ from run to run, so that examples add up.
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("equipoise"), max_examples=25)
 hypothesis.settings.load_profile("equipoise")
 
 
@@ -148,6 +166,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available() and not _is_about_gpus(config):
         # By default a Trainer takes GPUs where there are any, and these tests say what it does on a CPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # `make test`, but not where every combination is asked for.
+    if config.option.markexpr == "not slow" and os.environ.get("EQUIPOISE_TEST_ALL") != "1":
+        hypothesis.settings.load_profile("quick")
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
 
@@ -190,6 +211,7 @@ _SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  
 _LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
 _PROC = Path("/proc")
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
+_FORKED_SERVERS: set[int] = set()  # process ids
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 _PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in full only by what never ends
 
@@ -302,7 +324,7 @@ def _servers() -> list[psutil.Process]:
     found = []
     for process in _processes(_children()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "multiprocessing.forkserver" in " ".join(process.cmdline()):
+            if process.pid in _FORKED_SERVERS or "multiprocessing.forkserver" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

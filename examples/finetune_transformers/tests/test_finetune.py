@@ -5,15 +5,25 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'equipoise[transformers]'")
 
+import finetune.data
 from finetune.data import DocstringDataModule
 from finetune.docstrings import labelled_docstrings
 from finetune.module import TextClassifier
 
+
+@pytest.fixture(scope="module", autouse=True)
+def texts():
+    """The texts, read once."""
+    texts = labelled_docstrings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune.data, "labelled_docstrings", texts.copy)
+        yield texts
+
+
 SETTINGS = {"vocab_size": 20, "dim": 8, "hidden_dim": 16, "n_layers": 1, "n_heads": 2, "pad_token_id": 0}
 
 
-def test_each_text_has_one_kind():
-    texts = labelled_docstrings()
+def test_each_text_has_one_kind(texts):
     assert len({text for text, _ in texts}) == len(texts) > 1000
     assert 0.4 < sum(kind for _, kind in texts) / len(texts) < 0.6
 
