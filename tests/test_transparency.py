@@ -255,7 +255,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # Data parallel and the balanced split
 
 
-@pytest.mark.quick_cases(18)
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 @pytest.mark.parametrize(
     ("make", "parallelize"),

@@ -74,6 +74,7 @@ def fit(bert, folder, strategy, devices):
     return losses, metrics, torch.nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -107,6 +107,7 @@ class Fail(Callback):
         raise ArithmeticError("not in Lightning")
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("run", ["plain", "watched"])
 @pytest.mark.parametrize(
     ("flaw", "place"), [(Nudge, "weights"), (Draw, "generators"), (LogMore, "files"), (Leave, "modes")]

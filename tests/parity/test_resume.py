@@ -132,7 +132,7 @@ class Runs:
         return self.folder / f"{saver}-saves"
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("plan", SCENARIOS, ids=str)
 def test_resumed_run(plan: Scenario, tmp_path: Path) -> None:
     """It equals an uninterrupted one, and is Lightning's in hooks, tables, metrics and the counters of the loops."""

@@ -83,6 +83,7 @@ def fit(evaluations: list[Any], processes: int, epochs: int = 1, count: int = 12
     return module, trainer
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("count", "processes"), [(23, 2), (23, 3), (4, 3), (9, 3)])
 def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     """Batches of five: five over two and three, one and two over three."""

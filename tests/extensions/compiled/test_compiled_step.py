@@ -109,6 +109,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=[", ".join(options) or "plain" for options in OPTIONS])
 def test_equal_to_eager_steps(lowering: Lowering, options: dict[str, Any]) -> None:
     chosen = {name: value() if callable(value) else value for name, value in options.items()}
@@ -217,6 +218,7 @@ class Summing(Network):
         return [float(self.total), self._private, self.by_name, float(self.plain.total), len(LOG)]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["total", "_private", "by_name", "plain", "LOG"])
 def test_nothing_is_changed_twice(lowering: Lowering, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(Summing, "kind", kind)
@@ -421,10 +423,15 @@ class Annealing(Network):
     ("make", "reason"),
     [
         (Printing, "builtin"),
-        (Counting, "its Python code changes self.count; a hook such as on_train_batch_end"),
+        # Changes of other kinds are quick tests.
+        pytest.param(
+            Counting,
+            "its Python code changes self.count; a hook such as on_train_batch_end",
+            marks=pytest.mark.slow,
+        ),
         (Drawing, "(skipped|changes self.scale)"),  # torch 2.14 traces `random`, and names what comes next
-        (Keeping, "its Python code changes self.kept"),
-        (WithMetric, ""),
+        pytest.param(Keeping, "its Python code changes self.kept", marks=pytest.mark.slow),
+        pytest.param(WithMetric, "", marks=pytest.mark.slow),  # beside one of its own test
         (Skipping, "it returns no loss"),
         (Weighing, "loss_weight"),
         (Annealing, "it reads `self.global_step`, whose value is a constant of a compiled step"),
@@ -490,6 +497,7 @@ def replace_weight(module: Network) -> None:
     module.net[4].weight.data = torch.ones_like(module.net[4].weight)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("change", [set_scale, freeze, stop_dropout, add_hook, replace_weight])
 def test_changes_in_the_midst_of_training(lowering: Lowering, change: Callable[[Network], None]) -> None:
     eager = fit(Network(), callbacks=[Changes(change)])

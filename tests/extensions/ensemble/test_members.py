@@ -38,7 +38,7 @@ def seed() -> int:
     return drawn
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("mode", ["together", "one_by_one", "auto"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_members_are_equal_to_runs_of_their_own(program: str, mode: str, seed: int) -> None:
@@ -179,7 +179,7 @@ class Mixture(nn.Module):
         return logits * options["factor"] + labels[:, None]
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("module", [Steps, Branching, InPlace, Clamping, Scheduled, Skipping, Weighing, Mixing])
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:

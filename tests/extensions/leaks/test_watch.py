@@ -312,7 +312,11 @@ HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
 
 
 @pytest.mark.usefixtures("set_aside")
-@pytest.mark.parametrize("chosen", [*([habit] for habit in HABITS), HABITS], ids=[*"1234567", "all"])
+@pytest.mark.parametrize(
+    "chosen",
+    [*(pytest.param([habit], marks=pytest.mark.slow) for habit in HABITS), HABITS],
+    ids=[*"1234567", "all"],
+)
 def test_healthy_habits(chosen: list[Keep]) -> None:
     """Each habit keeps tensors, but no growing graph; alone, and beside all others."""
 

@@ -35,7 +35,7 @@ def names_of(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("name", "optimizer", "settings"), CASES, ids=names_of)
 def test_peaks_of_real_steps_are_predicted(name: str, optimizer: str, settings: StepSettings) -> None:
     found = trace_step(lambda: module_of(name, optimizer), example_of(name), settings)

@@ -36,6 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "one.ckpt"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("kind", CALLBACKS)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 def test_a_resumed_run(kind: str, precision: Any, path: Path) -> None:

@@ -49,6 +49,7 @@ def separate_gradients(net: Any, sequences: list[Tensor]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 32}, {"max_tokens": 32, "pad_to": 40}], ids=str)
 @pytest.mark.parametrize(
     ("implementation", "attention"),
@@ -92,6 +93,7 @@ def test_rows() -> None:
     ]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_sampler_keep_its_budget(seed: int) -> None:
     draw = random.Random(seed)

@@ -211,6 +211,7 @@ def gradients(net: nn.Module, parts: list[Tensor]) -> Iterator[Tensor]:
     yield from torch.autograd.grad(loss, list(net.parameters()))
 
 
+@pytest.mark.quick_cases(20)
 @pytest.mark.parametrize("seed", range(100))
 def test_ranks_have_the_steps_of_one_process(seed: int) -> None:
     """Samples, number of batches, loss and gradient of each step, for 100 sets of lengths and 1 to 4 processes."""

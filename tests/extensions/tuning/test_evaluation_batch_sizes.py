@@ -63,6 +63,7 @@ def search(method: Any, module: Any, cls: Any = Trainer, **settings: Any) -> Any
     return Tuner(trainer(cls)).scale_batch_size(module, method=method, **settings)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

@@ -61,6 +61,7 @@ def fit(*callbacks: Callback, ckpt_path: Path | None = None, precision: Any = "3
     return module
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("strategy", ["linear", "cos"])
 @pytest.mark.parametrize("place", [(0, 1), (1, 1), (2, 2), (4, 1)], ids=str)
 def test_stochastic_averaging_goes_on_within_an_epoch(place: tuple[int, int], strategy: Any, tmp_path: Path) -> None:

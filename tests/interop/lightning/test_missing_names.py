@@ -168,6 +168,7 @@ def test_a_run_without_the_names_of_one_class(name: str, tmp_path: Path, monkeyp
     assert looked_for == (set() if name == "loaders" else set(names))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("strategy", ["auto", "dp", "balanced"])
 def test_a_run_without_any_of_the_names(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}

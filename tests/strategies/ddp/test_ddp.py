@@ -124,7 +124,7 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("count", "processes"), [(13, 2), (13, 3), (4, 3), (12, 3), (2, 3)])
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_sample_once(count: int, processes: int, shares: bool) -> None:
@@ -204,7 +204,7 @@ def test_loaders_left_alone() -> None:
 # Evaluation
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")

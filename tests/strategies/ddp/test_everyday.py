@@ -272,6 +272,7 @@ class Listed(Numbered):
         self.log("of_all", self.gathered)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("count", [1, 5, 9])
 def test_lists_of_unequal_lengths(count: int) -> None:
     """Batches of two: the processes have unequal numbers of them."""

@@ -93,7 +93,7 @@ def nothing_left() -> Iterator[None]:
         assert len(os.listdir("/proc/self/fd")) - len(before) <= 8
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("engine", ["torch", "native"])

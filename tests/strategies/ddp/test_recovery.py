@@ -183,7 +183,7 @@ class Talking(Fragile):
 REASON = "All processes communicate in the forward, so one cannot do its step again alone. Take a smaller batch_size"
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("policy", ["split", "skip"])
 @pytest.mark.parametrize("place", ["first", "forward", "backward", "late"])
 @pytest.mark.parametrize("step", [0, 1])

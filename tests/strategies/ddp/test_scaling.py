@@ -71,6 +71,7 @@ def assert_trained_alike(data: Tensor, engine: Any, **options: Any) -> Classifie
     return actual
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -291,6 +291,7 @@ def test_weights_exchanged_for_an_evaluation_reach_the_replicas() -> None:
     assert close(results[0][1], results[1][1])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_resumed_with_another_number_of_devices(devices: int, tmp_path: Path) -> None:
     whole = seeded()
@@ -767,6 +768,7 @@ class Recurrent(Module):
         return self.head(self.lstm(features.unsqueeze(1))[0][:, -1])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("make", [Penalised, PlainBackward, Recurrent])
 @pytest.mark.parametrize("shares", [[1, 3], [0, 1, 2], [2, 1, 1]])
 def test_gradients_taken_by_hand(make: type[Module], shares: list[int]) -> None:

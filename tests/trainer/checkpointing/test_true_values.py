@@ -69,7 +69,7 @@ def weight_in(path: Any) -> Tensor:
     return weight
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("interval", [1.0, 0.5, 3])
 @pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"time": 0}])
@@ -240,7 +240,7 @@ def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options
 @pytest.mark.parametrize("interval", [1.0, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("source", ["written", "last"])
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 def test_a_run_that_is_killed_behind_any_write_leaves_the_same_files(
     tmp_path: Path, keepers: Keepers, interval: float, accumulate: int, source: str
 ) -> None:

@@ -240,7 +240,7 @@ def cases() -> list[Any]:
     return listed
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("before", "after", "accumulate", "at"), cases())
 def test_any_number_of_processes(before: str, after: str, accumulate: int, at: int, written: Any) -> None:
     folder, run, expected = written(before, accumulate)

@@ -78,7 +78,7 @@ def fit(
     return module, run
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 @pytest.mark.parametrize("window", [1, 2])

@@ -124,7 +124,7 @@ def test_with_options(make: type[Base], phase: str) -> None:
         assert_same(reference(make, **options), train(make, OutOfMemory(most=4, phase=phase), **options))
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("case", range(25))
 def test_any_failures(case: int) -> None:
     """Errors at random steps, in random phases, of random batches; the seed is printed."""

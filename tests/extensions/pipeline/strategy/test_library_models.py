@@ -105,7 +105,7 @@ class Unmasked(Task):
     masks = False
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("task", [Task, Unmasked])

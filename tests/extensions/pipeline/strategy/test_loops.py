@@ -55,7 +55,7 @@ def looped(devices: int, each: int = 2, strategy: Any = PipelineStrategy, **opti
 PLANS = [(2, 2), (2, 3), (3, 2), (3, 3)]  # devices, and stages on each
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("plan", "micro_batches", "schedule", "threads"), pairwise(PLANS, [1, 2, 4, 5, 13], SCHEDULES, [None, True])
 )

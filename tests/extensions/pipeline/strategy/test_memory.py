@@ -162,7 +162,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
 def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
     monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.choose_cuts", evenly)

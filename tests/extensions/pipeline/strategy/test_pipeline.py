@@ -59,7 +59,7 @@ def assert_same_logs(one: Any, other: Any) -> None:
 # Transparency
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "schedule", "threads"),
     pairwise([2, 3, 4], [1, 2, 4, 5, 13], ["gpipe", "1f1b"], [None, True]),

@@ -48,7 +48,7 @@ class Looks(L.Callback):
             assert own == actions_of(schedule, device, devices, micro_batches, each)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("devices", "each", "micro_batches"), [(2, 2, 1), (2, 2, 5), (2, 3, 13), (3, 2, 4), (3, 2, 2), (3, 3, 5)]

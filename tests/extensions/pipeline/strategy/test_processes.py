@@ -148,7 +148,7 @@ def same_states(expected: Any, actual: Any, tolerance: float) -> None:
 # The first promise
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (2, 13), (3, 2), (3, 4), (4, 5)])
 def test_weights_are_those_of_one_device(stages: int, micro_batches: int, schedule: str) -> None:
