@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -32,7 +31,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.workers.preloading import preload
 from tests.simulated.devices.installation import is_installed
-from tests.support import server_of_workers
 from tests.support.quick_cases import mark_further_cases
 
 __all__ = ["LIGHTNINGS_OWN_WARNINGS", "Surroundings", "ignoring", "threads_that_stay"]
@@ -71,20 +69,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     set_aside_what_is_imported()
     if not torch.cuda.is_available():
         preload("equipoise.trainer.trainer", *sorted(name for name in modules if name.startswith("tests.")))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """Fork the server of workers and programs, which would import everything anew as the first test asks for it.
-
-    Here no thread of a test is alive yet.
-    """
-    if session.config.option.collectonly or sys.platform != "linux" or torch.cuda.is_available():
-        return
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    capture.resume_global_capture()  # its output is captured as that of the tests is
-    _FORKED_SERVERS.add(server_of_workers.prepare())
-    capture.suspend_global_capture()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -211,7 +195,6 @@ _SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  
 _LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
 _PROC = Path("/proc")
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-_FORKED_SERVERS: set[int] = set()  # process ids
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")
 _PATIENCE = 60.0  # seconds for what was told to end and is about to; passed in full only by what never ends
 
@@ -324,7 +307,7 @@ def _servers() -> list[psutil.Process]:
     found = []
     for process in _processes(_children()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid in _FORKED_SERVERS or "multiprocessing.forkserver" in " ".join(process.cmdline()):
+            if "multiprocessing.forkserver" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

@@ -312,7 +312,9 @@ class CompiledSteps:
         self._variants = Variants(program, way, costs)
         # Who asks for what is faster alone, or for a capture, does not ask for blocks.
         is_asked = context.state.compiles_steps is True
-        self._instead = BlocksInstead.of(context, costs) if is_asked else None
+        self._instead: BlocksInstead | None = None
+        if is_asked:
+            self._instead = BlocksInstead.of(context, costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""

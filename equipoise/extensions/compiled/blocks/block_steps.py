@@ -208,6 +208,7 @@ class BlocksInstead:
     def begin_batch(self) -> None:
         """Begin a batch, and decide about the blocks that were compared in the batch before."""
         if self._blocks is None:
+            # Not before: most steps compile as a whole, and blocks would be compiled for nothing.
             self._blocks = CompiledBlocks(self._context, {}, only_repeated=True, costs=self._costs)
         self._blocks.begin_batch()
 
