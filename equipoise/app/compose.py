@@ -42,6 +42,7 @@ from equipoise.app.sweeps.collection import collected_results, noted_job, result
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.torchrun import is_first, launched_rank, refuse_sweep
 from equipoise.errors import ConfigurationError
+from equipoise.interop.remote_path import is_remote
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import Trainer
@@ -136,6 +137,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         ConfigurationError: If the command line or the configuration is wrong; it names the nearest right key or option.
     """
     _refuse_missing(arguments)
+    _refuse_remote(arguments)
     arguments = translate(arguments, folders)
     failures: list[Exception] = []
     # Jobs of a sweep leave their results there, whatever process they run in.
@@ -192,6 +194,17 @@ def _refuse_missing(arguments: Sequence[str]) -> None:
             if name in removed:
                 # It raises the error that names the extension.
                 load_extension(kind, name)
+
+
+def _refuse_remote(arguments: Sequence[str]) -> None:
+    """Refuse URLs for the folders that Hydra makes, as it would make local ones of that name."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir") and is_remote(value):
+            raise ConfigurationError(
+                f"{key}={value}: Hydra writes its log to this machine alone. Leave it out, and write all files of the"
+                f" run elsewhere by output_dir={value}."
+            )
 
 
 def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:

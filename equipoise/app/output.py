@@ -1,20 +1,21 @@
 """The output folder of a run: its files, and the checkpoints in folders of earlier runs."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
+from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint, time_of
 from equipoise.trainer.logging.csv_rows import put_aside
 
 __all__ = ["find_checkpoint", "keep_metrics", "remove_if_empty", "without_empty_folder"]
 
 
-def find_checkpoint(which: str, values: Mapping[str, Any]) -> Path | None:
+def find_checkpoint(which: str, values: Mapping[str, Any]) -> AnyPath | None:
     """Return the newest checkpoint of an earlier run, or the best one of that run.
 
     The run's folder comes first: it holds checkpoints if the user named it and has used it before. Then come the
@@ -33,28 +34,25 @@ def find_checkpoint(which: str, values: Mapping[str, Any]) -> Path | None:
     return _best_of_run(newest) or newest
 
 
-def _newest_checkpoint(values: Mapping[str, Any]) -> Path | None:
+def _newest_checkpoint(values: Mapping[str, Any]) -> AnyPath | None:
     # 1. In the run's folder.
-    output = Path(values["output_dir"])
-    checkpoints = _newest_first(output.glob("**/*.ckpt"))
+    output = to_path(values["output_dir"])
+    found: list[AnyPath] = [*output.glob("**/*.ckpt")]
+    checkpoints = newest_first(found)
     if checkpoints:
         return checkpoints[0]
 
     # 2. In the folders of all runs.
-    earlier: list[Path] = []
+    earlier: list[AnyPath] = []
     for folder in (Path("outputs"), Path("multirun")):
         earlier += folder.glob("**/*.ckpt")
-    for checkpoint in _newest_first(earlier):
+    for checkpoint in newest_first(earlier):
         if _is_of_same_module(checkpoint, values):
             return checkpoint
     return None
 
 
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-
-
-def _is_of_same_module(checkpoint: Path, values: Mapping[str, Any]) -> bool:
+def _is_of_same_module(checkpoint: AnyPath, values: Mapping[str, Any]) -> bool:
     """Return whether the run that wrote a checkpoint trained the same module."""
     module = _module_of_run(checkpoint)
     if not isinstance(module, dict):
@@ -63,7 +61,7 @@ def _is_of_same_module(checkpoint: Path, values: Mapping[str, Any]) -> bool:
     return module.get("_target_") == target
 
 
-def _module_of_run(checkpoint: Path) -> Any:
+def _module_of_run(checkpoint: AnyPath) -> Any:
     """Return the configuration of the module in the run that wrote a checkpoint; None if it cannot be read."""
     files = [folder / "config.yaml" for folder in checkpoint.parents]
     for file in files:
@@ -81,12 +79,12 @@ def _module_of_run(checkpoint: Path) -> Any:
     return None
 
 
-def _best_of_run(checkpoint: Path) -> Path | None:
+def _best_of_run(checkpoint: AnyPath) -> AnyPath | None:
     """Return the best checkpoint of the run that wrote this one, if it still exists."""
     file = checkpoint
     if is_sharded_checkpoint(checkpoint):
         file = ShardReader(checkpoint).rest
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    content = read_checkpoint(file, values=False)
     callbacks = content.get("callbacks", {}).items()
     # Callbacks that monitor a value come first.
     for key, state in sorted(callbacks, key=lambda item: item[1].get("monitor") is None):
@@ -95,13 +93,13 @@ def _best_of_run(checkpoint: Path) -> Path | None:
             continue
         # The user may have moved the folder, so only the name of the file counts.
         best = checkpoint.parent / Path(best_path).name
-        if best.exists():
+        if time_of(best) is not None:
             return best
         return None
     return None
 
 
-def keep_metrics(output: Path) -> None:
+def keep_metrics(output: AnyPath) -> None:
     """Rename the metrics of an earlier run in the same folder, which the CSV logger would delete.
 
     Args:

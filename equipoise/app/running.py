@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from omegaconf import DictConfig, OmegaConf
@@ -20,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
 from equipoise.app.hydra_errors import explain
-from equipoise.app.output import keep_metrics, without_empty_folder
+from equipoise.app.output import keep_metrics, remove_if_empty, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
+from equipoise.interop.remote_path import AnyPath, to_path
 
 __all__ = ["run", "run_values"]
 
@@ -59,15 +61,16 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
     # 1. Check all values, and begin the folder.
     try:
         values = _plain_values(config, stage)
-        output = Path(values.get("output_dir") or ".")
+        output = to_path(values.get("output_dir") or ".")
         launcher = None
-        with without_empty_folder(output):
+        with without_empty_folder(_made_by_hydra(output)):
             check_values(with_batch_size(values)[0])
             rank = launched_rank(values)
             if rank is not None:
                 check_can_share(values, rank)
             values["ckpt_path"] = chosen_checkpoint(values)
             if values.get("launcher"):
+                _check_is_local(output)
                 launcher = build(values["launcher"], "launcher")
                 launcher.check_run(values)
         if is_first(values):
@@ -84,6 +87,8 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         metrics: dict[str, float] = launcher.run(run_values, values)
     else:
         metrics = run_values(values, callbacks_of_job())
+    if not isinstance(output, Path):
+        remove_if_empty(_made_by_hydra(output))
     report_metrics(metrics)
     return metrics
 
@@ -96,14 +101,30 @@ def _plain_values(config: DictConfig, stage: str | None) -> dict[str, Any]:
     return values
 
 
-def _begin_folder(output: Path, values: Mapping[str, Any]) -> None:
+def _made_by_hydra(output: AnyPath) -> Path:
+    """Return the folder that Hydra has made for a run: that of its log, if all else is written elsewhere."""
+    if isinstance(output, Path):
+        return output
+    return Path(HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else ".")
+
+
+def _check_is_local(output: AnyPath) -> None:
+    """Check that workers of a launcher find the folder of a run, which they read and write as one of their machines."""
+    if not isinstance(output, Path):
+        raise ConfigurationError(
+            f"With a launcher, output_dir is a folder that all machines share, not {str(output)!r}. Leave launcher out,"
+            " or leave output_dir out and write checkpoints elsewhere by callbacks.model_checkpoint.dirpath."
+        )
+
+
+def _begin_folder(output: AnyPath, values: Mapping[str, Any]) -> None:
     """Begin the folder of a run."""
     output.mkdir(parents=True, exist_ok=True)
     # A resumed run appends to the metrics of the earlier one; all others begin a new file.
     if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
         keep_metrics(output)
     config = OmegaConf.create(dict(values))
-    OmegaConf.save(config, output / "config.yaml")
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
 
 
 def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -165,8 +186,9 @@ def _run_stages(
 
     # 2. Predictions are saved, as the command has nothing to return them to.
     if stage == "predict" and result and is_first(values):
-        predictions = Path(values["output_dir"], "predictions.pt")
-        torch.save(result, predictions)
+        predictions = to_path(values["output_dir"]) / "predictions.pt"
+        with predictions.open("wb") as file:
+            torch.save(result, file)
         print(f"Predictions: {format_path(str(predictions))}")
 
     # 3. The test after a fit.

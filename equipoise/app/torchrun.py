@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from equipoise.app.output import remove_if_empty
 from equipoise.errors import ConfigurationError
+from equipoise.interop.remote_path import is_remote, to_path
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.strategies.distributed.process_group import ProcessGroup
 
@@ -94,10 +95,13 @@ def agree_with_first(config: DictConfig, values: Mapping[str, Any], rank: Rank) 
     Returns:
         The values of `output_dir` and `ckpt_path`.
     """
-    here = {"output_dir": str(Path(values["output_dir"]).absolute()), "ckpt_path": values["ckpt_path"]}
+    folder = to_path(values["output_dir"])
+    if isinstance(folder, Path):
+        folder = folder.absolute()
+    here = {"output_dir": str(folder), "ckpt_path": values["ckpt_path"]}
     agreed = _of_first(here, rank)
     if agreed["output_dir"] != here["output_dir"]:
-        _use_folder(config, Path(agreed["output_dir"]))
+        _use_folder(config, agreed["output_dir"])
         _move_log(Path(here["output_dir"]), Path(agreed["output_dir"]))
         remove_if_empty(Path(here["output_dir"]))
     return agreed
@@ -112,14 +116,15 @@ def _of_first(value: dict[str, Any], rank: Rank) -> dict[str, Any]:
     return received
 
 
-def _use_folder(config: DictConfig, folder: Path) -> None:
+def _use_folder(config: DictConfig, folder: str) -> None:
     """Set the folder of a run in its configuration, and in Hydra's, which others may refer to."""
     with read_write(config), open_dict(config):
-        config["output_dir"] = str(folder)
-    if HydraConfig.initialized():
+        config["output_dir"] = folder
+    # Hydra's is always one of this machine.
+    if HydraConfig.initialized() and not is_remote(folder):
         runtime: Any = HydraConfig.get().runtime
         with read_write(runtime), open_dict(runtime):
-            runtime["output_dir"] = str(folder)
+            runtime["output_dir"] = folder
 
 
 def _move_log(old: Path, new: Path) -> None:

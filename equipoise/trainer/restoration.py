@@ -17,6 +17,7 @@ from equipoise.interop.lightning.callbacks import (
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
+from equipoise.trainer.checkpointing.file import time_of
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.checkpointing.module.left_out import completed
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
@@ -246,7 +247,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
         saved = entry.get("checkpoint_callbacks", {})
         load_saving_states(state.callbacks, saved)
         parts.fit_loop.fit.note_files(kept_files(state.callbacks))
-        later_files = files_written_after(path, state.callbacks, saved)
+        later_files = files_written_after(path, state.callbacks, saved, time_of)
     parts.fit_loop.note_later_files(context.strategy.processes.broadcast(later_files))
 
     # 4. The optimisers.

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import yaml
@@ -391,3 +392,50 @@ def test_a_pipeline_that_cannot_be(tmp_path, equipoise, monkeypatch, override, t
     code, out, err = equipoise("fit", "strategy=pipeline", "trainer.devices=[cpu,cpu]", override)
     assert code != 0
     assert told in out + err
+
+
+@pytest.fixture
+def elsewhere():
+    """A file system in memory, which holds nothing but the run."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_run_elsewhere(project, equipoise, elsewhere):
+    """All files of a run, its continuation, its evaluation and its predictions."""
+    place = "output_dir=memory://run"
+    assert equipoise("fit", place)[0] == 0
+    names = {"config.yaml", "metrics.csv", "hparams.yaml", "report.html", "checkpoints"}
+    assert {name.rpartition("/")[2] for name in elsewhere.ls("/run", detail=False)} == names
+    assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
+    code, out, _ = equipoise("fit", place, "ckpt_path=last", "trainer.max_epochs=2")
+    assert code == 0
+    assert "memory://run/report.html" in out.replace("\n", "")
+    assert elsewhere.glob("memory://run/checkpoints/*") == ["/run/checkpoints/epoch=1-step=4.ckpt"]
+    with elsewhere.open("memory://run/metrics.csv", "r", newline="") as file:
+        steps = [row["step"] for row in csv.DictReader(file) if row["train_loss"]]
+    assert steps == ["0", "1", "2", "3"]
+    assert yaml.safe_load(elsewhere.cat("memory://run/config.yaml"))["output_dir"] == "memory://run"
+    assert "ckpt_path is null" not in equipoise("test", place, "ckpt_path=best")[2]
+    assert equipoise("predict", place, "ckpt_path=last")[0] == 0
+    with elsewhere.open("memory://run/predictions.pt") as file:
+        assert torch.load(file)
+    assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_hydra_writes_here(key, project, equipoise):
+    code, _, err = equipoise("fit", f"{key}=memory://run")
+    assert code
+    assert f"{key}=memory://run: Hydra writes its log to this machine alone" in err.replace("\n", " ")
+    assert "output_dir=memory://run" in err.replace("\n", " ")
+    assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
+
+
+def test_a_launcher_writes_here(project, equipoise):
+    code, _, err = equipoise("fit", "launcher=pool", "output_dir=memory://run")
+    assert code
+    assert "With a launcher, output_dir is a folder" in err.replace("\n", " ")

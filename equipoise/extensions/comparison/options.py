@@ -6,6 +6,7 @@ from pathlib import Path
 
 from equipoise.app.command import list_of_names, present, read_flags, seconds, whole_number
 from equipoise.errors import ConfigurationError
+from equipoise.interop.remote_path import is_remote
 
 __all__ = ["Options"]
 
@@ -67,6 +68,8 @@ def _bound(name: str, text: str | None) -> int | None:
 
 
 def _folder(name: str, text: str | None) -> Path:
-    if not text:
-        raise ConfigurationError(f"{name} takes a folder, such as {name}=comparison.")
+    if not text or is_remote(text):
+        raise ConfigurationError(
+            f"{name} takes a folder of this machine, such as {name}=comparison, not {text or ''!r}."
+        )
     return Path(text)

@@ -2,13 +2,13 @@
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
 from equipoise.extensions.ensemble.portable_state import MEMBERS
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.reading import load_checkpoint
@@ -18,7 +18,7 @@ __all__ = ["split_ensemble"]
 
 def split_ensemble(
     path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None, *, weights_only: bool | None = None
-) -> list[Path]:
+) -> list[AnyPath]:
     """Write a checkpoint for each member of an ensemble.
 
     Each is that of the member's own run: with its weights, optimiser, and random numbers. `load_from_checkpoint` and
@@ -40,13 +40,13 @@ def split_ensemble(
         >>> split_ensemble("best.ckpt")  # doctest: +SKIP
         [PosixPath('best-member_0.ckpt'), PosixPath('best-member_1.ckpt')]
     """
-    path = Path(path)
+    path = to_path(path)
     checkpoint = load_checkpoint(path, weights_only=weights_only, fitting=False)
     if not isinstance(checkpoint.get(MEMBERS), list):
         raise CheckpointError(f"{os.fspath(path)!r} holds one model. Take a checkpoint of a run with EnsembleStrategy.")
     target = path.parent
     if folder is not None:
-        target = Path(folder)
+        target = to_path(folder)
     target.mkdir(parents=True, exist_ok=True)
     paths = []
     for member in range(len(checkpoint[MEMBERS]) + 1):

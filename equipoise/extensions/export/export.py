@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.export.layout import INDEX_SUFFIX, FileOfWeights, index_of, split
-from equipoise.extensions.export.places import Write, is_remote, new_folder, write_file, write_folder
+from equipoise.extensions.export.places import Write, new_folder, write_file, write_folder
 from equipoise.extensions.export.pretrained import has_own_layout, save_pretrained
 from equipoise.extensions.export.weights import Source, Weights, open_weights
+from equipoise.interop.remote_path import is_remote
 from equipoise.validation import is_whole
 
 __all__ = ["DTYPES", "Export", "export_weights"]

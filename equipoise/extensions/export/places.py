@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
-
 from equipoise.errors import ConfigurationError
+from equipoise.interop.remote_path import RemotePath, to_path
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import UnfinishedFolder
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
-__all__ = ["Write", "is_remote", "new_folder", "write_file", "write_folder"]
+__all__ = ["Write", "new_folder", "write_file", "write_folder"]
 
 # Writes the content of a file.
 Write = Callable[[IO[bytes]], Any]
@@ -24,11 +23,6 @@ _OURS = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|README\.md"
     r"|(config|generation_config|adapter_config)\.json"
 )
-
-
-def is_remote(out: str) -> bool:
-    """Return whether a path is a URL that fsspec knows."""
-    return "://" in out
 
 
 def write_file(out: str, write: Write, *, overwrite: bool) -> None:
@@ -43,10 +37,10 @@ def write_file(out: str, write: Write, *, overwrite: bool) -> None:
         ConfigurationError: If something else has that name.
         CheckpointError: If a limit of the disk is reached.
     """
-    if is_remote(out):
-        _write_remote({out: write}, out, overwrite=overwrite)
+    target = to_path(out)
+    if isinstance(target, RemotePath):
+        _write_remote(target, {target: write}, overwrite=overwrite)
         return
-    target = Path(out)
     if target.is_dir():
         raise ConfigurationError(f"{out!r} is a folder, but its name is that of a file.")
     if os.path.lexists(target) and not overwrite:
@@ -66,9 +60,9 @@ def write_folder(out: str, files: Mapping[str, Write], *, overwrite: bool) -> No
         ConfigurationError: See `new_folder`.
         CheckpointError: See `new_folder`.
     """
-    if is_remote(out):
-        urls = {f"{out.rstrip('/')}/{name}": write for name, write in files.items()}
-        _write_remote(urls, out, overwrite=False)
+    target = to_path(out)
+    if isinstance(target, RemotePath):
+        _write_remote(target, {target / name: write for name, write in files.items()}, overwrite=False)
         return
     with new_folder(out, overwrite=overwrite) as folder:
         for name, write in files.items():
@@ -96,7 +90,8 @@ def new_folder(out: str, *, overwrite: bool) -> Iterator[Path]:
     def check(target: Path) -> None:
         _check_replaceable(target, overwrite=overwrite)
 
-    unfinished = UnfinishedFolder(Path(out), check)
+    target = Path(to_path(out))
+    unfinished = UnfinishedFolder(target, check)
     try:
         yield unfinished.path
         unfinished.publish()
@@ -104,7 +99,7 @@ def new_folder(out: str, *, overwrite: bool) -> Iterator[Path]:
         written = sum(file.stat().st_size for file in unfinished.path.rglob("*"))
         unfinished.discard()
         if isinstance(error, OSError) and is_limit(error):
-            raise limit_error(Path(out), error, written) from error
+            raise limit_error(target, error, written) from error
         raise
 
 
@@ -129,16 +124,13 @@ def _exists(out: str) -> ConfigurationError:
     return ConfigurationError(f"{out!r} exists already. Replace it by overwrite=True (--overwrite), or choose another.")
 
 
-def _write_remote(files: Mapping[str, Write], out: str, *, overwrite: bool) -> None:
+def _write_remote(out: RemotePath, files: Mapping[RemotePath, Write], *, overwrite: bool) -> None:
     """Write files of another file system, which get their names when all are complete."""
-    try:
-        filesystem = get_filesystem(out)
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"{out!r} cannot be written: {error}.") from error
-    if filesystem.exists(out) and not overwrite:
-        raise ConfigurationError(f"{out!r} exists already. Choose another name.")
+    if out.exists() and not overwrite:
+        raise ConfigurationError(f"{str(out)!r} exists already. Choose another name.")
     # After an error no file gets its name.
+    filesystem = out.filesystem
     with filesystem.transaction:
-        for url, write in files.items():
-            with filesystem.open(url, "wb") as file:
+        for path, write in files.items():
+            with filesystem.open(os.fspath(path), "wb") as file:
                 write(file)

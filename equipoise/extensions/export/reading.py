@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from equipoise.extensions.export.layout import FORMAT, INDEX_SUFFIX
-from equipoise.extensions.export.places import is_remote
+from equipoise.interop.remote_path import to_path
 
 __all__ = ["read_weights"]
 
@@ -61,13 +60,14 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 @contextmanager
 def _local(path: str) -> Iterator[Path]:
     """Yield a path on this machine; files elsewhere are copied for the `with` block."""
-    if not is_remote(path):
-        yield Path(path)
+    place = to_path(path)
+    if isinstance(place, Path):
+        yield place
         return
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder)
         try:
-            filesystem = get_filesystem(path)
+            filesystem = place.filesystem
             is_file = filesystem.isfile(path)
             urls = [path] if is_file else filesystem.ls(path, detail=False)
             for url in urls:

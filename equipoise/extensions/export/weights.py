@@ -111,7 +111,7 @@ def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], 
     check_is_no_part(path)
     reader = None
     file = path
-    if "://" not in os.fspath(path) and has_shards(path):
+    if has_shards(path):
         reader = ShardReader(path)
         file = reader.rest
     with open_checkpoint(file) as archive:

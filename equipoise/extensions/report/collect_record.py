@@ -16,6 +16,7 @@ from equipoise.extensions.report.read_trainer import best_scores, memory_logger_
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.strategies.timeline import Timeline
 
@@ -30,7 +31,7 @@ _DEEPEST = 8
 _LONGEST_VALUE = 500
 
 
-def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, folder: Path) -> RunRecord:
+def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, folder: AnyPath) -> RunRecord:
     """Collect the facts of a fit."""
     memory_logger = memory_logger_of(trainer)
     return RunRecord(
@@ -181,13 +182,16 @@ def _events(trainer: Any, fit: Fit) -> list[RunEvent]:
 # Configuration.
 
 
-def _configuration(trainer: Any, module: Any, folder: Path) -> str:
+def _configuration(trainer: Any, module: Any, folder: AnyPath) -> str:
     """Return the configuration beside the run's files, else the module's hyperparameters."""
     working_directory = Path.cwd().resolve()
-    for path in (folder, Path(trainer.default_root_dir)):
+    for path in (folder, to_path(trainer.default_root_dir)):
         file = path / "config.yaml"
         # The working directory is the default: a file there may belong to another program.
-        if path.resolve() != working_directory and file.is_file():
+        is_ours = True
+        if isinstance(path, Path):
+            is_ours = path.resolve() != working_directory
+        if is_ours and file.is_file():
             return file.read_text(encoding="utf-8", errors="replace")
     return "\n".join(_lines(dict(module.hparams)))
 

@@ -22,11 +22,12 @@ from equipoise.extensions.report.added_sections import added_sections
 from equipoise.extensions.report.collect_record import collect_record
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
-from equipoise.extensions.report.page.page import write_report
+from equipoise.extensions.report.page.page import write_page, write_report
 from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_path
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
@@ -44,8 +45,8 @@ class RunReport(FitRecorder):
 
     The page contains all its parts and opens without a network. A fit that fails leaves one too, with the error. During
     a fit, the report is written at the beginning of an epoch, at most once a minute. It lies in the folder of the first
-    logger, else in `default_root_dir`. A `fast_dev_run` writes none. A report that cannot be written does not fail the
-    run: a warning states the reason.
+    logger, else in `default_root_dir`; either may be a URL. A `fast_dev_run` writes none. A report that cannot
+    be written does not fail the run: a warning states the reason.
 
     Memory over time and the tensors at its peak come from a `MemoryLogger` among the callbacks, out-of-memory events
     from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared with a
@@ -61,7 +62,7 @@ class RunReport(FitRecorder):
         super().__init__()
         # True if a `RunSummary` records the curves.
         self._shares_curves = False
-        self._folder = Path()
+        self._folder: AnyPath = Path()
         self._devices: list[DeviceInfo] = []
         # Time of the last report.
         self._written = 0.0
@@ -90,7 +91,10 @@ class RunReport(FitRecorder):
             return
         self._devices = []
         # All processes agree on log_dir, so it is read while all of them run this hook.
-        self._folder = _local(trainer.log_dir or trainer.default_root_dir)
+        folder = trainer.log_dir
+        if not folder:
+            folder = trainer.default_root_dir
+        self._folder = to_path(folder)
         self._written = monotonic()
         self._share_curves(trainer)
         super().setup(trainer, pl_module, stage)
@@ -144,11 +148,7 @@ class RunReport(FitRecorder):
             # Wrong input is refused in one message, which needs no report.
             if isinstance(exception, (ConfigurationError, MisconfigurationException)):
                 return
-            try:
-                self._folder = _folder_of_failure(trainer)
-            except ConfigurationError:
-                # The error of the run is the one to be seen.
-                return
+            self._folder = _folder_of_failure(trainer)
             self._fit = Fit()
         # 2. Record the last values.
         fit = self._fit
@@ -179,7 +179,7 @@ class RunReport(FitRecorder):
             line = Text.assemble(("Report: ", "dim"), format_path(str(path)))
             rich.get_console().print(line, soft_wrap=True)
 
-    def _write(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> Path | None:
+    def _write(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> AnyPath | None:
         """Write the report in the main process; return its path, None if there is no report."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return None
@@ -200,52 +200,39 @@ class RunReport(FitRecorder):
         return path
 
 
-def _folder_of_failure(trainer: Any) -> Path:
+def _folder_of_failure(trainer: Any) -> AnyPath:
     """Return the folder of the report for a fit that failed before `setup`."""
     folder = None
     # Reading log_dir may need all processes.
     if trainer.world_size == 1:
         folder = trainer.log_dir
-    return _local(folder or trainer.default_root_dir)
+    return to_path(folder or trainer.default_root_dir)
 
 
-def _local(folder: str) -> Path:
-    """Return a folder as a path of the file system.
-
-    Raises:
-        ConfigurationError: If it is a URL.
-    """
-    if "://" in str(folder):
-        raise ConfigurationError(
-            f"RunReport writes to a folder of the file system, which {str(folder)!r} is not. Give a logger with a"
-            " local `save_dir`, or leave RunReport out."
-        )
-    return Path(folder)
-
-
-def _has_report(path: Path, since: datetime) -> bool:
+def _has_report(path: AnyPath, since: datetime) -> bool:
     """Return True if the main process has written the report of this failure; it reads no notes after that."""
-    with contextlib.suppress(OSError), path.open(encoding="utf-8") as page:
-        is_new = path.stat().st_mtime >= since.timestamp()
-        return is_new and ": failed</title>" in page.read(_TITLE_RANGE)
+    begun = since.timestamp() * 1e9
+    with contextlib.suppress(OSError), path.open("r", encoding="utf-8") as page:
+        begin = page.read(_TITLE_RANGE)
+        written = path.stat().st_mtime_ns
+        return written >= begun and ": failed</title>" in begin
     return False
 
 
-def _leave_note(folder: Path, rank: int, error: str) -> None:
+def _leave_note(folder: AnyPath, rank: int, error: str) -> None:
     """Leave the error of this process for the main process, which only notices that a process has ended."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         text = f"\nRank {rank} had failed before:\n\n{error}"
         # The main process reads only complete notes.
-        draft = folder / f".report-rank-{rank}.tmp"
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        draft.replace(draft.with_suffix(".txt"))
+        write_page(text, folder / f".report-rank-{rank}.txt")
 
 
-def _take_notes(folder: Path) -> str:
+def _take_notes(folder: AnyPath) -> str:
     """Read and remove the notes of other processes; return them in one text, the first to fail at the end."""
     notes = []
-    for file in folder.glob(".report-rank-*.txt"):
+    files: list[AnyPath] = [*folder.glob(".report-rank-*.txt")]
+    for file in files:
         with contextlib.suppress(OSError):
             text = file.read_text(encoding="utf-8", errors="replace")
             notes.append((file.stat().st_mtime_ns, text))

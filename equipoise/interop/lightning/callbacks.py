@@ -6,10 +6,10 @@ Each name has a comment with the reason why no public one suffices, and a defaul
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePath
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from equipoise.interop.lightning.checkpoint_hooks import Fit
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
+from equipoise.interop.remote_path import to_path
 
 __all__ = [
     "begin_again",
@@ -183,27 +184,32 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
     # 1. The folder, which `setup` sets. The callback itself is set up later.
     resolved = copy.copy(callback)
     base_of(callback, ModelCheckpoint).setup(resolved, trainer, trainer.lightning_module, "validate")
-    folder = resolved.dirpath or ""
-    filesystem = get_filesystem(folder)
-    if not filesystem.exists(folder):
+    folder = to_path(resolved.dirpath or "")
+    if not folder.exists():
         return set()
 
     # 2. Its files: "last.ckpt", and "last-v1.ckpt" beside a file of that name.
     last = set()
-    for path in filesystem.ls(folder, detail=False):
-        name = PurePath(path).name
-        if name.startswith(callback.CHECKPOINT_NAME_LAST) and name.endswith(callback.FILE_EXTENSION):
+    for path in folder.iterdir():
+        if path.name.startswith(callback.CHECKPOINT_NAME_LAST) and path.name.endswith(callback.FILE_EXTENSION):
             last.add(str(path))
     return last
 
 
-def files_written_after(path: str | Path, callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> set[str]:
+def files_written_after(
+    path: str | Path,
+    callbacks: Iterable[Callback],
+    states: dict[str, dict[str, Any]],
+    time_of: Callable[[str | os.PathLike[str]], int | None],
+) -> set[str]:
     """Return the files that are newer than a checkpoint, in the folders where checkpoint callbacks continue.
 
     Args:
         path: The checkpoint.
         callbacks: The callbacks of the run.
         states: What `saving_states` returned for the checkpoint.
+        time_of: Returns the time at which a checkpoint was written; None for one that is not complete, which counts as
+            newer.
     """
     files: set[str] = set()
     for callback in callbacks:
@@ -211,16 +217,13 @@ def files_written_after(path: str | Path, callbacks: Iterable[Callback], states:
             continue
         if states.get(callback.state_key, {}).get("dirpath") != callback.dirpath:
             continue
-        filesystem = get_filesystem(callback.dirpath)
-        try:
-            written = get_filesystem(path).modified(os.fspath(path))
-            names = [
-                file for file in filesystem.ls(callback.dirpath, detail=False) if file.endswith(callback.FILE_EXTENSION)
-            ]
-            files.update(str(file) for file in names if filesystem.modified(file) > written)
-        except (OSError, NotImplementedError):
-            # A file system without times, or a folder that is gone.
-            continue
+        # A folder may be gone.
+        with suppress(OSError):
+            written = time_of(path) or 0
+            for file in to_path(callback.dirpath).glob(f"*{callback.FILE_EXTENSION}"):
+                time = time_of(file)
+                if time is None or time > written:
+                    files.add(str(file))
     return files
 
 

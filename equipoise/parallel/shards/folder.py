@@ -1,17 +1,19 @@
-"""Folders that are complete or absent: written under another name, and renamed at their end."""
+"""Folders that are complete or absent: written under another name, and renamed at their end; elsewhere by an index."""
 
 import ctypes
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
-from equipoise.parallel.shards.index import has_only_our_names
+from equipoise.interop.remote_path import AnyPath, RemotePath
+from equipoise.parallel.shards.index import INDEX, Index, has_only_our_names, is_our_name, read_index
 from equipoise.parallel.unfinished_files import HAS_LOCKS, clear_unfinished, create_locked_folder
 
-__all__ = ["UnfinishedFolder", "check_replaceable", "put_in_place", "remove_folder"]
+__all__ = ["RemoteFolder", "UnfinishedFolder", "check_replaceable", "put_aside", "put_in_place", "remove_folder"]
 
 # The end of the name of an earlier checkpoint, while another one takes its place in two steps.
 _REPLACED = ".replaced"
@@ -64,6 +66,79 @@ class UnfinishedFolder:
             self._handle = None
 
 
+class RemoteFolder:
+    """A folder elsewhere, to which a checkpoint is written beside an earlier one, until its index is replaced.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: If it has files that belong to no checkpoint.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        check_replaceable(path)
+        self._path = path
+        # A whole checkpoint of that name.
+        self._aside = None
+        if path.is_file():
+            self._aside = put_aside(path)
+        path.mkdir()
+
+    def check(self, index: Index) -> None:
+        """Check that this process sees the files of all.
+
+        Args:
+            index: What is to be written.
+
+        Raises:
+            CheckpointError: If it does not.
+        """
+        missing = index.files.keys() - {file.name for file in self._path.iterdir()}
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint {str(self._path)!r} cannot be written: the first process does not see {min(missing)!r}"
+                " of another one. Choose a file system that all processes share."
+            )
+
+    def publish(self) -> None:
+        """Remove the files of earlier saves: the index names the present ones."""
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what no index names: the files of earlier saves, or those of a save that has failed."""
+        # The checkpoint is there, or the first error is the one to be seen. What is left is removed by the next save.
+        with suppress(Exception):
+            named = self._named()
+            for file in self._path.glob("*"):
+                if is_our_name(file.name) and file.name not in named:
+                    file.unlink()
+            if self._aside is not None and named:
+                self._aside.unlink()
+            elif self._aside is not None:
+                self._aside.rename(self._path)
+
+    def _named(self) -> set[str]:
+        """Return the names of the files of a complete checkpoint; empty without an index, an error if none can tell."""
+        try:
+            index = read_index((self._path / INDEX).read_bytes())
+        except FileNotFoundError:
+            return set()
+        return {INDEX, *index.files}
+
+
+def put_aside(path: RemotePath) -> RemotePath:
+    """Rename an earlier checkpoint of another kind, a file or a folder, and return its name until it is removed.
+
+    Args:
+        path: The checkpoint.
+    """
+    earlier = path.with_name(path.name + _REPLACED)
+    if earlier.exists():
+        earlier.filesystem.rm(os.fspath(earlier), recursive=True)
+    return path.rename(earlier)
+
+
 def put_in_place(path: Path, target: Path) -> None:
     """Give a file or folder its name; an earlier checkpoint of that name is removed afterwards.
 
@@ -98,7 +173,7 @@ def _put_in_place_in_two_steps(path: Path, target: Path) -> None:
     _remove(earlier)
 
 
-def check_replaceable(target: Path) -> None:
+def check_replaceable(target: AnyPath) -> None:
     """Check that a path is free, or is that of a checkpoint.
 
     Args:
@@ -107,7 +182,8 @@ def check_replaceable(target: Path) -> None:
     Raises:
         CheckpointError: If it is a folder with files that belong to no checkpoint.
     """
-    if target.is_dir() and not target.is_symlink() and not has_only_our_names(target):
+    is_link = isinstance(target, Path) and target.is_symlink()
+    if target.is_dir() and not is_link and not has_only_our_names(target):
         raise CheckpointError(
             f"The checkpoint {str(target)!r} cannot be written: a folder of this name has files that belong to no"
             " checkpoint. Choose another name, or remove the folder."

@@ -1,7 +1,8 @@
 """The index of a sharded checkpoint: which files it has, and where in them the shards of each tensor lie.
 
 It is a file of JSON and stands for the whole checkpoint: it is written last, after all others are complete. It
-takes the place of torch's own `.metadata`, a pickle, which torch's reader would run.
+takes the place of torch's own `.metadata`, a pickle, which torch's reader would run. Where folders cannot be renamed,
+the names of files hold a token of their save: the index alone tells which of them belong to the checkpoint.
 
     {"crc32": 1234, "content": {"format": ..., "files": {NAME: {...}}, "tensors": {NAME: {...}}}}
 
@@ -10,7 +11,6 @@ Whatever is read from it is checked before it is used, as anyone may have writte
 
 import json
 import math
-import os
 import re
 import sys
 import zlib
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.remote_path import AnyPath
 from equipoise.validation import is_whole
 
 __all__ = [
@@ -34,7 +35,10 @@ __all__ = [
     "can_be_saved",
     "file_of_rank",
     "has_only_our_names",
+    "is_our_name",
+    "is_rest",
     "read_index",
+    "rest_file",
     "write_index",
 ]
 
@@ -44,7 +48,8 @@ REST = "rest.pt"
 
 _FORMAT = "shards of equipoise"
 _VERSION = 1
-_FILE_NAME = re.compile(r"rank-\d{5,}\.shards|rest\.pt")
+_TOKEN = "(-[0-9a-f]{8})?"
+_FILE_NAME = re.compile(rf"rank-\d{{5,}}{_TOKEN}\.shards|rest{_TOKEN}\.pt")
 
 # Types of elements whose bytes are the values. Quantised tensors have scales beside them.
 _DTYPES = {
@@ -60,15 +65,34 @@ _LARGEST = 2**63
 _MOST_DIMENSIONS = 64
 
 
-def file_of_rank(rank: int) -> str:
-    """Return the name of the file that a process writes."""
-    return f"rank-{rank:05d}.shards"
+def file_of_rank(rank: int, token: str = "") -> str:
+    """Return the name of the file that a process writes.
+
+    Args:
+        rank: The number of the process.
+        token: What tells the save from others into the same folder. Default: empty, the folder is its own.
+    """
+    return f"rank-{rank:05d}{token}.shards"
 
 
-def has_only_our_names(folder: str | os.PathLike[str]) -> bool:
+def rest_file(token: str = "") -> str:
+    """Return the name of the file with all that lies in no shards; see `file_of_rank`."""
+    return REST.replace(".", f"{token}.")
+
+
+def is_rest(name: str) -> bool:
+    """Return True if a file has a name that `rest_file` returns."""
+    return name.endswith(".pt") and is_our_name(name)
+
+
+def is_our_name(name: str) -> bool:
+    """Return True if a file has a name of one in a sharded checkpoint."""
+    return name == INDEX or _FILE_NAME.fullmatch(name) is not None
+
+
+def has_only_our_names(folder: AnyPath) -> bool:
     """Return True if all visible files of a folder have names of a sharded checkpoint."""
-    names = [name for name in os.listdir(folder) if not name.startswith(".")]
-    return all(name == INDEX or _FILE_NAME.fullmatch(name) for name in names)
+    return all(is_our_name(file.name) for file in folder.iterdir() if not file.name.startswith("."))
 
 
 def can_be_saved(tensor: torch.Tensor) -> bool:
@@ -139,6 +163,11 @@ class Index:
 
     files: dict[str, SavedFile] = field(default_factory=dict)
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
+
+    @property
+    def rest(self) -> str:
+        """The name of the file with all that lies in no shards."""
+        return next(filter(is_rest, self.files))
 
 
 # Writing
@@ -211,8 +240,8 @@ def read_index(data: bytes) -> Index:
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"its index names a file {name!r:.60}")
         files[name] = SavedFile(_count(entry, "size"), _count(entry, "crc32"))
-    if REST not in files:
-        raise CheckpointError(f"its index lacks {REST!r}")
+    if sum(map(is_rest, files)) != 1:
+        raise CheckpointError(f"its index lacks {REST!r}, or has several")
     tensors = {name: _tensor(entry, name) for name, entry in _entry(content, "tensors", dict).items()}
     index = Index(files, tensors)
 

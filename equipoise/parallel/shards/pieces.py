@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Replicate
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.remote_path import AnyPath
 from equipoise.parallel.shards.index import Chunk, SavedTensor, can_be_saved
 
 __all__ = ["HostCopies", "Piece", "pieces_of", "write_pieces"]
@@ -108,7 +109,7 @@ class HostCopies:
         return copies
 
 
-def write_pieces(path: Path, pieces: list[Piece]) -> dict[str, SavedTensor]:
+def write_pieces(path: AnyPath, pieces: list[Piece]) -> dict[str, SavedTensor]:
     """Write the pieces of this process to a file, one behind the other.
 
     Args:
@@ -132,8 +133,9 @@ def write_pieces(path: Path, pieces: list[Piece]) -> dict[str, SavedTensor]:
                 chunk = Chunk(path.name, begin, piece.offsets, sizes, crc32)
                 saved.chunks.append(chunk)
                 begin += values.nbytes
-        file.flush()
-        os.fsync(file.fileno())
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
     return tensors
 
 

@@ -7,7 +7,7 @@ processes exchange pickles without a signature, and each reads on its own here.
 import os
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,8 +23,18 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from equipoise.errors import CheckpointError
-from equipoise.parallel.shards.index import INDEX, REST, Chunk, Index, SavedTensor, has_only_our_names, read_index
+from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.parallel.shards.index import (
+    INDEX,
+    REST,
+    Chunk,
+    Index,
+    SavedTensor,
+    has_only_our_names,
+    is_rest,
+    read_index,
+)
 
 __all__ = ["ShardReader", "folder_of_part", "has_shards", "is_sharded_checkpoint"]
 
@@ -37,21 +47,27 @@ _PIECE = 1 << 24
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return True if a path is a folder with the index of a sharded checkpoint."""
-    return (Path(path) / INDEX).is_file()
+    return (to_path(path) / INDEX).is_file()
 
 
 def has_shards(path: str | os.PathLike[str]) -> bool:
     """Return True if a path is a folder with shards, also if it is not complete or in torch's format."""
-    if not os.path.isdir(path):
-        return False
-    signs = {INDEX, REST, _INDEX_OF_TORCH}
-    return any(name in signs or name.endswith(".shards") for name in os.listdir(path))
+    folder = to_path(path)
+    # Whoever may read a file need not be allowed to list a folder; the error of reading says what else is wrong.
+    with suppress(OSError, ConfigurationError):
+        return folder.is_dir() and any(map(_is_sign, folder.iterdir()))
+    return False
 
 
-def folder_of_part(path: str | os.PathLike[str]) -> Path | None:
+def _is_sign(file: AnyPath) -> bool:
+    return file.name in (INDEX, REST, _INDEX_OF_TORCH) or file.name.endswith(".shards")
+
+
+def folder_of_part(path: str | os.PathLike[str]) -> AnyPath | None:
     """Return the sharded checkpoint to which a file belongs; None for any other file."""
-    folder = Path(path).parent
-    if Path(path).name == REST and is_sharded_checkpoint(folder) and has_only_our_names(folder):
+    file = to_path(path)
+    folder = file.parent
+    if is_rest(file.name) and is_sharded_checkpoint(folder) and has_only_our_names(folder):
         return folder
     return None
 
@@ -63,7 +79,7 @@ class ShardReader(StorageReader):
     reads its tensors, too.
 
     Args:
-        path: The folder.
+        path: The folder, on this machine or elsewhere.
 
     Raises:
         CheckpointError: If it is not complete, of another format, or damaged.
@@ -74,7 +90,7 @@ class ShardReader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: AnyPath = to_path(path)
         try:
             self._index = _checked_index(self.path)
         except CheckpointError as error:
@@ -82,9 +98,9 @@ class ShardReader(StorageReader):
         self.tensors: dict[str, SavedTensor] = self._index.tensors
 
     @property
-    def rest(self) -> Path:
+    def rest(self) -> AnyPath:
         """The file with all that lies in no shards, which is read as any checkpoint."""
-        return self.path / REST
+        return self.path / self._index.rest
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor as a whole, on the CPU.
@@ -246,7 +262,7 @@ def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
 
 
-def _checked_index(path: Path) -> Index:
+def _checked_index(path: AnyPath) -> Index:
     """Return the index of a folder whose files are all there."""
     # 1. The index, without which a folder is no checkpoint.
     if not (path / INDEX).is_file():
@@ -268,7 +284,7 @@ def _checked_index(path: Path) -> Index:
         size = file.stat().st_size
         if size != saved.size:
             raise CheckpointError(f"{name!r} in it has {size} bytes, not {saved.size}")
-    crc32 = zlib.crc32((path / REST).read_bytes())
-    if crc32 != index.files[REST].crc32:
-        raise CheckpointError(f"{REST!r} in it is not what was written")
+    crc32 = zlib.crc32((path / index.rest).read_bytes())
+    if crc32 != index.files[index.rest].crc32:
+        raise CheckpointError(f"{index.rest!r} in it is not what was written")
     return index

@@ -6,6 +6,9 @@ write shards                       write shards
                               <──  tell where they lie
 write the rest and the index
 rename the folder, tell so    ──>
+
+Elsewhere, where folders cannot be renamed, all write to the folder itself, under names that no earlier save has used.
+The index, which is written last and replaced as a whole, turns from the earlier files to the new ones.
 """
 
 import os
@@ -15,11 +18,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.remote_path import AnyPath, RemotePath, to_path
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
-from equipoise.parallel.shards.folder import UnfinishedFolder
-from equipoise.parallel.shards.index import INDEX, REST, Index, SavedFile, SavedTensor, file_of_rank, write_index
+from equipoise.parallel.shards.folder import RemoteFolder, UnfinishedFolder
+from equipoise.parallel.shards.index import (
+    INDEX,
+    Index,
+    SavedFile,
+    SavedTensor,
+    file_of_rank,
+    rest_file,
+    write_index,
+)
 from equipoise.parallel.shards.pieces import Piece, write_pieces
 
 __all__ = ["Content", "save_folder"]
@@ -55,7 +68,7 @@ class Content:
         rest: The content of the file with all that lies in no shards; None in all processes but the first.
     """
 
-    target: Path
+    target: AnyPath
     pieces: list[Piece]
     rest: bytes | None
 
@@ -76,7 +89,8 @@ def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
     steps = _Steps(content, exchange)
     part = _PartOfProcess(content, rank)
     try:
-        part.folder = Path(steps.run(part.begin)[0])
+        folder, part.token = steps.run(part.begin)[0]
+        part.folder = to_path(folder)
         written = steps.run(part.write)
         steps.run(partial(part.end, written))
     except BaseException:
@@ -93,32 +107,38 @@ class _PartOfProcess:
 
     Attributes:
         folder: Where all processes write.
+        token: What the names of their files hold.
     """
 
-    folder: Path
+    folder: AnyPath
+    token: str
 
     def __init__(self, content: Content, rank: int) -> None:
         self._content = content
         self._rank = rank
         # Only in the first process.
-        self._unfinished: UnfinishedFolder | None = None
+        self._unfinished: UnfinishedFolder | RemoteFolder | None = None
 
-    def begin(self) -> str:
-        """Make the folder in the first process, and return its path there."""
+    def begin(self) -> tuple[str, str]:
+        """Make the folder in the first process, and return its path and the token there."""
         if self._rank > 0:
-            return ""
-        self._unfinished = UnfinishedFolder(self._content.target)
-        return os.fspath(self._unfinished.path)
+            return "", ""
+        target = self._content.target
+        if isinstance(target, RemotePath):
+            self._unfinished = RemoteFolder(target)
+            return os.fspath(target), f"-{uuid4().hex[:8]}"
+        self._unfinished = UnfinishedFolder(target)
+        return os.fspath(self._unfinished.path), ""
 
     def write(self) -> WrittenFile:
         """Write the shards of this process, and return where they lie."""
-        path = self.folder / file_of_rank(self._rank)
+        path = self.folder / file_of_rank(self._rank, self.token)
         tensors = write_pieces(path, self._content.pieces)
         size = path.stat().st_size
         return WrittenFile(path.name, SavedFile(size), tensors)
 
     def end(self, written: list[WrittenFile]) -> None:
-        """Write all else in the first process, and give the folder its name.
+        """Write all else in the first process, and make the folder a checkpoint.
 
         Args:
             written: The files of all processes.
@@ -128,8 +148,11 @@ class _PartOfProcess:
             return
         # The index comes last, since a folder with an index is a checkpoint.
         index = _merge(written)
-        index.files[REST] = SavedFile(len(rest), zlib.crc32(rest))
-        _write(self.folder / REST, rest)
+        name = rest_file(self.token)
+        index.files[name] = SavedFile(len(rest), zlib.crc32(rest))
+        _write(self.folder / name, rest)
+        if isinstance(self._unfinished, RemoteFolder):
+            self._unfinished.check(index)
         _write(self.folder / INDEX, write_index(index))
         self._unfinished.publish()
 
@@ -184,7 +207,7 @@ class _Steps:
         # Its message is meant for the user already.
         if isinstance(error, CheckpointError):
             return str(error)
-        if isinstance(error, OSError) and is_limit(error):
+        if isinstance(error, OSError) and isinstance(self._target, Path) and is_limit(error):
             return str(limit_error(self._target, error, self._needed))
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
@@ -208,7 +231,10 @@ def _merge(written: list[WrittenFile]) -> Index:
     return index
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: AnyPath, data: bytes) -> None:
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     with path.open("wb") as file:
         file.write(data)
         file.flush()

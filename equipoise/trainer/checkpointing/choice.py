@@ -2,17 +2,17 @@
 
 import os
 import re
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.callbacks import last_checkpoints
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.remote_path import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
+from equipoise.trainer.checkpointing.file import newest_first
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -128,28 +128,27 @@ def _newest_of_any_job(state: "RunState") -> str | None:
     Of Lightning's files it is that with the highest number. Of a fit it is one of a fit with the same number, and in an
     array of jobs one of the same task.
     """
-    folder = state.default_root_dir
-    filesystem = get_filesystem(folder)
-    if not filesystem.isdir(folder):
+    folder = to_path(state.default_root_dir)
+    if not folder.is_dir():
         return None
     # 1. Our files, and the last one of Lightning's.
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     candidates: list[str] = []
     of_lightning: dict[int, str] = {}
-    for path in map(str, filesystem.ls(folder, detail=False)):
-        name = PurePath(path).name
+    for path in folder.iterdir():
+        name = path.name
         ours = _OURS.fullmatch(name)
         if ours is not None:
             is_of_fit = not state.fitting or int(ours[2] or 1) == state.number_of_fit
             if is_of_fit and (task is None or ours[1] == task):
-                candidates.append(path)
+                candidates.append(str(path))
         lightnings = _LIGHTNINGS.fullmatch(name)
         if lightnings is not None:
-            of_lightning[int(lightnings[1])] = path
+            of_lightning[int(lightnings[1])] = str(path)
     if of_lightning:
         candidates.append(of_lightning[max(of_lightning)])
     # 2. The newest of them.
-    return max(candidates, key=filesystem.modified, default=None)
+    return next(iter(newest_first(candidates)), None)
 
 
 def _last(context: "RunContext", entry_point: str) -> str | None:
@@ -167,19 +166,11 @@ def _last(context: "RunContext", entry_point: str) -> str | None:
         elif is_a(callback, OnExceptionCheckpoint):
             paths.add(str(callback.ckpt_path))
 
-    # 2. The times of those that exist.
-    times = {}
-    for path in paths:
-        filesystem = get_filesystem(path)
-        if filesystem.exists(path):
-            times[path] = filesystem.modified(path)
-
-    # 3. No file is no error: a script may choose "last" for its first fit as well.
-    if not times and not is_in_ray():
+    # 2. No file is no error: a script may choose "last" for its first fit as well.
+    existing = newest_first(paths)
+    if not existing and not is_in_ray():
         rank_zero_warn(
             f"`{entry_point}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are"
             " used. ModelCheckpoint(save_last=True) writes one."
         )
-    if not times:
-        return None
-    return max(times, key=lambda path: times[path])
+    return existing[0] if existing else None

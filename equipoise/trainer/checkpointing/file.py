@@ -8,12 +8,12 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -21,6 +21,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
+from equipoise.interop.remote_path import RemotePath, to_path
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 if TYPE_CHECKING:
@@ -31,12 +32,16 @@ __all__ = [
     "check_is_file",
     "explaining_reads",
     "is_plain",
+    "newest_first",
     "open_checkpoint",
     "pack_checkpoint",
     "read_checkpoint",
     "remove_checkpoint",
+    "time_of",
     "write_checkpoint",
 ]
+
+P = TypeVar("P", bound=str | os.PathLike[str])
 
 # Types of plain values, besides containers and tensors.
 _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -56,11 +61,30 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -
         CheckpointError: If an object in it cannot be pickled, or the disk is full.
     """
     with _explaining(checkpoint, path):
-        # Other file systems have no locks, and their writers replace a file atomically.
-        if _is_remote(path):
-            TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
+        place = to_path(path)
+        if isinstance(place, RemotePath):
+            _write_elsewhere(checkpoint, place)
         else:
-            write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+            write_atomically(place, lambda file: torch.save(checkpoint, file))
+
+
+def _write_elsewhere(checkpoint: dict[str, Any], path: RemotePath) -> None:
+    """Write a checkpoint elsewhere; other file systems have no locks, and their writers replace a file atomically."""
+    aside = None
+    if path.is_dir():
+        from equipoise.parallel.shards.folder import check_replaceable, put_aside
+
+        # A sharded checkpoint.
+        check_replaceable(path)
+        aside = put_aside(path)
+    try:
+        TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
+    except BaseException:
+        if aside is not None:
+            aside.rename(path)
+        raise
+    if aside is not None:
+        remove_checkpoint(aside)
 
 
 def pack_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bytes:
@@ -158,15 +182,48 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         path: A local path, or a URL that fsspec knows.
     """
     from equipoise.parallel.shards.folder import remove_folder
+    from equipoise.parallel.shards.index import INDEX
     from equipoise.parallel.shards.reading import is_sharded_checkpoint
 
-    if not _is_remote(path) and is_sharded_checkpoint(path) and not os.path.islink(path):
-        remove_folder(Path(path))
-        return
-    path = os.fspath(path)
-    filesystem = get_filesystem(path)
-    if filesystem.exists(path):
-        filesystem.rm(path, recursive=True)
+    place = to_path(path)
+    if is_sharded_checkpoint(place):
+        if isinstance(place, RemotePath):
+            # Without it, the folder is no checkpoint any more.
+            (place / INDEX).unlink()
+        elif not place.is_symlink():
+            remove_folder(place)
+            return
+    filesystem = get_filesystem(os.fspath(place))
+    if filesystem.exists(os.fspath(place)):
+        filesystem.rm(os.fspath(place), recursive=True)
+
+
+def time_of(path: str | os.PathLike[str]) -> int | None:
+    """Return the time at which a checkpoint was complete, in nanoseconds; None if there is none.
+
+    Args:
+        path: The path or URL of a file, or of the folder of a sharded checkpoint.
+    """
+    place = to_path(path)
+    if isinstance(place, RemotePath) and place.is_dir():
+        from equipoise.parallel.shards.index import INDEX
+
+        place /= INDEX
+    try:
+        return place.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def newest_first(paths: Iterable[P]) -> list[P]:
+    """Return those checkpoints that are complete, the newest first.
+
+    Args:
+        paths: Paths or URLs.
+    """
+    times = {path: time_of(path) for path in paths}
+    complete = {path: time for path, time in times.items() if time is not None}
+    return sorted(complete, key=lambda path: complete[path], reverse=True)
 
 
 # Reading
@@ -290,10 +347,6 @@ def _on_cpu(storage: Any, location: str) -> Any:
     return storage
 
 
-def _is_remote(path: str | os.PathLike[str]) -> bool:
-    return "://" in os.fspath(path)
-
-
 def check_is_file(path: str | os.PathLike[str]) -> None:
     """Check that a checkpoint exists.
 
@@ -305,9 +358,9 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     """
     from equipoise.parallel.shards.reading import has_shards
 
-    if _is_remote(path) or os.path.isfile(path) or has_shards(path):
+    path = to_path(path)
+    if isinstance(path, RemotePath) or path.is_file() or has_shards(path):
         return
-    path = Path(path)
     problem = "does not exist"
     folder = path.parent
     if path.is_dir():
@@ -333,8 +386,9 @@ def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only:
         reason = " ".join(words)
     reason = reason.rstrip(".")
     size = ""
-    if not _is_remote(path):
-        size = f" ({Path(path).stat().st_size} bytes)"
+    place = to_path(path)
+    if isinstance(place, Path):
+        size = f" ({place.stat().st_size} bytes)"
     advice = "It is damaged, truncated or no checkpoint at all. Take an earlier one."
     if not weights_only:
         advice = "It is damaged, or the code that it names has changed. Without weights_only=False it is read as data."

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import read_folder
@@ -13,14 +14,14 @@ __all__ = ["merge_shards"]
 
 def merge_shards(
     folder: str | os.PathLike[str], path: str | os.PathLike[str], *, weights_only: bool | None = None
-) -> Path:
+) -> AnyPath:
     """Write a sharded checkpoint as one file, by this process alone.
 
     The file is that of a run with whole checkpoints: `load_from_checkpoint`, `ckpt_path` and Lightning take it.
 
     Args:
-        folder: The checkpoint of a run with `FSDPStrategy(checkpoints="sharded")`.
-        path: The file to write; not the folder itself.
+        folder: The checkpoint, or its URL, of a run with `FSDPStrategy(checkpoints="sharded")`.
+        path: The file to write, or its URL; not the folder itself.
         weights_only: See `Trainer.fit`; False for a checkpoint that holds objects, such as hyperparameters of classes.
             Default: None.
 
@@ -34,11 +35,15 @@ def merge_shards(
         >>> merge_shards("last.ckpt", "last-whole.ckpt")  # doctest: +SKIP
         PosixPath('last-whole.ckpt')
     """
-    target = Path(path)
-    if target.resolve() == Path(folder).resolve():
+    target = to_path(path)
+    if _resolved(target) == _resolved(to_path(folder)):
         raise CheckpointError(f"{str(target)!r} is the sharded checkpoint itself. Choose another path for the file.")
-    if Path(folder).is_file() and not is_sharded_checkpoint(folder):
+    if to_path(folder).is_file() and not is_sharded_checkpoint(folder):
         raise CheckpointError(f"{os.fspath(folder)!r} is a file, so it is whole already.")
     checkpoint = read_folder(folder, weights_only=weights_only is not False)
     write_checkpoint(checkpoint, target)
     return target
+
+
+def _resolved(path: AnyPath) -> AnyPath:
+    return path.resolve() if isinstance(path, Path) else path

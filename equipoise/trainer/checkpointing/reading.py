@@ -58,8 +58,7 @@ def load_checkpoint(
             " that you trust."
         )
     check_is_no_part(path)
-    # The names of remote checkpoints are those of files.
-    if "://" not in os.fspath(path) and has_shards(path):
+    if has_shards(path):
         checkpoint = read_folder(path, weights_only=weights_only is not False, keep_shards=keep_shards)
     elif checkpoint_io is None or _reads_common_files(checkpoint_io):
         checkpoint = read_checkpoint(path, weights_only=weights_only is not False)

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
+from equipoise.interop.remote_path import AnyPath, RemotePath, to_path
 from equipoise.parallel.unfinished_files import set_permissions
 from equipoise.trainer.checkpointing.entry_checks import loading
 
@@ -46,13 +46,13 @@ def rows_written(loggers: Iterable[Any]) -> list[dict[str, Any] | None]:
 
 def _rows_of(logger: Any) -> dict[str, Any] | None:
     writer = csv_writer(logger)
-    if writer is None or _is_remote(writer.metrics_file_path):
+    if writer is None:
         return None
 
     # 1. Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
-    path = Path(writer.metrics_file_path)
+    path = to_path(writer.metrics_file_path)
     lines = _complete_lines(path)
 
     # 2. Count them. The first line is the header; an empty file has not even that.
@@ -61,12 +61,7 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     return {"rows": number_of_rows, "step": last_step}
 
 
-def _is_remote(path: Any) -> bool:
-    """Return True for an address such as "s3://bucket"."""
-    return "://" in str(path)
-
-
-def _complete_lines(path: Path) -> list[bytes]:
+def _complete_lines(path: AnyPath) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
@@ -146,14 +141,14 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
         hidden.rename(path)
 
 
-def _file_to_delete(logger: Any) -> Path | None:
+def _file_to_delete(logger: Any) -> AnyPath | None:
     """Return the file that a CSV logger would delete when it begins; None if there is none."""
-    if not isinstance(logger, CSVLogger) or _is_remote(logger.save_dir):
+    if not isinstance(logger, CSVLogger):
         return None
     has_begun = csv_writer(logger) is not None
     if has_begun:
         return None
-    path = Path(logger.log_dir, _FILE)
+    path = to_path(logger.log_dir) / _FILE
     if not path.is_file():
         return None
     return path
@@ -168,15 +163,15 @@ def keep_rows(loggers: Iterable[Any]) -> None:
     for logger in loggers:
         start_csv(logger)
         writer = csv_writer(logger)
-        if writer is None or _is_remote(writer.metrics_file_path):
+        if writer is None:
             continue
-        path = Path(writer.metrics_file_path)
+        path = to_path(writer.metrics_file_path)
         set_csv_rewriting(writer, partial(_rewrite, path))
 
 
-def _rewrite(path: Path, columns: Sequence[str]) -> None:
+def _rewrite(path: AnyPath, columns: Sequence[str]) -> None:
     """Write the rows of a file again, with more columns."""
-    with path.open(encoding=_ENCODING, newline="") as file:
+    with path.open("r", encoding=_ENCODING, newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
     # Rows of before have empty cells in the new columns.
@@ -188,8 +183,11 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
     _replace(path, [content])
 
 
-def _replace(path: Path, lines: Iterable[bytes]) -> None:
+def _replace(path: AnyPath, lines: Iterable[bytes]) -> None:
     """Write a file completely or not at all."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(b"".join(lines))
+        return
     part = NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False)  # noqa: SIM115
     try:
         # 1. Write the lines to the disk, beside the file. Windows renames no file that is open.
@@ -206,7 +204,7 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
         raise
 
 
-def put_aside(path: Path) -> Path:
+def put_aside(path: AnyPath) -> AnyPath:
     """Rename a file, `metrics.csv` to `metrics_0.csv` or the next number that is free.
 
     Args:
@@ -216,4 +214,6 @@ def put_aside(path: Path) -> Path:
         Its new path.
     """
     paths = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in count())
-    return path.rename(next(free for free in paths if not free.exists()))
+    free = next(path for path in paths if not path.exists())
+    path.rename(free)
+    return free

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
+from equipoise.interop.remote_path import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
@@ -195,7 +196,10 @@ def _check_manual_optimization(context: "RunContext") -> None:
 
 
 def _check_checkpoint_name(callback: Any) -> None:
-    """Check that a callback writes its checkpoints inside its own folder."""
+    """Check that a callback writes its checkpoints inside its own folder, which is no mistaken URL."""
+    folder = getattr(callback, "dirpath", None)
+    if isinstance(folder, str | os.PathLike):
+        to_path(folder)
     names = {
         "filename": getattr(callback, "filename", None),
         "CHECKPOINT_NAME_LAST": getattr(callback, "CHECKPOINT_NAME_LAST", None),

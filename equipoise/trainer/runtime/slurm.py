@@ -9,17 +9,17 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.parallel.communication.rank import slurm_job
-from equipoise.trainer.checkpointing.file import remove_checkpoint
+from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
 
 # Number of fits that this program has begun, by their folder.
-_fits: Counter[Path | str] = Counter()
+_fits: Counter[AnyPath] = Counter()
 
 
 def count_fit(state: RunState) -> None:
@@ -30,13 +30,13 @@ def count_fit(state: RunState) -> None:
         state.number_of_fit = _fits[folder]
 
 
-def _folder(state: RunState) -> Path | str:
-    """Return `default_root_dir` as an absolute path, or as a URL without a slash at its end."""
-    folder = state.default_root_dir
-    return folder.rstrip("/") if "://" in folder else Path(folder).absolute()
+def _folder(state: RunState) -> AnyPath:
+    """Return `default_root_dir` as an absolute path, or as a URL."""
+    folder = to_path(state.default_root_dir)
+    return folder.absolute() if isinstance(folder, Path) else folder
 
 
-def checkpoint_path(state: RunState) -> Path | str:
+def checkpoint_path(state: RunState) -> AnyPath:
     """Return where the state of an interrupted fit is saved: in `default_root_dir`, named after the job.
 
     The names of the second fit and later ones in a folder hold their numbers.
@@ -44,12 +44,7 @@ def checkpoint_path(state: RunState) -> Path | str:
     name = f"slurm-{slurm_job()}"
     if state.number_of_fit > 1:
         name += f"-fit-{state.number_of_fit}"
-    return _file(state, f"{name}.ckpt")
-
-
-def _file(state: RunState, name: str) -> Path | str:
-    folder = _folder(state)
-    return f"{folder}/{name}" if isinstance(folder, str) else folder / name
+    return _folder(state) / f"{name}.ckpt"
 
 
 def interrupted_checkpoint(state: RunState) -> Path | str | None:
@@ -62,17 +57,16 @@ def interrupted_checkpoint(state: RunState) -> Path | str | None:
 
     # 2. The file of this fit.
     path = checkpoint_path(state)
-    filesystem = get_filesystem(path)
-    if filesystem.exists(os.fspath(path)):
+    if time_of(path) is not None:
         rank_zero_info(f"Slurm has started this job again: it resumes from {path}, where it was interrupted.")
-        return path
+        return path if isinstance(path, Path) else os.fspath(path)
 
     # 3. Another fit of the program may have been interrupted.
     for pattern in (f"slurm-{slurm_job()}.ckpt", f"slurm-{slurm_job()}-fit-*.ckpt"):
-        for another in filesystem.glob(os.fspath(_file(state, pattern))):
+        for another in _folder(state).glob(pattern):
             rank_zero_info(
                 f"Slurm has started this job again. Fit {state.number_of_fit} of this program in {_folder(state)}"
-                f" begins as it did at first, since the interrupted one was another: {os.path.basename(another)}."
+                f" begins as it did at first, since the interrupted one was another: {another.name}."
             )
             return None
     return None

@@ -18,6 +18,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.remote_path import RemotePath, to_path
 from equipoise.validation import is_number, is_whole
 
 __all__ = [
@@ -360,4 +361,8 @@ def root_directory(path: Any) -> str:
         return os.getcwd()
     if not isinstance(path, str | os.PathLike):
         raise ConfigurationError(f"default_root_dir must be a path, not {path!r}.")
+    place = to_path(path)
+    if isinstance(place, RemotePath):
+        # An unknown file system, or one whose package is not installed, is an error.
+        _ = place.filesystem
     return os.fspath(path)

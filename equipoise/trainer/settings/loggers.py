@@ -1,17 +1,22 @@
 """Loggers from the argument `logger`: TensorBoard or CSV by default, Lightning's, or objects with their methods."""
 
+import os
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.remote_path import is_remote, to_path
 
 __all__ = ["select_loggers"]
+
+# Their packages make a local folder of a URL.
+_LOCAL_LOGGERS = (CometLogger, MLFlowLogger, WandbLogger)
 
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize")
 _LOGGER_ATTRIBUTES = ("save_dir", "name", "version")
@@ -57,6 +62,14 @@ def _check_attributes(logger: Any) -> None:
         raise ConfigurationError(
             f"The logger {type(logger).__name__} has no {', '.join(missing)}, which name the folder of checkpoints:"
             " derive it from lightning.pytorch.loggers.Logger, or give it these attributes (save_dir may be None)."
+        )
+    folder = logger.save_dir
+    if not isinstance(folder, str | os.PathLike):
+        return
+    if is_remote(to_path(folder)) and is_a(logger, *_LOCAL_LOGGERS):
+        raise ConfigurationError(
+            f"{type(logger).__name__} writes to this machine alone, and not to {os.fspath(folder)!r}. Give it a local"
+            " save_dir; checkpoints go elsewhere by ModelCheckpoint(dirpath=...)."
         )
 
 

@@ -162,7 +162,7 @@ def test_an_interrupt_elsewhere(elsewhere: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_urls(elsewhere: Any) -> None:
-    refuses(lambda: export_weights(Small(), "nowhere://x.safetensors"), "cannot be written", "nowhere")
+    refuses(lambda: export_weights(Small(), "nowhere://x.safetensors"), "cannot be used", "nowhere")
     for url in ("memory://none/x.safetensors", "memory://none", "nowhere://x"):
         refuses(partial(read_weights, url), "cannot be read", error=CheckpointError)
     refuses(lambda: export_weights("memory://none/x.ckpt", "memory://y"), "does not exist", error=CheckpointError)

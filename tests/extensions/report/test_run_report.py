@@ -4,10 +4,12 @@ import copy
 import math
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -23,6 +25,7 @@ from equipoise.extensions.report.throughput import Throughput
 from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
 from tests.extensions.report.page.parsing import Element, parse
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
+from tests.support.elsewhere import url_of
 
 pytestmark = [
     *LIGHTNINGS_OWN_WARNINGS,
@@ -487,11 +490,47 @@ class FailsIn(Small):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_folder_that_is_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """A folder that does not lie on this machine's disk."""
+    yield "memory://run"
+    fsspec.filesystem("memory").rm("/run", recursive=True)
+
+
+@BOTH
+def test_a_report_elsewhere(elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type) -> None:
+    """Beside the checkpoint from which it is continued, and with the configuration that lies there."""
     monkeypatch.chdir(tmp_path)
-    run = equipoise.Trainer(
-        default_root_dir="memory://x", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[RunReport()]
-    )
-    with pytest.raises(equipoise.ConfigurationError, match=r"RunReport writes.*'memory://x'.*local `save_dir`"):
-        run.fit(Small(), loader(1))
+    fsspec.filesystem("memory").pipe_file("memory://run/config.yaml", b"width: 17")
+    for epochs, ckpt_path in ((2, None), (3, f"{elsewhere}/last.ckpt")):
+        saves = ModelCheckpoint(elsewhere, filename="{epoch}", save_last=True)
+        callbacks = [saves, RunReport()]
+        run = trainer(
+            cls,
+            callbacks=callbacks,
+            max_epochs=epochs,
+            default_root_dir=elsewhere,
+            logger=False,
+            enable_checkpointing=True,
+        )
+        run.fit(Small(), loader(4), ckpt_path=ckpt_path)
+        document = parse(fsspec.filesystem("memory").cat("memory://run/report.html").decode())
+        assert sections(document)["Configuration"].one("pre").text.strip() == "width: 17"
+        steps, _ = curves(document)["loss", "loss"]
+        assert len(steps) == epochs
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_failure_of_another_process_is_told_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="stop here"):
+        fit(
+            equipoise.Trainer,
+            FailsIn(1),
+            loader(6, batch_size=2),
+            default_root_dir=url_of(tmp_path / "run"),
+            **TWO_PROCESSES,
+        )
+    (page,) = tmp_path.glob("**/report.html")
+    assert sections(read(page.parent))["What went wrong"].one("p", "cause").text == "ValueError: stop here"
+    assert not list(tmp_path.glob("**/.report*"))

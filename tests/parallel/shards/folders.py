@@ -4,12 +4,12 @@ import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise.interop.remote_path import AnyPath
 from equipoise.parallel.shards.pieces import Piece
 from equipoise.parallel.shards.saving import Content, save_folder
 
@@ -47,7 +47,7 @@ def cut(tensors: dict[str, Tensor], count: int) -> list[list[Piece]]:
     return pieces
 
 
-def save(path: Path, tensors: dict[str, Tensor], rest: Any, count: int = 2) -> None:
+def save(path: AnyPath, tensors: dict[str, Tensor], rest: Any, count: int = 2) -> None:
     """Write tensors in shards, and all else, by several ranks."""
     file = io.BytesIO()
     torch.save(rest, file)

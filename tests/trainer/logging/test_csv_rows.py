@@ -2,12 +2,14 @@
 
 import csv
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.trainer.logging import csv_rows
@@ -86,3 +88,18 @@ def test_a_file_elsewhere_has_a_new_column_too(address: str) -> None:
     with fsspec.open(f"{address}/metrics.csv", "r", newline="") as file:
         found = rows(file)
     assert [row["later"] for row in found if row["step"] in "345"] == ["1.0", "1.0", "1.0"]
+
+
+def test_a_run_that_is_resumed_elsewhere_has_every_row_once(address: str) -> None:
+    """Rows behind the checkpoint are written again."""
+    keeper = ModelCheckpoint(f"{address}/kept", filename="{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": True}
+    for ckpt_path in (None, f"{address}/kept/epoch=0.ckpt"):
+        logger = CSVLogger(address, name="", version="", flush_logs_every_n_steps=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Checkpoint directory|Experiment logs directory")
+            trainer(logger=logger, callbacks=[keeper], **options).fit(Growing(), loader(), ckpt_path=ckpt_path)
+        with fsspec.open(f"{address}/metrics.csv", "r", newline="") as file:
+            found = rows(file)
+        assert [row["step"] for row in found] == ["0", "1", "2", "3", "4", "5"]
+        assert [row["later"] for row in found] == ["", "", "", "1.0", "1.0", "1.0"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -147,6 +148,8 @@ def test_an_accelerator_that_this_machine_lacks(accelerator: str, monkeypatch: p
             ["another CheckpointIO", "one can be used"],
         ),
         ({"default_root_dir": 3}, ["default_root_dir must be a path", "not 3"]),
+        ({"default_root_dir": Path("s3://bucket/run")}, ["'s3:/bucket/run' was a URL", "'s3://...'"]),
+        ({"default_root_dir": "nowhere://run"}, ["'nowhere://run' cannot be used", "nowhere"]),
         ({"max_time": "12"}, ["'DD:HH:MM:SS'", "max_time", "not '12'"]),
         ({"max_time": 3}, ["'DD:HH:MM:SS'", "not 3"]),
         ({"max_time": {"minute": 3}}, ["{'minutes': 30}", "not {'minute': 3}"]),

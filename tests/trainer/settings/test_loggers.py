@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from equipoise import Trainer
@@ -49,3 +49,20 @@ def test_a_logger_without_a_place_for_checkpoints() -> None:
 
     logger: Any = OnlyMethods()
     refuses(lambda: Trainer(logger=logger), "OnlyMethods has no save_dir, name, version", "derive it from")
+
+
+class Service(WandbLogger):
+    """Keeps its files in a folder, as the logger of its class does."""
+
+    name = version = ""
+    save_dir = "memory://run"
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_files_of_a_service_stay_here() -> None:
+    """Its package would make a folder "memory:" here."""
+    refuses(lambda: Trainer(logger=Service()), "Service writes to this machine alone, and not to 'memory://run'")
+    assert Trainer(logger=CSVLogger("memory://run"), accelerator="cpu").loggers[0].save_dir == "memory://run"
+    refuses(lambda: Trainer(logger=CSVLogger(Path("memory://run"))), "'memory:/run' was a URL")

@@ -286,7 +286,7 @@ def test_a_logger_that_is_set(cls: Any, tmp_path: Path) -> None:
     assert run.logger is None
 
 
-@pytest.mark.parametrize("folder", [".", "~/runs", "s3://bucket/runs/../x", None], ids=str)
+@pytest.mark.parametrize("folder", [".", "~/runs", "memory://bucket/runs/../x", None], ids=str)
 def test_where_files_go(folder: str | None) -> None:
     assert (
         trainer(L.Trainer, default_root_dir=folder).default_root_dir

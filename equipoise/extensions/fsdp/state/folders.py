@@ -4,13 +4,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from equipoise.errors import CheckpointError
 from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
+from equipoise.interop.remote_path import to_path
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.pieces import HostCopies, pieces_of
@@ -59,20 +58,18 @@ class ShardFolders(CheckpointFolders):
     def save(self, path: str | os.PathLike[str], rest: bytes | None) -> None:
         """Write what was collected; see `CheckpointFolders.save`."""
         assert self._tensors is not None
-        if "://" in os.fspath(path):
-            raise CheckpointError(
-                f"A sharded checkpoint is a folder of files, which {os.fspath(path)!r} is not. Choose a path of the"
-                " file system, or FSDPStrategy(checkpoints='full')."
-            )
         # 1. The memory of the last copy is used again.
         self.finish()
+        target = to_path(path)
         pieces = pieces_of(self._tensors.tensors)
         self._tensors = None
         # 2. Write. Nothing changes the tensors until the next step, so no copy is needed immediately.
         if self._group is None:
-            save_folder(Content(Path(path), pieces, rest), self._rank, gather_objects)
+            content = Content(target, pieces, rest)
+            save_folder(content, self._rank, gather_objects)
             return
-        content = Content(Path(path), self._copies.take(pieces), rest)
+        copies = self._copies.take(pieces)
+        content = Content(target, copies, rest)
         self._background.start(partial(self._write, content, self._group))
 
     def _write(self, content: Content, group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from equipoise.extensions.planning.command.trial import make_plan
 from equipoise.extensions.planning.description.devices import describe_devices
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.report.page.page import write_page
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
@@ -77,11 +78,11 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         print_plan(result)
 
 
-def _file(name: str, text: str | None) -> Path:
+def _file(name: str, text: str | None) -> AnyPath:
     """Read the name of a file."""
-    if not text or Path(text).is_dir():
+    if not text or to_path(text).is_dir():
         raise ConfigurationError(f"{name} takes the name of a file, such as {name}=plan.html, not {text or ''!r}.")
-    return Path(text)
+    return to_path(text)
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def _progress(text: str) -> Iterator[None]:
         yield
 
 
-def _write(page: str, path: Path) -> None:
+def _write(page: str, path: AnyPath) -> None:
     try:
         write_page(page, path)
     except OSError as error:

@@ -21,6 +21,7 @@ from equipoise.extensions.report.page.sections import (
     throughput_section,
 )
 from equipoise.formats import format_span
+from equipoise.interop.remote_path import RemotePath, to_path
 
 __all__ = [
     "facts_section",
@@ -45,7 +46,7 @@ def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
 
     Args:
         record: The facts of the run.
-        path: The file. Its folder is created if need be.
+        path: The file, or its URL. Its folder is created if need be.
 
     Raises:
         OSError: If the file cannot be written.
@@ -72,11 +73,15 @@ def write_page(page: str, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    path = Path(path)
+    path = to_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = page.encode(errors="replace")
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(page.encode())
+        draft.write_bytes(content)
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

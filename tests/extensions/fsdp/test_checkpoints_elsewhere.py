@@ -1,0 +1,150 @@
+"""Sharded checkpoints elsewhere, of real processes: written by all, kept and removed, and read by any number."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from equipoise import CheckpointError, WorkerError, merge_shards
+from equipoise.extensions.export import export_weights, read_weights
+from tests.conftest import ignoring
+from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
+from tests.extensions.fsdp.test_checkpoints import SavesAfter
+from tests.extensions.fsdp.test_sharded_checkpoints import BATCH_SIZE, WINDOW, sharded
+from tests.support.elsewhere import Elsewhere, url_of
+
+pytestmark = ignoring(
+    r"\w+ has a `validation_step`, but",
+    "Checkpoint directory",
+    "The checkpoint holds states of callbacks",
+    "The run began with",
+    "Ranks from 1 on begin with",
+)
+
+
+class There(Net):
+    """Its class brings the file system to all processes."""
+
+
+class Saves(SavesAfter):
+    """So does this callback."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two processes, within an accumulation window."""
+    folder = tmp_path_factory.mktemp("elsewhere") / "open.ckpt"
+    fit(There, sharded(), 2, callbacks=[Saves(url_of(folder), 2)], **WINDOW)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Weights of an undisturbed run."""
+    return weights_of(fit(There, **WINDOW)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        (lambda: "single_device", 1),
+        (fsdp, 2),
+        (fsdp, 3),
+        (lambda: "ddp", 2),
+    ],
+    ids=["one device", "2", "3", "ddp"],
+)
+def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, folder: Path, expected: dict[str, Any]) -> None:
+    """Weights, optimisers, the gradients of the open window and the position come along."""
+    module, _ = fit(There, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=url_of(folder), **WINDOW)
+    assert_close(expected, weights_of(module))
+
+
+@pytest.mark.slow
+def test_merged_and_exported(folder: Path, tmp_path: Path) -> None:
+    whole = merge_shards(url_of(folder), tmp_path / "whole.ckpt")
+    weights = torch.load(whole, weights_only=False)["state_dict"]
+    export_weights(url_of(folder), url_of(tmp_path / "x.safetensors"))
+    exported = read_weights(url_of(tmp_path / "x.safetensors"))
+    assert exported.keys() == Net().state_dict().keys()
+    assert_close(weights, exported, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_the_best_and_the_last_are_kept(behind: bool, tmp_path: Path) -> None:
+    """The last one is replaced at each step; a run goes on from it by its word."""
+    monitors = {"monitor": "step", "mode": "max", "save_last": True, "every_n_train_steps": 1}
+    options: dict[str, Any] = {"enable_checkpointing": True, "count": 60, "max_epochs": 1}
+    keeper = ModelCheckpoint(url_of(tmp_path), filename="{step}", **monitors)
+    module, trainer = fit(There, sharded(save_in_background=behind), 2, callbacks=[keeper], **options)
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt"]
+    assert [len(os.listdir(tmp_path / name)) for name in os.listdir(tmp_path)] == [4, 4]
+    assert keeper.best_model_path == url_of(tmp_path / "step=5.ckpt")
+    for path in ("best", "last"):
+        trainer.validate(module, loader(7, 3), ckpt_path=path, verbose=False)
+    # Another process, as it were, on one device.
+    again = ModelCheckpoint(url_of(tmp_path), filename="{step}", **monitors)
+    options["max_epochs"] = 2
+    one, _ = fit(There, callbacks=[again], batch_size=BATCH_SIZE, ckpt_path="last", **options)
+    whole, _ = fit(There, count=60, max_epochs=2)
+    assert_close(weights_of(whole), weights_of(one))
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=10.ckpt"]
+    assert all(path.is_file() for path in tmp_path.iterdir())
+
+
+class Fails(Callback):
+    """Saves twice under one name; the second time a process fails in the midst of its write."""
+
+    def __init__(self, path: str, fault: Callable[[], Any] | None) -> None:
+        self.path = path
+        self.fault = fault
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+            trainer.strategy.portable.folders.finish()
+        if batch_idx == 1:
+            Elsewhere.faulty = "rank-00001"
+            Elsewhere.fault = self.fault
+            trainer.save_checkpoint(self.path)
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
+def test_an_earlier_one_survives_a_write_that_fails(behind: bool, tmp_path: Path) -> None:
+    url = url_of(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt' cannot be written: ConnectionError: the line is dead"):
+        fit(There, sharded(save_in_background=behind), 2, callbacks=[Fails(url, None)], max_epochs=1)
+    assert len(os.listdir(tmp_path / "a.ckpt")) == 4
+    module, _ = fit(There, ckpt_path=url, batch_size=BATCH_SIZE, max_epochs=1)
+    undisturbed, _ = fit(There, max_epochs=1)
+    assert_close(weights_of(undisturbed), weights_of(module))
+
+
+@pytest.mark.slow
+def test_an_earlier_one_survives_a_kill(tmp_path: Path) -> None:
+    """Nothing of the killed process is left after the next save."""
+    url = url_of(tmp_path / "a.ckpt")
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        fit(There, sharded(), 2, callbacks=[Fails(url, is_killed)], max_epochs=1)
+    assert len(os.listdir(tmp_path / "a.ckpt")) >= 4
+    module, _ = fit(There, sharded(), 2, ckpt_path=url, callbacks=[Saves(url, 3)], max_epochs=1)
+    undisturbed, _ = fit(There, max_epochs=1)
+    assert_close(weights_of(undisturbed), weights_of(module))
+    assert len(os.listdir(tmp_path / "a.ckpt")) == 4
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_see_one_another() -> None:
+    """Each has a memory of its own."""
+    with pytest.raises(CheckpointError, match=r"does not see 'rank-00001.*Choose a file system that all processes"):
+        fit(There, sharded(), 2, callbacks=[Saves("memory://a.ckpt", 0)], max_epochs=1, count=12)
