@@ -7,8 +7,11 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 
-from equipoise.interop.remote_path import AnyPath, RemotePath, is_remote, to_path
+from equipoise.interop.remote_files import RemotePath
+from equipoise.interop.remote_path import AnyPath, is_remote, to_path
+from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
 from tests.support.elsewhere import Elsewhere, url_of
 from tests.support.trainer_runs import refuses
 
@@ -55,6 +58,44 @@ def test_names_change(folder: AnyPath) -> None:
     assert not other.exists()
 
 
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A file system in memory, empty at first."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+def test_a_root_is_a_folder(memory: Any) -> None:
+    root = RemotePath("memory://")
+    file = root / "x.ckpt"
+    assert str(file) == "memory://x.ckpt"
+    assert (file.parent, root.parent, file.with_name("y")) == (root, root, root / "y")
+    file.parent.mkdir()
+    file.write_bytes(b"1")
+    assert list(root.iterdir()) == [file]
+
+
+def test_a_name_is_no_pattern(memory: Any) -> None:
+    """One of brackets is removed, and not those that it would match."""
+    folder = RemotePath("memory://run")
+    for name in ("x[12]", "x1", "y*/a", "yz/a"):
+        (folder / name).write_bytes(b"1")
+    remove_checkpoint(folder / "x[12]")
+    remove_checkpoint(folder / "y*")
+    assert memory.find("/run") == ["/run/x1", "/run/yz/a"]
+    assert not (folder / "y*").exists()
+
+
+def test_a_file_system_without_times(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(memory), "modified", AbstractFileSystem.modified)
+    file = RemotePath("memory://run/x")
+    assert time_of(file) is None
+    file.write_bytes(b"1")
+    assert time_of(file) == 0
+
+
 def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RemotePath(url_of(tmp_path)) / "x"
     file.write_bytes(b"before")
@@ -72,7 +113,9 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         ("s3://bucket/run/", RemotePath("s3://bucket/run")),
         ("simplecache::s3://bucket/run", RemotePath("simplecache::s3://bucket/run")),
         (RemotePath("s3://bucket"), RemotePath("s3://bucket")),
+        ("memory://", RemotePath("memory://")),
         ("C:/run", Path("C:/run")),
+        ("/data/mine:/run", Path("/data/mine:/run")),
         ("time 12:30/run", Path("time 12:30/run")),
     ],
 )
@@ -100,6 +143,6 @@ def test_paths_are_values() -> None:
     path = RemotePath("s3://bucket/a")
     assert pickle.loads(pickle.dumps(path)) == path
     assert len({path, RemotePath("s3://bucket/a/"), path / "b"}) == 2
-    assert path.parent.parent == path.parent == RemotePath("s3://bucket")
-    assert path.parents == [RemotePath("s3://bucket")]
+    assert path.parent == RemotePath("s3://bucket")
+    assert path.parents == [RemotePath("s3://bucket"), RemotePath("s3://")]
     assert repr(path) == "RemotePath('s3://bucket/a')"

@@ -185,7 +185,7 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: Any) -> set[str]:
     resolved = copy.copy(callback)
     base_of(callback, ModelCheckpoint).setup(resolved, trainer, trainer.lightning_module, "validate")
     folder = to_path(resolved.dirpath or "")
-    if not folder.exists():
+    if not folder.is_dir():
         return set()
 
     # 2. Its files: "last.ckpt", and "last-v1.ckpt" beside a file of that name.

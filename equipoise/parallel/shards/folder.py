@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_path import AnyPath, RemotePath
+from equipoise.interop.remote_files import RemotePath
+from equipoise.interop.remote_path import AnyPath
 from equipoise.parallel.shards.index import INDEX, Index, has_only_our_names, is_our_name, read_index
 from equipoise.parallel.unfinished_files import HAS_LOCKS, clear_unfinished, create_locked_folder
 
@@ -116,6 +117,8 @@ class RemoteFolder:
             if self._aside is not None and named:
                 self._aside.unlink()
             elif self._aside is not None:
+                # Into a folder that is still there, it would be moved.
+                self._path.rmdir()
                 self._aside.rename(self._path)
 
     def _named(self) -> set[str]:
@@ -134,8 +137,8 @@ def put_aside(path: RemotePath) -> RemotePath:
         path: The checkpoint.
     """
     earlier = path.with_name(path.name + _REPLACED)
-    if earlier.exists():
-        earlier.filesystem.rm(os.fspath(earlier), recursive=True)
+    check_replaceable(earlier)
+    earlier.remove()
     return path.rename(earlier)
 
 

@@ -21,10 +21,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
-from equipoise.interop.remote_path import RemotePath, to_path
+from equipoise.interop.remote_path import to_path
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 if TYPE_CHECKING:
+    from equipoise.interop.remote_files import RemotePath
     from equipoise.safe_loading.archive import OpenArchive
 
 __all__ = [
@@ -62,21 +63,24 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -
     """
     with _explaining(checkpoint, path):
         place = to_path(path)
-        if isinstance(place, RemotePath):
-            _write_elsewhere(checkpoint, place)
-        else:
+        if isinstance(place, Path):
             write_atomically(place, lambda file: torch.save(checkpoint, file))
+        else:
+            _write_elsewhere(checkpoint, place)
 
 
-def _write_elsewhere(checkpoint: dict[str, Any], path: RemotePath) -> None:
+def _write_elsewhere(checkpoint: dict[str, Any], path: "RemotePath") -> None:
     """Write a checkpoint elsewhere; other file systems have no locks, and their writers replace a file atomically."""
     aside = None
     if path.is_dir():
         from equipoise.parallel.shards.folder import check_replaceable, put_aside
 
-        # A sharded checkpoint.
+        # A sharded checkpoint; an incomplete one is not worth the earlier one that may still lie aside.
         check_replaceable(path)
-        aside = put_aside(path)
+        if time_of(path) is None:
+            path.remove()
+        else:
+            aside = put_aside(path)
     try:
         TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path))
     except BaseException:
@@ -186,14 +190,16 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     from equipoise.parallel.shards.reading import is_sharded_checkpoint
 
     place = to_path(path)
-    if is_sharded_checkpoint(place):
-        if isinstance(place, RemotePath):
+    if not isinstance(place, Path):
+        if is_sharded_checkpoint(place):
             # Without it, the folder is no checkpoint any more.
             (place / INDEX).unlink()
-        elif not place.is_symlink():
-            remove_folder(place)
-            return
-    filesystem = get_filesystem(os.fspath(place))
+        place.remove()
+        return
+    if is_sharded_checkpoint(place) and not place.is_symlink():
+        remove_folder(place)
+        return
+    filesystem = get_filesystem(place)
     if filesystem.exists(os.fspath(place)):
         filesystem.rm(os.fspath(place), recursive=True)
 
@@ -205,13 +211,13 @@ def time_of(path: str | os.PathLike[str]) -> int | None:
         path: The path or URL of a file, or of the folder of a sharded checkpoint.
     """
     place = to_path(path)
-    if isinstance(place, RemotePath) and place.is_dir():
+    if not isinstance(place, Path) and place.is_dir():
         from equipoise.parallel.shards.index import INDEX
 
         place /= INDEX
     try:
         return place.stat().st_mtime_ns
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -359,7 +365,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     from equipoise.parallel.shards.reading import has_shards
 
     path = to_path(path)
-    if isinstance(path, RemotePath) or path.is_file() or has_shards(path):
+    if not isinstance(path, Path) or path.is_file() or has_shards(path):
         return
     problem = "does not exist"
     folder = path.parent

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
-from equipoise.interop.remote_path import AnyPath, RemotePath, to_path
+from equipoise.interop.remote_path import AnyPath, to_path
 from equipoise.parallel.unfinished_files import set_permissions
 from equipoise.trainer.checkpointing.entry_checks import loading
 
@@ -185,7 +186,7 @@ def _rewrite(path: AnyPath, columns: Sequence[str]) -> None:
 
 def _replace(path: AnyPath, lines: Iterable[bytes]) -> None:
     """Write a file completely or not at all."""
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         path.write_bytes(b"".join(lines))
         return
     part = NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False)  # noqa: SIM115

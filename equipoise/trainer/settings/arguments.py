@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -18,7 +19,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.remote_path import RemotePath, to_path
+from equipoise.interop.remote_path import to_path
 from equipoise.validation import is_number, is_whole
 
 __all__ = [
@@ -362,7 +363,7 @@ def root_directory(path: Any) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigurationError(f"default_root_dir must be a path, not {path!r}.")
     place = to_path(path)
-    if isinstance(place, RemotePath):
+    if not isinstance(place, Path):
         # An unknown file system, or one whose package is not installed, is an error.
         _ = place.filesystem
     return os.fspath(path)

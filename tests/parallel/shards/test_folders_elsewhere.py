@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise import CheckpointError, merge_shards
-from equipoise.interop.remote_path import RemotePath
+from equipoise.interop.remote_files import RemotePath
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader, has_shards
 from equipoise.trainer.checkpointing.file import read_checkpoint, remove_checkpoint, time_of, write_checkpoint
@@ -184,6 +184,44 @@ def test_files_and_folders_take_the_place_of_one_another(
     monkeypatch.undo()
     assert value_of(path) == 6.0
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_whole_one_returns_where_folders_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is moved to the name of a folder goes into it."""
+    path = RemotePath("memory://whole/a.ckpt")
+    path.write_bytes(b"1")
+
+    def fail(*args: Any) -> None:
+        raise ConnectionError("the line is dead")
+
+    monkeypatch.setattr("equipoise.parallel.shards.saving.write_pieces", fail)
+    try:
+        with pytest.raises(CheckpointError, match="the line is dead"):
+            write(path, 2.0)
+        assert path.is_file()
+        assert list(path.parent.iterdir()) == [path]
+    finally:
+        path.parent.remove()
+
+
+def test_an_incomplete_one_is_not_put_aside(path: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed while the only complete one lay there."""
+    aside = path.with_name("a.ckpt.replaced")
+    path.rename(aside)
+    (path / "rank-00000-0123abcd.shards").write_bytes(b"1")
+    monkeypatch.setattr(Elsewhere, "faulty", r"a\.ckpt")
+    with pytest.raises(ConnectionError):
+        write_checkpoint({"state_dict": {}}, path)
+    monkeypatch.undo()
+    assert value_of(aside) == 1.0
+
+
+def test_a_folder_with_other_files_is_not_replaced_aside(path: RemotePath) -> None:
+    notes = path.with_name("a.ckpt.replaced") / "notes.txt"
+    notes.write_text("mine")
+    refuses(lambda: write_checkpoint({"state_dict": {}}, path), "belong to no checkpoint", error=CheckpointError)
+    assert notes.read_text() == "mine"
+    assert value_of(path) == 1.0
 
 
 def test_other_folders_are_not_replaced(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from equipoise.extensions.report.page.sections import (
     throughput_section,
 )
 from equipoise.formats import format_span
-from equipoise.interop.remote_path import RemotePath, to_path
+from equipoise.interop.remote_path import to_path
 
 __all__ = [
     "facts_section",
@@ -76,7 +76,7 @@ def write_page(page: str, path: str | os.PathLike[str]) -> None:
     path = to_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = page.encode(errors="replace")
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         path.write_bytes(content)
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
