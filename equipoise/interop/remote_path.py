@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from fsspec import available_protocols  # type: ignore[import-untyped]
+from fsspec import available_protocols
 
 from equipoise.errors import ConfigurationError
 
