@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from equipoise.callbacks.memory.phase_readings import ByPhase, Readings, larger
+from equipoise.interop.distributed.whole_weights import whole_weights
 from equipoise.memory.profile.ledger import Ledger
 
 __all__ = ["RunState"]
@@ -89,8 +90,10 @@ class RunState:
         """Start to record a step in detail."""
         self.ledger_step = step
         self.detail_steps = [later for later in self.detail_steps if later > step]
-        self.ledger = Ledger(module, optimizers)
+        weights = whole_weights(module)
+        self.ledger = Ledger(module, optimizers, watches_sizes=weights is not None)
         self.ledger.start()
+        self.ledger.add_gathered(weights or ())
         return self.ledger
 
     def end_detail(self) -> Ledger | None:

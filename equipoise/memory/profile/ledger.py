@@ -269,6 +269,18 @@ class Ledger:
                 entry.set_default_category("batch")
         self._update_peaks()
 
+    def add_gathered(self, weights: Iterable[Tensor]) -> None:
+        """Enter whole weights of a sharded module, which have memory only while they are gathered.
+
+        Args:
+            weights: The weights. A ledger that watches sizes sees their memory come and go.
+        """
+        for weight in weights:
+            entry = self._enter(weight, "", "gathered weight")
+            if entry is not None:
+                entry.set_default_category("parameter")
+        self._update_peaks()
+
     # Results.
 
     def devices(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from equipoise import ConfigurationError
 from equipoise.interop.distributed import fully_sharded
 from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
+from equipoise.interop.distributed.whole_weights import whole_weights
 
 
 def shard_and_undo() -> dict[str, bool]:
@@ -70,3 +71,18 @@ def test_the_check_draws_no_random_number() -> None:
     before = torch.get_rng_state()
     fully_sharded.check_names(init_device_mesh("cpu", (1,)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("group")
+def test_whole_weights_are_found_once_they_were_gathered() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    assert whole_weights(net) is None
+    mesh = init_device_mesh("cpu", (1,))
+    for unit in (net[0], net):
+        fully_shard(unit, mesh=mesh)
+    assert whole_weights(net) == []
+
+    net(torch.ones(1, 2)).sum()
+    weights = whole_weights(net)
+    assert weights is not None
+    assert [tuple(weight.shape) for weight in weights] == [(1, 3), (1,), (3, 2), (3,)]

@@ -62,3 +62,20 @@ def test_a_storage_grows_and_shrinks() -> None:
     ledger.forget_peaks()
     ledger.stop()
     assert ledger.peak("cpu").nbytes == before - 4000 + 4
+
+
+def test_a_gathered_weight_has_memory_while_it_is_whole() -> None:
+    weight = torch.ones(1000)
+    weight.untyped_storage().resize_(0)
+    ledger = Ledger(nn.Linear(1, 1, bias=False), watches_sizes=True)
+    ledger.start()
+    before = ledger.peak("cpu").nbytes
+    ledger.add_gathered([weight])
+    assert ledger.peak("cpu").nbytes == before
+
+    weight.untyped_storage().resize_(4000)
+    _ = torch.ones(1)
+    peak = ledger.peak("cpu")
+    ledger.stop()
+    assert peak.nbytes == before + 4000 + 4
+    assert sum(holder.nbytes for holder in peak.holders if holder.category == "parameter") == 4 + 4000
