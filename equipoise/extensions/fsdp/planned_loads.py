@@ -1,34 +1,47 @@
 """Loads of sharded processes for a plan, from the bytes of a step on one device."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-from equipoise.extensions.planning.description.loads import Addition, DeviceLoad, PlannedLoads
+from equipoise.extensions.fsdp.units import Unit, unit_of
+from equipoise.extensions.planning.description.loads import DeviceLoad, GatheredUnit, PlannedLoads
 
 __all__ = ["sharded_loads"]
 
 
-def sharded_loads(count: int, shards: int, units: Sequence[int], root: int, gradients: int) -> PlannedLoads:
+def sharded_loads(count: int, shards: int, units: Sequence[Unit], *, frees_units: bool) -> PlannedLoads:
     """Return the loads of processes over which a module is sharded. Each takes a whole batch.
 
     Args:
         count: The number of processes.
         shards: Number of shards of each parameter.
-        units: Bytes of the units' parameters, without the root.
-        root: Bytes of the parameters in no unit.
-        gradients: Bytes of the gradients of a unit or of the root, the largest of them.
+        units: The units, the root last.
+        frees_units: Whether torch decides what is freed after a forward: all units but the root.
     """
-    largest = max(units, default=0)
-    # One unit computes while the next is gathered.
-    gathered = Addition(part="copy", nbytes=root + 2 * largest, phases=("forward", "backward"))
-    # Its gradients are whole until they are summed.
-    reduced = Addition(part="copy", nbytes=gradients, phases=("backward",))
+    # 1. The bytes of each unit. One inside another counts as a part of it: both are whole at a time.
+    outer = []
+    for unit in units:
+        if not any(unit.name.startswith(f"{other.name}.") for other in units):
+            outer.append(unit)
+    nbytes: dict[str, int] = defaultdict(int)
+    gradients: dict[str, int] = defaultdict(int)
+    for name, parameter in units[-1].module.named_parameters():
+        title = unit_of(name, outer).name
+        nbytes[title] += parameter.nbytes
+        if parameter.requires_grad:
+            gradients[title] += parameter.nbytes
+
+    # 2. The load, the same for all. An optimiser steps shards, and needs as much less for a moment.
     load = DeviceLoad(
         factors={
             "parameter": 1 / shards,
             "gradient": 1 / shards,
             "optimizer state": 1 / shards,
+            "temporary": {"optimizer step": 1 / shards},
         },
-        additions=(gathered, reduced),
+        units=[GatheredUnit(unit.name, nbytes[unit.name], gradients[unit.name]) for unit in outer],
     )
-    note = "an estimate: units are gathered one ahead, and each process has an equal part of every parameter"
+    note = "an estimate: each process has an equal part of every parameter"
+    if not frees_units:
+        note += ", and units are freed after their forwards, as they are without reshard_after_forward"
     return PlannedLoads(loads=[load] * count, batches=count, note=note)

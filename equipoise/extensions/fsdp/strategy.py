@@ -26,7 +26,7 @@ from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import choose_units, table_of
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts, bytes_of_parameters
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
@@ -209,12 +209,10 @@ class FSDPStrategy(ProcessStrategy):
         patterns = None
         if not isinstance(self.units, str):
             patterns = self.units
-        *units, _ = choose_units(module, patterns)
-        sizes = [bytes_of_parameters(unit.module) for unit in units]
-        root = bytes_of_parameters(module) - sum(sizes)
-        gradients = [bytes_of_parameters(unit.module, trainable=True) for unit in units]
-        gradients.append(bytes_of_parameters(module, trainable=True) - sum(gradients))
-        return sharded_loads(count, max(1, count // self.replicas), sizes, root, max(gradients))
+        units = choose_units(module, patterns)
+        shards = max(1, count // self.replicas)
+        frees_units = self.reshard_after_forward is None
+        return sharded_loads(count, shards, units, frees_units=frees_units)
 
     # Where it runs.
 

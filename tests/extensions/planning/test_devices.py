@@ -112,7 +112,22 @@ def test_shards_share_the_weights() -> None:
     four = devices(24, 24, 24, 24)
     sharded = device_loads(FSDPStrategy(), four, module, FACTS)
     assert sharded.loads[0].factor("parameter", "forward") == 1 / 4
-    assert sharded.loads[0].added("forward") == 2 * 72 * 4
+    *units, root = sharded.loads[0].units
+    assert units == [(str(index), 72 * 4, 72 * 4) for index in range(4)]
+    assert root == ("", 0, 0)
+    kept = device_loads(FSDPStrategy(reshard_after_forward=False), four, module, FACTS)
+    assert sharded.note is not None
+    assert (
+        kept.note
+        == f"{sharded.note}, and units are freed after their forwards, as they are without reshard_after_forward"
+    )
+
+
+def test_a_unit_inside_another_is_a_part_of_it() -> None:
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    module = nn.Sequential(nn.Sequential(nn.Sequential(frozen, nn.ReLU()), nn.Linear(8, 8)), nn.Linear(8, 4))
+    sharded = device_loads(FSDPStrategy(units=["0", "0.0"]), devices(24, 24), module, FACTS)
+    assert list(sharded.loads[0].units) == [("0", 2 * 72 * 4, 72 * 4), ("", 36 * 4, 36 * 4)]
 
 
 @pytest.mark.parametrize(

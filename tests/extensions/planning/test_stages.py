@@ -124,3 +124,15 @@ def test_every_replica_has_the_same() -> None:
     planned = device_loads(strategy, [DEVICE] * 4, layers(), prediction().facts)
     assert planned.batches == 2
     assert planned.loads[:2] == planned.loads[2:]
+
+
+@pytest.mark.parametrize(("device", "momentary"), [("cpu", 2 * 8 * 8 * 4), ("cuda", 2 * (8 * 8 + 8) * 4)])
+def test_what_the_optimiser_needs_for_a_moment(device: str, momentary: int) -> None:
+    """One parameter after the other needs as much as the largest of the stage, and all together as much as all."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8))
+    found = trace_step(lambda: Step(net), torch.rand(8, 8), StepSettings(device=device))
+    strategy = PipelineStrategy(micro_batches=4, cut_before=["net.1"])
+    (plan,) = plan_strategies(found, Step(net), [strategy], [DEVICE] * 2, 8)
+    # Weights, gradients and averages; the numbers of steps; a value on its way to the next stage.
+    resting = 4 * (8 * 8 + 8) * 4 + 2 * 4 + 2 * 8 * 4
+    assert plan.devices[0].peak.phases["optimizer step"] == resting + momentary

@@ -175,9 +175,7 @@ class StagesOfStep:
 
         # 3. The optimiser's step.
         device.begin(_OPTIMIZER_STEP)
-        share = self._share(nbytes, stages)
-        most = _most(self._last_events, nbytes)
-        device.change("temporary", round(share * most))
+        device.change("temporary", self._needed_for_optimizer(nbytes, stages))
         replay = Replay(
             numbers_of(device.parts),
             np.array(device.changes, dtype=np.int64),
@@ -197,11 +195,15 @@ class StagesOfStep:
         large = [size for size in sizes if size * _VALUES >= largest]
         return min(large, default=0)
 
-    def _share(self, nbytes: Sequence[int], stages: Sequence[int]) -> float:
-        """Return the share of the parameters' bytes that some stages have."""
+    def _needed_for_optimizer(self, nbytes: Sequence[int], stages: Sequence[int]) -> int:
+        """Return the most bytes that the optimiser's step of some stages needs for a moment."""
+        most, count = _most(self._last_events, nbytes)
         total = 0
         part = 0
+        largest = 0
+        trained = 0
         for index, holder in enumerate(self._holders):
+            trained += holder.category == "gradient"
             if holder.category != "parameter":
                 continue
             size = nbytes[index]
@@ -209,7 +211,19 @@ class StagesOfStep:
             stage = self._stages[index]
             if stage in stages:
                 part += size
-        return part / max(1, total)
+                largest = max(largest, size)
+        # Either all parameters are stepped together, or one after the other; no stage needs more for one than for its
+        # largest.
+        if count >= trained:
+            share = part / max(1, total)
+            return round(share * most)
+        smaller = []
+        for event in self._last_events:
+            index = abs(event) - 1
+            if nbytes[index] <= largest:
+                smaller.append(event)
+        most, _ = _most(smaller, nbytes)
+        return most
 
 
 class _Device:
@@ -448,15 +462,16 @@ def _outputs_of(holders: Sequence[Holder], events: Sequence[int]) -> list[int]:
     return outputs
 
 
-def _most(events: Sequence[int], nbytes: Sequence[int]) -> int:
-    """Return the most bytes that a phase adds to those at its beginning."""
+def _most(events: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int]:
+    """Return the most bytes that a phase adds to those at its beginning, and in how many storages these are."""
     running = 0
-    most = 0
+    count = 0
+    most = (0, 0)
     for event in events:
-        size = nbytes[abs(event) - 1]
         # A negative event is a release.
-        if event < 0:
-            size = -size
-        running += size
-        most = max(most, running)
+        sign = 1 if event > 0 else -1
+        index = abs(event) - 1
+        running += sign * nbytes[index]
+        count += sign
+        most = max(most, (running, count))
     return most

@@ -12,6 +12,7 @@ __all__ = [
     "WHOLE_STEP",
     "Addition",
     "DeviceLoad",
+    "GatheredUnit",
     "Part",
     "PlannedLoads",
     "StageAction",
@@ -63,6 +64,20 @@ class Addition:
     def is_in(self, phase: str) -> bool:
         """Return True if it exists in a phase."""
         return not self.phases or phase in self.phases
+
+
+class GatheredUnit(NamedTuple):
+    """Sharded weights that are whole while their module computes.
+
+    Attributes:
+        name: Name of the module; empty for the root, which has all parameters in no unit.
+        nbytes: Bytes of its parameters, whole.
+        gradients: Bytes of its gradients, whole.
+    """
+
+    name: str
+    nbytes: int
+    gradients: int
 
 
 class StageAction(NamedTuple):
@@ -127,6 +142,7 @@ class DeviceLoad:
         additions: What it holds beside the step.
         momentary: Categories whose storages exist for a moment when they are created, even if it holds none of them:
             gradients that go into a bucket immediately. Default: none.
+        units: Units of weights in shards, the root last; they are gathered one after the other. Default: none.
         work: The stages of a pipeline that it computes, in place of factors and additions. Default: none.
 
     Example:
@@ -139,6 +155,7 @@ class DeviceLoad:
     factors: Mapping[Category, Share] = field(default_factory=dict)
     additions: Sequence[Addition] = ()
     momentary: Collection[Category] = ()
+    units: Sequence[GatheredUnit] = ()
     work: StageWork | None = None
 
     def factor(self, category: Category, phase: str) -> float:

@@ -102,6 +102,17 @@ def test_the_table(net: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
+def test_compiled_steps_are_predicted_as_eager_ones(net: Path, equipoise: Any) -> None:
+    arguments = ("trainer.devices=24GiB", "trainer.compile=true", "trainer.offload_activations=true")
+    code, out, err = equipoise("plan", "--json", *arguments)
+    assert code == 0, err
+    offloaded, compiled = json.loads(out)["notes"]
+    assert offloaded == "trainer.offload_activations is not part of the prediction."
+    assert compiled.startswith("trainer.compile is not part of the prediction, which is that of eager steps.")
+    assert "0.65 to 0.9" in compiled
+
+
+@pytest.mark.usefixtures("without_processes")
 def test_what_helps_if_nothing_fits(net: Path, equipoise: Any) -> None:
     arguments = ("module.width=4096", "trainer.devices=1690MiB", "data.batch_size=128")
     code, out, err = equipoise("plan", *arguments)

@@ -1,0 +1,49 @@
+"""Sharded weights that come and go in a step, by arithmetic on a step of two layers."""
+
+from equipoise.extensions.planning.curve.curve import MemoryCurve
+from equipoise.extensions.planning.curve.parts import Holder, PhaseStart
+from equipoise.extensions.planning.curve.sizes import Size, Span
+from equipoise.extensions.planning.description.loads import DeviceLoad, GatheredUnit
+
+WEIGHT = 1000
+# A root without parameters, and two units.
+UNITS = [GatheredUnit("first", WEIGHT, WEIGHT), GatheredUnit("second", WEIGHT, WEIGHT), GatheredUnit("", 0, 0)]
+HOLDERS = [
+    Holder("parameter", "first", 0),
+    Holder("parameter", "second", 0),
+    Holder("activation", "first", 1),
+    Holder("activation", "second", 1),
+    Holder("gradient", "second", 0),
+    Holder("temporary", "second", 1),
+    Holder("gradient", "first", 0),
+    Holder("temporary", "", 1),
+]
+# Parameters; a forward of both layers; their backwards, the last first; a step of the optimiser.
+EVENTS = [1, 2, 3, 4, 5, 6, -4, 7, -6, -3, 8, -8]
+CURVE = MemoryCurve(
+    span=Span(1, 1),
+    sizes=[Size(WEIGHT), Size(1)],
+    holders=HOLDERS,
+    events=EVENTS,
+    phases=[PhaseStart("forward", 0), PhaseStart("backward", 4), PhaseStart("optimizer step", 10)],
+)
+
+
+def test_two_units() -> None:
+    half = {"parameter": 0.5, "gradient": 0.5, "optimizer state": 0.5, "temporary": {"optimizer step": 0.5}}
+    peak = CURVE.peak(1, DeviceLoad(factors=half, units=UNITS))
+    shards = WEIGHT
+    # Forward: the first unit's buffer lives until the second has its own and its weights. The first's output does, too.
+    assert peak.phases["forward"] == shards + 3 * WEIGHT + 1
+    # Backward: the first unit is in its buffer when the second computes, whose whole gradient comes first. In the
+    # backward of the first unit there are its weights, its gradient, the input of the sum, and half a gradient.
+    assert peak.phases["backward"] == shards + WEIGHT + WEIGHT + WEIGHT + WEIGHT // 2 + 2
+    # Gradients are shards in the end, and all else is freed.
+    assert peak.phases["optimizer step"] == round(shards + WEIGHT + 0.5)
+    assert peak.nbytes == max(peak.phases.values())
+    assert peak.parts["copy"] >= 2 * WEIGHT
+
+
+def test_one_process_needs_nothing_beside_the_step() -> None:
+    alone = CURVE.peak(1)
+    assert CURVE.peak(1, DeviceLoad(units=[GatheredUnit("", 0, 0)])) == alone
