@@ -12,13 +12,13 @@ In a step the input is converted first, forward runs inside `forward_context`, b
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -28,8 +28,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
+from equipoise.names.extensions import load_extension, names_of_extensions
 
-__all__ = ["SHORT_NAMES", "Precision", "make_precision", "wide_dtype"]
+if TYPE_CHECKING:
+    from equipoise.names.precisions import OfferedPrecision
+
+__all__ = ["SHORT_NAMES", "Precision", "core_precision", "make_precision", "wide_dtype"]
 
 _DTYPES = {
     "32-true": torch.float32,
@@ -40,6 +44,8 @@ _DTYPES = {
     "bf16-true": torch.bfloat16,
     "64-true": torch.float64,
 }
+# The extensions that offer more names.
+_KIND = "precisions"
 SHORT_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 
 # Names in other libraries: not accepted, but the error names the right one.
@@ -72,6 +78,9 @@ class Precision:
         scaler: Scales the loss. Default: None.
 
     Attributes:
+        core: The same name; for a precision of an extension, that of the precision on which it stands.
+        complete: Returns the callbacks of a run with those that a precision of an extension needs, from the user's.
+            None for all others.
         autocast: Type of device and dtype of the mixed precision; None if there is none.
         convert_input: Converts the floating tensors of a nested batch; None if there is nothing to convert.
         forward_context: Returns the context of one forward; None if forward needs none.
@@ -96,6 +105,8 @@ class Precision:
         scaler: GradScaler | None = None,
     ) -> None:
         self.name = name
+        self.core = name
+        self.complete: Callable[[Sequence[Any]], list[Any]] | None = None
         self.checkpoint_key = checkpoint_key
         self.scaler = scaler
         self._dtype = dtype
@@ -180,7 +191,7 @@ def make_precision(value: str | int | None, device_type: str, scaler: GradScaler
 
     Args:
         value: "32-true" (or "32", 32, None), "16-mixed" ("16", 16), "bf16-mixed" ("bf16"), "16-true", "16-true-norm32",
-            "bf16-true" or "64-true" ("64", 64).
+            "bf16-true" or "64-true" ("64", 64), or a name that an extension offers; see `OfferedPrecision`.
         device_type: The type of the devices, such as "cpu" or "cuda".
         scaler: The scaler of the loss under 16-mixed. Default: None, one with torch's defaults.
 
@@ -192,6 +203,43 @@ def make_precision(value: str | int | None, device_type: str, scaler: GradScaler
         '16-mixed'
     """
     name = _full_name(value)
+    offered = _offered(name)
+    if offered is None:
+        return _in_core(name, device_type, scaler)
+    precision = _in_core(offered.core, device_type, scaler)
+    precision.name = name
+    precision.complete = offered.complete
+    return precision
+
+
+def core_precision(value: str | int | None) -> str:
+    """Return the name of the precision of the core on which a precision stands; of those of the core, the full name.
+
+    Args:
+        value: A name; see `make_precision`.
+
+    Raises:
+        ConfigurationError: If there is no such precision.
+
+    Example:
+        >>> core_precision("bf16")
+        'bf16-mixed'
+    """
+    name = _full_name(value)
+    offered = _offered(name)
+    return name if offered is None else offered.core
+
+
+def _offered(name: str) -> "OfferedPrecision | None":
+    """Return what an extension offers under a full name; None for a name of the core."""
+    if name in _DTYPES:
+        return None
+    offered: OfferedPrecision = load_extension(_KIND, name)
+    return offered
+
+
+def _in_core(name: str, device_type: str, scaler: GradScaler | None) -> Precision:
+    """Return a precision of the core; see `make_precision`."""
     dtype = _DTYPES[name]
     if name == "32-true":
         return Precision(name)
@@ -207,7 +255,7 @@ def make_precision(value: str | int | None, device_type: str, scaler: GradScaler
     # float64
     if device_type == "mps":
         raise ConfigurationError(
-            f"MPS devices have no float64, but precision={value!r} was given."
+            f"MPS devices have no float64, but precision={name!r} was given."
             " Use precision='32-true', or accelerator='cpu'."
         )
     return Precision(name, checkpoint_key="DoublePrecision", dtype=dtype)
@@ -237,17 +285,18 @@ def _full_name(value: object) -> str:
     if isinstance(value, str | int):
         text = str(value)
     name = SHORT_NAMES.get(text, text)
-    if name in _DTYPES:
+    if name in _DTYPES or name in names_of_extensions(_KIND, missing=True):
         return name
     hint = ""
-    matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN], n=1)
+    offered = names_of_extensions(_KIND)
+    matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN, *offered], n=1)
     if matches:
         other_names = SHORT_NAMES | _FOREIGN
         nearest = other_names.get(matches[0], matches[0])
         hint = f" Did you mean {nearest!r}?"
     raise ConfigurationError(
-        f"precision is one of {', '.join(map(repr, _DTYPES))}, or short {', '.join(map(repr, SHORT_NAMES))},"
-        f" but {value!r} was given.{hint}"
+        f"precision is one of {', '.join(map(repr, [*_DTYPES, *offered]))}, or short"
+        f" {', '.join(map(repr, SHORT_NAMES))}, but {value!r} was given.{hint}"
     )
 
 

@@ -56,7 +56,7 @@ _NOT_OFFERED = {
 }
 
 # Groups of the configuration whose options are extensions, with the kind of these.
-_KINDS = {"strategy": "strategies", "launcher": "launchers"}
+_KINDS = {"strategy": "strategies", "launcher": "launchers", "precision": "precisions"}
 
 
 class _SearchPath(SearchPathPlugin):
@@ -94,7 +94,11 @@ def _register() -> None:
     for name in missing_callbacks():
         store.store(name=name, group="callbacks", node={}, package="_global_")
 
-    # 4. Launchers. Hydra starts jobs by a plugin, which asks the chosen launcher.
+    # 4. Precisions beside those of the core, which are files.
+    for name in names_of_extensions("precisions"):
+        store.store(name=name, group="precision", node={"precision": name}, package="trainer")
+
+    # 5. Launchers. Hydra starts jobs by a plugin, which asks the chosen launcher.
     plugin = {"_target_": "hydra_plugins.equipoise_launcher.EquipoiseLauncher"}
     store.store(name="equipoise", group="hydra/launcher", node=plugin)
     for name, launcher in _extensions("launchers"):

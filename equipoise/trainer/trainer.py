@@ -57,7 +57,8 @@ class Trainer(PublicState):
         num_nodes: Number of machines. Default: None, 1 or the number on which torchrun, Slurm or Ray have started
             processes.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "16-true-norm32" (normalisation layers in float32),
-            "bf16-true" or "64-true", or a plugin of Lightning for one of these. Default: None, "32-true".
+            "bf16-true" or "64-true", a name that an extension offers, such as "fp8" (docs/quantization.md), or a plugin
+            of Lightning for one of these. Default: None, "32-true".
         logger: One or several Loggers of Lightning. True: TensorBoard, or CSV if TensorBoard is not installed. False:
             none. Default: True.
         callbacks: One callback or a list. Default: None.
@@ -274,6 +275,7 @@ class Trainer(PublicState):
             enable_model_summary=options["enable_model_summary"],
             max_time=max_time,
             barebones=self.barebones,
+            complete=self.precision_in_use.complete,
         )
 
     # Entry points.

@@ -1,7 +1,7 @@
 """A module whose parameters are in shards for the time of a run, and the way back."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +22,7 @@ from equipoise.interop.distributed.fully_sharded import (
     begin_as_root,
     check_names,
     copy_in_shards,
+    gather_in_forms,
     shards_and_wholes,
     unshard_by_hand,
 )
@@ -48,11 +49,13 @@ class Sharding:
         mesh: The processes, in one dimension, or in two where the module has several replicas.
         options: Arguments of torch's `fully_shard`.
         divide_by: The number by which summed gradients are divided.
+        forms: The layers whose weights are gathered in another form; see `gather_in_forms`. Default: none.
     """
 
     mesh: DeviceMesh
     options: dict[str, Any]
     divide_by: float
+    forms: Mapping[nn.Module, Callable[[Tensor], Any]] = field(default_factory=dict)
 
 
 class ShardedModule:
@@ -108,6 +111,7 @@ class ShardedModule:
         copy_from_first(parameters)
         fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
         self._sharded.append(unit.module)
+        gather_in_forms(unit.module, sharding.forms)
         sharded: Any = unit.module
         # Both are settings of one unit alone, not of those inside of it.
         sharded.set_gradient_divide_factor(sharding.divide_by)

@@ -1,6 +1,6 @@
 """FSDPStrategy: a process for each device, over which parameters, gradients and optimiser states are sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
@@ -164,6 +164,8 @@ class FSDPStrategy(ProcessStrategy):
     may_compile_blocks: ClassVar[bool] = True
 
     _run: _Run | None = None
+    # The layers whose weights are gathered in another form in this run.
+    _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
 
     def __init__(
         self,
@@ -258,6 +260,25 @@ class FSDPStrategy(ProcessStrategy):
 
     # The module, for the time of a run.
 
+    def gather_weights_as(self, forms: Mapping[nn.Module, Callable[[Tensor], Any]]) -> str | None:
+        """Gather the weights of layers in another form in this run, such as one of fewer bits; called before `setup`.
+
+        Args:
+            forms: By layer, what returns an object with the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather` of
+                torch's `fully_shard` from the layer's shard. Its weight is used by its forward alone.
+
+        Returns:
+            Why weights cannot be gathered so; None if they will be.
+        """
+        if self.processes.world_size == 1:
+            return "one process gathers nothing"
+        if self.cpu_offload:
+            return "shards on the host are gathered as they are (cpu_offload=True)"
+        if self.reshard_after_forward not in (None, True, False):
+            return "torch gathers shards over some processes as they are (reshard_after_forward as a number)"
+        self._forms = dict(forms)
+        return None
+
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Shard the module, with the values of rank 0; see `Strategy.setup`."""
         if self.processes.world_size == 1:
@@ -280,7 +301,7 @@ class FSDPStrategy(ProcessStrategy):
         # 2. The shards. Sums of gradients are divided by Σw at the end of a window.
         automatic = bool(getattr(module, "automatic_optimization", True))
         divide_by = 1.0 if automatic else float(self.processes.world_size)
-        sharding = Sharding(mesh=self._mesh(), options=self._options(), divide_by=divide_by)
+        sharding = Sharding(mesh=self._mesh(), options=self._options(), divide_by=divide_by, forms=self._forms)
         sharded = ShardedModule(units, sharding)
 
         # 3. All that computes with them.
@@ -349,6 +370,7 @@ class FSDPStrategy(ProcessStrategy):
         """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
         if self._run is not None:
             self._run.end(error)
+        self._forms = {}
         super().teardown(error)
 
     # Computation.

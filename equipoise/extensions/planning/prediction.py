@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.settings import StepSettings, changes_memory
+from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
@@ -78,7 +78,7 @@ def predict_memory(
         precision=precision,
         accumulate_grad_batches=accumulate_grad_batches,
         activation_checkpointing=tuple(activation_checkpointing),
-        callbacks=tuple(filter(changes_memory, callbacks)),
+        callbacks=planned_callbacks(precision, callbacks),
         device=device,
     )
     if not hasattr(module, "training_step"):

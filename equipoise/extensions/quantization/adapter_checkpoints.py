@@ -15,6 +15,7 @@ from equipoise.extensions.quantization.chosen_layers import check_strategy
 from equipoise.extensions.quantization.quantized_linear import QuantizedLinear
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.fake_tensors import is_fake
+from equipoise.precision import core_precision
 
 __all__ = ["AdapterCheckpoints", "check_has_values", "digest_of"]
 
@@ -163,7 +164,7 @@ def digest_of(weight: Tensor, precision: Any) -> str:
         return ""
     values = weight.detach()
     if values.is_floating_point():
-        values = values.to(_CONVERTED.get(precision, values.dtype))
+        values = values.to(_CONVERTED.get(core_precision(precision), values.dtype))
     # A view as integers needs a dimension.
     rows = values.reshape(1, -1)
     if values.ndim > 1:

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.modules import STRUCTURE, children_of
 
-__all__ = ["check_names", "check_strategy", "keep_attributes", "linear_layers", "replace", "require"]
+__all__ = ["check_names", "check_strategy", "keep_attributes", "linear_layers", "read_elsewhere", "replace", "require"]
 
 # Strategies that compute with the layers of the module, or with copies of them.
 _STRATEGIES = ("single_device", "dp", "balanced", "ddp", "fsdp", "pipeline")
@@ -122,6 +122,25 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     # The name of a submodule stands for all inside.
     inside = [f"{pattern}.*" for pattern in patterns]
     return any(fnmatchcase(name, pattern) for pattern in [*patterns, *inside])
+
+
+def read_elsewhere(module: nn.Module) -> set[nn.Module]:
+    """Return parts whose weights are also read without calling the layers.
+
+    Args:
+        module: The module.
+    """
+    parts: set[nn.Module] = set()
+    for block in module.modules():
+        # Torch's own blocks read the weights of their layers in evaluations.
+        if isinstance(block, nn.TransformerEncoderLayer):
+            parts.update(block.modules())
+        # So do layers of peft with the small ones of their adapters.
+        for name in getattr(block, "adapter_layer_names", ()):
+            adapters = getattr(block, name, None)
+            if isinstance(adapters, nn.Module):
+                parts.update(adapters.modules())
+    return parts
 
 
 def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> None:

@@ -1,7 +1,9 @@
 """Float8Training: products of linear layers in float8, in the forward and in the backward."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +18,13 @@ from equipoise.extensions.quantization.chosen_layers import (
     check_strategy,
     keep_attributes,
     linear_layers,
+    read_elsewhere,
     replace,
     require,
 )
+from equipoise.extensions.quantization.float8_gathering import GatheredInFloat8
+from equipoise.interop.torch.fake_tensors import is_fake
+from equipoise.precision import core_precision
 
 __all__ = ["Float8Training"]
 
@@ -36,8 +42,8 @@ class Float8Training(Callback):
 
     For the time of a run, each linear layer whose sizes are divisible by 16 rounds its input, its weight and the
     gradient of its output to float8 before it multiplies them (Micikevicius et al., "FP8 Formats for Deep Learning",
-    2022). Weights, gradients and checkpoints keep their dtype and names. Combine it with `precision="bf16-mixed"` or
-    "bf16-true".
+    2022). Weights, gradients and checkpoints keep their dtype and names. `precision="fp8"` stands for this callback
+    with "bf16-mixed", "fp8-true" for that with "bf16-true"; both leave the options to one that is given.
 
     The numbers are others, and they depend on how a batch is split, since all of its values share a scale.
 
@@ -47,6 +53,9 @@ class Float8Training(Callback):
         layers: Names of layers or of submodules that contain them, or patterns, in which * stands for anything.
             Default: None, all linear layers.
         exclude: Names or patterns of layers that stay as they are, such as the output head. Default: none.
+        fp8_all_gather: Gather weights in float8 under `fsdp`, which computes the same numbers; for recipe "tensorwise",
+            and for steps that read no weight without calling its layer. Weights of several names, and those that torch
+            or peft read themselves, are gathered as they are. Default: False.
         emulate: Round to float8 and multiply in float32, on any device; slow, for tests. Default: False.
 
     Raises:
@@ -55,7 +64,7 @@ class Float8Training(Callback):
 
     Example:
         >>> from equipoise import Float8Training, Trainer
-        >>> Trainer(callbacks=[Float8Training(exclude=["*.lm_head"])], precision="bf16-true")  # doctest: +SKIP
+        >>> Trainer(callbacks=[Float8Training(exclude=["*.lm_head"])], precision="fp8-true")  # doctest: +SKIP
     """
 
     uses_outputs = False
@@ -66,6 +75,7 @@ class Float8Training(Callback):
         *,
         layers: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
+        fp8_all_gather: bool = False,
         emulate: bool = False,
     ) -> None:
         if recipe not in _RECIPES:
@@ -75,6 +85,7 @@ class Float8Training(Callback):
         self.recipe = recipe
         self.layers = layers
         self.exclude = exclude
+        self.fp8_all_gather = fp8_all_gather
         self.emulate = emulate
         # The layers as they were, by the identity of those that compute in float8.
         self._originals: dict[int, nn.Linear] = {}
@@ -82,8 +93,10 @@ class Float8Training(Callback):
     def on_configure_model_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Exchange the layers; see `Callback.on_configure_model_end`."""
         check_strategy("Float8Training", trainer.strategy)
-        self._check_precision(trainer.strategy.root_device, str(trainer.precision))
-        if not self.emulate:
+        self._check_precision(trainer.strategy.root_device, core_precision(trainer.precision))
+        # A plan is made on a machine of any kind.
+        is_planned = any(map(is_fake, pl_module.parameters()))
+        if not self.emulate and not is_planned:
             _check_devices(trainer.strategy.devices)
         layers = linear_layers(pl_module, self.layers, self.exclude, "Float8Training")
         chosen = {}
@@ -96,7 +109,10 @@ class Float8Training(Callback):
                 " float8 need them. Leave it out."
             )
         self._exchange(pl_module, chosen)
-        rank_zero_info(f"{len(chosen)} of {len(layers)} linear layers compute in float8.")
+        if self.fp8_all_gather:
+            self._gather_in_float8(pl_module, trainer.strategy)
+        if not is_planned:
+            rank_zero_info(f"{len(chosen)} of {len(layers)} linear layers compute in float8.")
 
     def _check_precision(self, device: torch.device, precision: str) -> None:
         """Refuse what the library cannot compute."""
@@ -114,16 +130,41 @@ class Float8Training(Callback):
     def _exchange(self, module: nn.Module, chosen: dict[str, nn.Linear]) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        from equipoise.extensions.quantization.float8_linear import Float8Linear
+
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
         converted: dict[nn.Module, nn.Module] = {}
         for layer in chosen.values():
             # The function exchanges the children of a module, one that has two names for two layers.
             parent = nn.Sequential(layer)
             convert_to_float8_training(parent, config=config)
+            parent[0].__class__ = Float8Linear
             keep_attributes(layer, parent[0])
             converted[layer] = parent[0]
             self._originals[id(parent[0])] = layer
         replace(module, converted.get)
+
+    def _gather_in_float8(self, module: nn.Module, strategy: Any) -> None:
+        """Let processes gather the weights in float8, or refuse that."""
+        reason: str | None = f"strategy={strategy.name!r} gathers no weights"
+        if self.recipe != "tensorwise":
+            reason = f"the scales of recipe={self.recipe!r} are not those of whole weights"
+        elif hasattr(strategy, "gather_weights_as"):
+            reason = strategy.gather_weights_as(self._forms(module))
+        if reason is not None:
+            raise ConfigurationError(f"Float8Training(fp8_all_gather=True): {reason}. Leave it out.")
+
+    def _forms(self, module: nn.Module) -> dict[nn.Module, Any]:
+        """Return what gathers the weight of a layer in float8, for each layer that alone uses its weight."""
+        uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        inside = read_elsewhere(module)
+        forms: dict[nn.Module, Any] = {}
+        for part in module.modules():
+            if id(part) in self._originals and part not in inside and uses[id(part.weight)] == 1:
+                layer: Any = part
+                dtype = layer.config.cast_config_weight.target_dtype
+                forms[part] = partial(GatheredInFloat8, config=layer.linear_mm_config, dtype=dtype)
+        return forms
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Put the layers back, which have the trained weights."""
@@ -139,7 +180,12 @@ class Float8Training(Callback):
         return original
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put the layers back."""
+        """Put the layers back, and say what errors of torchao's tensors mean, which name no argument."""
+        if self.fp8_all_gather and isinstance(exception, AssertionError | NotImplementedError):
+            exception.add_note(
+                "Float8Training(fp8_all_gather=True): only layers can read their gathered weights. If the step reads a"
+                " weight itself, leave fp8_all_gather out, or name its layer in exclude."
+            )
         self.teardown(trainer, pl_module, "fit")
 
 

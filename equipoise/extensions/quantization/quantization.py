@@ -12,7 +12,14 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.quantization.adapter_checkpoints import AdapterCheckpoints, check_has_values, digest_of
-from equipoise.extensions.quantization.chosen_layers import check_names, check_strategy, linear_layers, replace, require
+from equipoise.extensions.quantization.chosen_layers import (
+    check_names,
+    check_strategy,
+    linear_layers,
+    read_elsewhere,
+    replace,
+    require,
+)
 from equipoise.extensions.quantization.formats import eight_bits, four_bits
 from equipoise.extensions.quantization.quantized_linear import Quantize, QuantizedLinear, quantized_layers
 from equipoise.formats import format_bytes
@@ -100,7 +107,7 @@ class Quantization(AdapterCheckpoints):
         """Return the layers to be quantised; none if an earlier run has quantised them."""
         layers = linear_layers(module, self.layers, self.exclude, "Quantization")
         uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-        inside = _left_whole(module)
+        inside = read_elsewhere(module)
         chosen = {}
         for name, layer in layers.items():
             is_trained = any(parameter.requires_grad for parameter in layer.parameters())
@@ -164,18 +171,3 @@ class Quantization(AdapterCheckpoints):
                 dtype = parameter.dtype
                 break
         replace(module, lambda part: part.whole(dtype) if isinstance(part, QuantizedLinear) else None)
-
-
-def _left_whole(module: nn.Module) -> set[nn.Module]:
-    """Return parts whose layers are left whole, though they are frozen."""
-    parts: set[nn.Module] = set()
-    for block in module.modules():
-        # Torch's own blocks read the weights of their layers in evaluations.
-        if isinstance(block, nn.TransformerEncoderLayer):
-            parts.update(block.modules())
-        # So do layers of peft with the small ones of their adapters.
-        for name in getattr(block, "adapter_layer_names", ()):
-            adapters = getattr(block, name, None)
-            if isinstance(adapters, nn.Module):
-                parts.update(adapters.modules())
-    return parts

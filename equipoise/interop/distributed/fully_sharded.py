@@ -4,7 +4,7 @@ Without them strategy='fsdp' is refused when it is chosen.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "begin_as_root",
     "check_names",
     "copy_in_shards",
+    "gather_in_forms",
     "shards_and_wholes",
     "unshard_by_hand",
     "unsharded_parameters",
@@ -35,6 +36,8 @@ _OF_GROUP = (
     "_module_to_pre_load_state_dict_hook_handle",
 )
 _OF_PARAMETER = ("_post_load_hook_handle", "sharded_param")
+# Those of a parameter that is gathered in another form.
+_OF_FORMS = ("_sharded_param_data", "padded_sharded_param_size", "_init_extensions")
 
 
 def check_names(mesh: DeviceMesh) -> None:
@@ -115,6 +118,39 @@ def shards_and_wholes(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             gathered = getattr(parameter, "unsharded_param", None)
             if gathered is not None:
                 yield parameter.sharded_param, gathered
+
+
+def gather_in_forms(unit: nn.Module, forms: Mapping[nn.Module, Callable[[Tensor], Any]]) -> None:
+    """Let the weights of layers be gathered in another form than that in which their shards lie.
+
+    Torch asks a shard for two methods. They are documented for tensors of a class of one's own, which would have to
+    take part in all that reads shards: optimisers, checkpoints, averages. So plain shards get them as attributes.
+
+    Args:
+        unit: A module to which `fully_shard` was applied.
+        forms: By layer, what returns an object with `fsdp_pre_all_gather` and `fsdp_post_all_gather` from the layer's
+            shard, padded to the size of the largest one. Layers of other units are passed over.
+
+    Raises:
+        ConfigurationError: If torch lacks a private name.
+    """
+    makers = {id(layer.weight): make for layer, make in forms.items()}
+    for group in _groups_of(unit):
+        for parameter in group.fsdp_params:
+            make = makers.get(id(parameter.sharded_param))
+            if make is None:
+                continue
+            shard: Any = getattr(parameter.sharded_param, "_local_tensor", None)
+            missing = [f"FSDPParam.{name}" for name in _OF_FORMS if not hasattr(parameter, name)]
+            if shard is None:
+                missing.append("DTensor._local_tensor")
+            if missing:
+                raise refusal("Gathering weights in another form", "torch", missing)
+            form = make(parameter._sharded_param_data.view(parameter.padded_sharded_param_size))
+            shard.fsdp_pre_all_gather = form.fsdp_pre_all_gather
+            shard.fsdp_post_all_gather = form.fsdp_post_all_gather
+            # It has looked for the methods when the module was sharded.
+            parameter._init_extensions()
 
 
 def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], root: nn.Module) -> None:

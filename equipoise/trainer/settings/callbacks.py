@@ -1,6 +1,6 @@
 """Callbacks of a run: the user's, the default ones, and those of the module."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -35,6 +35,7 @@ def select_callbacks(
     enable_model_summary: bool,
     max_time: Duration | None,
     barebones: bool = False,
+    complete: Callable[[Sequence[Any]], list[Any]] | None = None,
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones, in the order in which they fire.
 
@@ -45,6 +46,7 @@ def select_callbacks(
         enable_model_summary: Whether there is a summary of the model.
         max_time: The time after which training stops. None: no limit.
         barebones: Whether `barebones` is the reason why a callback is off. Default: False.
+        complete: Adds those that the precision needs to the user's. Default: None, it needs none.
 
     Raises:
         ConfigurationError: If one contradicts an argument, or cannot run here.
@@ -52,6 +54,8 @@ def select_callbacks(
     selected = _as_list(callbacks)
     for callback in selected:
         _check_callback(callback)
+    if complete is not None:
+        selected = complete(selected)
     reason = "{}=False"
     if barebones:
         reason = "barebones=True sets {}=False, which"

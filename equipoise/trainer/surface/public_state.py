@@ -82,7 +82,7 @@ class PublicState(StateFields, LightningNames):
     def _precision_plugin(self) -> LightningPrecision:
         precision = self.precision_in_use
         strategy = self.connected_strategy
-        return precision_plugin(precision.name, strategy.root_device.type, precision.scaler, partial(_clip, self.parts))
+        return precision_plugin(precision.core, strategy.root_device.type, precision.scaler, partial(_clip, self.parts))
 
     def _replace_strategy(self, strategy: Strategy) -> None:
         """Run under another strategy from now on, which is connected to the same devices."""

@@ -13,8 +13,9 @@ from equipoise.extensions.fsdp.strategy import FSDPStrategy
 from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.description.devices import describe_devices
-from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.tracing.tracer import trace_step
+from equipoise.precision import core_precision
 from equipoise.strategies.ddp.strategy import DDPStrategy
 from tests.extensions.planning.steps import Step, peak_of, recorded_really
 
@@ -63,6 +64,30 @@ def test_the_peak_of_quantised_layers(kind: str, precision: str) -> None:
         assert found.peak(batch_size).nbytes == pytest.approx(peak_of(recorded), rel=TOLERANCE), batch_size
     whole = trace_step(module_with_adapters, example, StepSettings(precision=precision))
     assert found.facts.parameters < 0.6 * whole.facts.parameters
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("precision", ["fp8-true", "fp8", "fp8-rowwise"])
+def test_the_peak_of_products_in_float8(precision: str) -> None:
+    pytest.importorskip("torchao")
+    from equipoise import Float8Training
+
+    (callback,) = planned_callbacks(precision, [])
+    emulated = Float8Training(callback.recipe, emulate=True)
+    settings = StepSettings(precision=precision, callbacks=planned_callbacks(precision, [emulated]))
+    example = torch.rand(8, WIDTH)
+    found = trace_step(module_with_adapters, example, settings)
+    assert found.notes == []
+    for batch_size in (1, 5, 300):
+        recorded = recorded_really(module_with_adapters(), example, batch_size, settings)
+        assert found.peak(batch_size).nbytes == pytest.approx(peak_of(recorded), rel=TOLERANCE), batch_size
+    # A plan needs no GPU. The layers keep their inputs and weights as they are until the backward: there are as many
+    # bytes as in bfloat16, without the copies of weights that autocast keeps.
+    planned = predict_memory(module_with_adapters(), example, precision=precision, device="cuda", measure=False)
+    plain = predict_memory(module_with_adapters(), example, precision=core_precision(precision), device="cuda")
+    ratio = planned.peak(300).nbytes / plain.peak(300).nbytes
+    least, most = {"bf16-true": (0.999, 1.001), "bf16-mixed": (0.8, 0.95)}[core_precision(precision)]
+    assert least < ratio < most
 
 
 class Average(Callback):

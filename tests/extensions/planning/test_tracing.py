@@ -193,7 +193,7 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"precision": "fp8"},
+        {"precision": "fp9"},
         {"accumulate_grad_batches": 0},
         {"activation_checkpointing": "layer"},
         {"device": "tpu"},

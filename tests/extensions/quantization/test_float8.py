@@ -44,6 +44,23 @@ def test_training_is_near_that_without(recipe: Any, precision: Any) -> None:
     assert all(type(parameter) is torch.nn.Parameter for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_evaluations_compute_in_float8_as_well(precision: Any) -> None:
+    class Evaluated(Full):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.training_step(batch, batch_idx))
+
+    losses = []
+    for inference_mode in (True, False):
+        callbacks: Any = [Float8Training(emulate=True)]
+        run = trainer(callbacks=callbacks, precision=precision, inference_mode=inference_mode)
+        module = Evaluated()
+        losses += run.test(module, tokens(), verbose=False)
+        assert "Float8Linear" in module.kinds.values()
+    (plain,) = trainer(precision=precision).test(Evaluated(), tokens(), verbose=False)
+    assert losses[0] == losses[1] != plain
+
+
 def test_layers_are_those_that_were_chosen() -> None:
     module: Any = fit(Full(), "single_device", [Float8Training(layers=["*.1"], exclude=["*.down"], emulate=True)])
     float8 = [name for name, kind in module.kinds.items() if kind == "Float8Linear"]

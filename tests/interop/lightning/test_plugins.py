@@ -62,8 +62,8 @@ def test_precisions_of_few_bits_without_a_counterpart(monkeypatch: pytest.Monkey
     refuses(lambda: trainer(plugins=[eight]), "_Linear8bitLt in torch.float16", "Quantization('int8')")
     monkeypatch.setattr(TransformerEnginePrecision, "__init__", lambda self: None)
     plugin: Any = TransformerEnginePrecision
-    for precision in (plugin(), "transformer-engine", "fp8"):
-        refuses(lambda given=precision: trainer(precision=given), "Float8Training()", "precision='bf16-true'")
+    for precision in (plugin(), "transformer-engine", "transformer-engine-float16", "float8"):
+        refuses(lambda given=precision: trainer(precision=given), "precision='fp8'", "'fp8-true'")
     refuses(lambda: trainer(plugins=[plugin()]), "TransformerEnginePrecision is no precision here")
 
 

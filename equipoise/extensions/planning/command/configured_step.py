@@ -10,7 +10,7 @@ from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.settings import StepSettings, changes_memory
+from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches, planned_batches
@@ -54,12 +54,13 @@ def settings_of(values: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> 
     batches = trainer.get("accumulate_grad_batches") or 1
     if isinstance(batches, Mapping):
         batches = max(batches.values(), default=1)
+    precision = trainer.get("precision") or "32-true"
     return StepSettings(
-        precision=trainer.get("precision") or "32-true",
+        precision=precision,
         accumulate_grad_batches=batches,
         activation_checkpointing=tuple(trainer.get("activation_checkpointing") or ()),
         device=device,
-        callbacks=tuple(filter(changes_memory, _callbacks_of(values))),
+        callbacks=planned_callbacks(precision, _callbacks_of(values)),
     )
 
 

@@ -10,7 +10,7 @@ from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.precision import make_precision
 from equipoise.validation import check_whole
 
-__all__ = ["NOT_PREDICTED", "StepSettings", "changes_layers", "changes_memory"]
+__all__ = ["NOT_PREDICTED", "StepSettings", "changes_layers", "planned_callbacks"]
 
 # Arguments of the trainer that change the memory of a step in a way that a trace does not follow.
 NOT_PREDICTED = ("step_in_backward", "offload_activations", "compile", "capture")
@@ -25,7 +25,7 @@ class StepSettings:
         accumulate_grad_batches: Batches of an accumulation window. Default: 1.
         activation_checkpointing: Patterns of submodules that compute their activations twice. Default: none.
         device: "cuda" for optimisers that step all parameters together, as they do on GPUs by default. Default: "cpu".
-        callbacks: Callbacks that change the memory of a step; see `changes_memory`. Default: none.
+        callbacks: Callbacks that change the memory of a step; see `planned_callbacks`. Default: none.
 
     Raises:
         ConfigurationError: If a value is out of range.
@@ -54,13 +54,17 @@ class StepSettings:
         return sum(copies_weights(callback) for callback in self.callbacks)
 
 
-def changes_memory(callback: Any) -> bool:
-    """Return True for a callback that changes the memory of a step: it changes layers, or keeps a copy of the weights.
+def planned_callbacks(precision: str | int, callbacks: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the callbacks of a run that change layers or keep a copy of the weights, with those of its precision.
 
     Args:
-        callback: A callback of the trainer.
+        precision: The precision; see `Trainer`.
+        callbacks: The callbacks that the user has given.
     """
-    return changes_layers(callback) or copies_weights(callback)
+    complete = make_precision(precision, "cpu").complete
+    if complete is not None:
+        callbacks = complete(callbacks)
+    return tuple(callback for callback in callbacks if changes_layers(callback) or copies_weights(callback))
 
 
 def changes_layers(callback: Any) -> bool:

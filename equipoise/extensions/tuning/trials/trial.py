@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.settings import changes_layers
 from equipoise.interop.lightning.arguments.plugins import sort_plugins
 from equipoise.interop.lightning.loaders import combine
 from equipoise.strategies.strategy import Strategy
@@ -118,6 +119,9 @@ def _trainer_like(trainer: Any, make: MakeTrainer, **changed: Any) -> Any:
     # "auto" has been chosen already.
     if strategy is None or strategy == "auto" or isinstance(strategy, Strategy):
         options["strategy"] = copy.deepcopy(trainer.connected_strategy)
+    # Frozen weights in few bits leave more memory, and products in float8 other losses.
+    changing = [copy.deepcopy(callback) for callback in trainer.callbacks if changes_layers(callback)]
+    options["callbacks"] = [*changing, *options["callbacks"]]
     # The user may have set these since.
     options["accumulate_grad_batches"] = trainer.accumulate_grad_batches
     options["gradient_clip_val"] = trainer.gradient_clip_val

@@ -22,7 +22,7 @@ from equipoise.interop.lightning.classes import base_of, is_a
 __all__ = ["PluginsInUse", "PrecisionInUse", "read_precision", "sort_plugins"]
 
 # Names of precisions in float8 elsewhere.
-_FLOAT8 = ("transformer-engine", "transformer-engine-float16", "fp8", "float8")
+_FLOAT8 = ("transformer-engine", "transformer-engine-float16", "float8")
 
 _PRECISIONS = (theirs.MixedPrecision, theirs.HalfPrecision, theirs.DoublePrecision, theirs.FSDPPrecision)
 _ENVIRONMENTS = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment, KubeflowEnvironment)

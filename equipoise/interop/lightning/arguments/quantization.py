@@ -58,10 +58,10 @@ def quantization_in_our_words(precision: Any) -> QuantizationInUse | None:
 
 
 def refuse_float8(precision: Any) -> None:
-    """Refuse a precision in float8, for which there is a callback.
+    """Refuse a precision of another library in float8, which computes in another way than those that there are here.
 
     Args:
-        precision: A plugin, or the name of a precision in float8.
+        precision: A plugin, or the name of such a precision.
 
     Raises:
         ConfigurationError: If it is a name, or the plugin for float8.
@@ -70,6 +70,6 @@ def refuse_float8(precision: Any) -> None:
     if is_plugin or isinstance(precision, str):
         name = "TransformerEnginePrecision" if is_plugin else f"precision={precision!r}"
         raise ConfigurationError(
-            f"{name} is no precision here. Take callbacks=[Float8Training()] with precision='bf16-true': its layers"
-            " compute in float8, with scales of the present tensors instead of earlier ones."
+            f"{name} is no precision here. Take precision='fp8', or 'fp8-true' for weights in bfloat16: their linear"
+            " layers compute in float8, with scales of the present tensors instead of earlier ones."
         )
