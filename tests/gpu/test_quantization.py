@@ -89,4 +89,6 @@ def test_float8_is_near_bfloat16(recipe: Any) -> None:
     float8 = fit(Adapted(is_frozen=False), [Float8Training(recipe)], "bf16-true")
     emulated = fit(Adapted(is_frozen=False), [Float8Training(recipe, emulate=True)], "bf16-true")
     assert 0 < difference(float8, plain) < 0.1
+    if recipe == "tensorwise":
+        assert difference(float8, fit(Adapted(is_frozen=False), [], "fp8-true")) == 0
     assert difference(float8, emulated) < 0.1

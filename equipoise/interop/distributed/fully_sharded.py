@@ -141,12 +141,14 @@ def gather_in_forms(unit: nn.Module, forms: Mapping[nn.Module, Callable[[Tensor]
             if make is None:
                 continue
             shard: Any = getattr(parameter.sharded_param, "_local_tensor", None)
-            missing = [f"FSDPParam.{name}" for name in _OF_FORMS if not hasattr(parameter, name)]
+            missing = [name for name in _OF_FORMS if not hasattr(parameter, name)]
             if shard is None:
-                missing.append("DTensor._local_tensor")
+                missing.append("_local_tensor")
             if missing:
                 raise refusal("Gathering weights in another form", "torch", missing)
-            form = make(parameter._sharded_param_data.view(parameter.padded_sharded_param_size))
+            size = parameter.padded_sharded_param_size
+            data = parameter._sharded_param_data
+            form = make(data.view(size))
             shard.fsdp_pre_all_gather = form.fsdp_pre_all_gather
             shard.fsdp_post_all_gather = form.fsdp_post_all_gather
             # It has looked for the methods when the module was sharded.
