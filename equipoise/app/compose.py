@@ -42,7 +42,7 @@ from equipoise.app.sweeps.collection import collected_results, noted_job, result
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.torchrun import is_first, launched_rank, refuse_sweep
 from equipoise.errors import ConfigurationError
-from equipoise.interop.remote_path import is_remote
+from equipoise.interop.remote.paths import is_remote
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer import Trainer

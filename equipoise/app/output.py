@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint, time_of
 from equipoise.trainer.logging.csv_rows import put_aside

@@ -26,7 +26,7 @@ from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 
 __all__ = ["run", "run_values"]
 

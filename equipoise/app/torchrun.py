@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from equipoise.app.output import remove_if_empty
 from equipoise.errors import ConfigurationError
-from equipoise.interop.remote_path import is_remote, to_path
+from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.strategies.distributed.process_group import ProcessGroup
 

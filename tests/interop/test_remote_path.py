@@ -9,8 +9,8 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 
-from equipoise.interop.remote_files import RemotePath
-from equipoise.interop.remote_path import AnyPath, is_remote, to_path
+from equipoise.interop.remote.files import RemotePath
+from equipoise.interop.remote.paths import AnyPath, is_remote, to_path
 from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
 from tests.support.elsewhere import Elsewhere, url_of
 from tests.support.trainer_runs import refuses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from equipoise.app.command import list_of_names, present, read_flags, seconds, whole_number
 from equipoise.errors import ConfigurationError
-from equipoise.interop.remote_path import is_remote
+from equipoise.interop.remote.paths import is_remote
 
 __all__ = ["Options"]
 

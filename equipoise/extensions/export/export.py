@@ -14,7 +14,7 @@ from equipoise.extensions.export.layout import INDEX_SUFFIX, FileOfWeights, inde
 from equipoise.extensions.export.places import Write, new_folder, write_file, write_folder
 from equipoise.extensions.export.pretrained import has_own_layout, save_pretrained
 from equipoise.extensions.export.weights import Source, Weights, open_weights
-from equipoise.interop.remote_path import is_remote
+from equipoise.interop.remote.paths import is_remote
 from equipoise.validation import is_whole
 
 __all__ = ["DTYPES", "Export", "export_weights"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.remote_files import RemotePath
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.files import RemotePath
+from equipoise.interop.remote.paths import to_path
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import UnfinishedFolder
 from equipoise.trainer.checkpointing.atomic_file import write_atomically

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from equipoise.extensions.export.layout import FORMAT, INDEX_SUFFIX
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 
 __all__ = ["read_weights"]
 

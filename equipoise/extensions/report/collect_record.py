@@ -16,7 +16,7 @@ from equipoise.extensions.report.read_trainer import best_scores, memory_logger_
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.strategies.timeline import Timeline
 

@@ -27,7 +27,7 @@ from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_path
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.devices import DeviceInfo, list_devices
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects

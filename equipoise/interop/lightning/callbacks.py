@@ -17,7 +17,7 @@ from torch import nn
 from equipoise.interop.lightning.checkpoint_hooks import Fit
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 
 __all__ = [
     "begin_again",

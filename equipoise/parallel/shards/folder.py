@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_files import RemotePath
-from equipoise.interop.remote_path import AnyPath
+from equipoise.interop.remote.files import RemotePath
+from equipoise.interop.remote.paths import AnyPath
 from equipoise.parallel.shards.index import INDEX, Index, has_only_our_names, is_our_name, read_index
 from equipoise.parallel.unfinished_files import HAS_LOCKS, clear_unfinished, create_locked_folder
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_path import AnyPath
+from equipoise.interop.remote.paths import AnyPath
 from equipoise.validation import is_whole
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Replicate
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_path import AnyPath
+from equipoise.interop.remote.paths import AnyPath
 from equipoise.parallel.shards.index import Chunk, SavedTensor, can_be_saved
 
 __all__ = ["HostCopies", "Piece", "pieces_of", "write_pieces"]

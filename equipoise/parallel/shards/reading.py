@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.index import (
     INDEX,
     REST,

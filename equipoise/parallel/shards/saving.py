@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_files import RemotePath
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.files import RemotePath
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import RemoteFolder, UnfinishedFolder
 from equipoise.parallel.shards.index import (

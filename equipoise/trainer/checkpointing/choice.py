@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.callbacks import last_checkpoints
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
 from equipoise.trainer.checkpointing.file import newest_first

@@ -21,11 +21,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 if TYPE_CHECKING:
-    from equipoise.interop.remote_files import RemotePath
+    from equipoise.interop.remote.files import RemotePath
     from equipoise.safe_loading.archive import OpenArchive
 
 __all__ = [

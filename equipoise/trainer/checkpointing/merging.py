@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.reading import is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.reading import read_folder

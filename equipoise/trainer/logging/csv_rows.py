@@ -24,7 +24,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.unfinished_files import set_permissions
 from equipoise.trainer.checkpointing.entry_checks import loading
 

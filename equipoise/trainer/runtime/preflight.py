@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures

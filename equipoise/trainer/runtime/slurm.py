@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.communication.rank import slurm_job
 from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
 from equipoise.trainer.state.run_state import RunState

@@ -19,7 +19,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 from equipoise.validation import is_number, is_whole
 
 __all__ = [

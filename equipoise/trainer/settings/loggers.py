@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.remote_path import is_remote, to_path
+from equipoise.interop.remote.paths import is_remote, to_path
 
 __all__ = ["select_loggers"]
 

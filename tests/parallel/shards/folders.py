@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.interop.remote_path import AnyPath
+from equipoise.interop.remote.paths import AnyPath
 from equipoise.parallel.shards.pieces import Piece
 from equipoise.parallel.shards.saving import Content, save_folder
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise import CheckpointError, merge_shards
-from equipoise.interop.remote_files import RemotePath
+from equipoise.interop.remote.files import RemotePath
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader, has_shards
 from equipoise.trainer.checkpointing.file import read_checkpoint, remove_checkpoint, time_of, write_checkpoint

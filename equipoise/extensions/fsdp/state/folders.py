@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.pieces import HostCopies, pieces_of

@@ -18,7 +18,7 @@ from equipoise.extensions.planning.command.trial import make_plan
 from equipoise.extensions.planning.description.devices import describe_devices
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.report.page.page import write_page
-from equipoise.interop.remote_path import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 

@@ -21,7 +21,7 @@ from equipoise.extensions.report.page.sections import (
     throughput_section,
 )
 from equipoise.formats import format_span
-from equipoise.interop.remote_path import to_path
+from equipoise.interop.remote.paths import to_path
 
 __all__ = [
     "facts_section",

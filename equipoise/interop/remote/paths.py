@@ -10,7 +10,7 @@ from fsspec import available_protocols
 from equipoise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from equipoise.interop.remote_files import RemotePath
+    from equipoise.interop.remote.files import RemotePath
 
 __all__ = ["AnyPath", "is_remote", "to_path"]
 
@@ -54,7 +54,7 @@ def to_path(path: str | os.PathLike[str]) -> AnyPath:
     text = os.fspath(path)
     if is_remote(text):
         # A run on this machine alone does not load it.
-        from equipoise.interop.remote_files import RemotePath
+        from equipoise.interop.remote.files import RemotePath
 
         return RemotePath(text)
     collapsed = _COLLAPSED.search(text)

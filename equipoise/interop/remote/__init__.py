@@ -1,0 +1,1 @@
+"""Files elsewhere: URLs of fsspec, with the methods of paths."""
