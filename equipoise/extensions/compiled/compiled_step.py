@@ -92,7 +92,9 @@ class CompiledStep(RepeatableStep):
         self._all_variants = variants
         self._variants: Variants | None = variants
         self._program = variants.program
-        self._instead = None if skip_backward else instead
+        self._instead: BlocksInstead | None = None
+        if not skip_backward:
+            self._instead = instead
         reason = why_eager(context, skip_backward=skip_backward)
         if reason is not None:
             self._variants = None
@@ -310,10 +312,9 @@ class CompiledSteps:
             way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
         costs = TrialCosts(context.strategy.root_device, context.state.summary_rows, way.done)
         self._variants = Variants(program, way, costs)
-        # Who asks for what is faster alone, or for a capture, does not ask for blocks.
-        is_asked = context.state.compiles_steps is True
         self._instead: BlocksInstead | None = None
-        if is_asked:
+        # Who asks for what is faster alone, or for a capture, does not ask for blocks.
+        if context.state.compiles_steps is True:
             self._instead = BlocksInstead.of(context, costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:

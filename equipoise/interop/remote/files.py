@@ -62,7 +62,7 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def suffix(self) -> str:
-        """What follows the last dot of the name, with the dot."""
+        """The end of the name from its last dot on."""
         return PurePosixPath(self._url).suffix
 
     @property

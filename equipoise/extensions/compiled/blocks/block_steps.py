@@ -196,11 +196,13 @@ class BlocksInstead:
     def __init__(self, context: "RunContext", costs: TrialCosts) -> None:
         self._context = context
         self._costs = costs
+        # Made between two batches: a trial that is under way would set back what it puts into the blocks.
         self._blocks: CompiledBlocks | None = None
 
     @classmethod
     def of(cls, context: "RunContext", costs: TrialCosts) -> "BlocksInstead | None":
         """Return those of a run's module; None if it has none that can be compiled."""
+        # Other parts would be compiled for one call each, which nobody has asked for.
         if _why_no_blocks(context) is None and choose_blocks(context.module, only_repeated=True):
             return cls(context, costs)
         return None
@@ -208,7 +210,6 @@ class BlocksInstead:
     def begin_batch(self) -> None:
         """Begin a batch, and decide about the blocks that were compared in the batch before."""
         if self._blocks is None:
-            # Not before: most steps compile as a whole, and blocks would be compiled for nothing.
             self._blocks = CompiledBlocks(self._context, {}, only_repeated=True, costs=self._costs)
         self._blocks.begin_batch()
 
