@@ -164,6 +164,7 @@ def test_bytes_are_a_quarter() -> None:
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
 def test_checkpoints_are_those_of_weights_as_they_are(checkpoints: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": {"checkpoints": checkpoints}, "enable_checkpointing": True}
+    options["default_root_dir"] = tmp_path
     averaged = [EMAWeightAveraging(decay=0.5) for _ in range(4)]
     whole = fit(False, averaged[0], saving(tmp_path / "whole"), max_epochs=2, **options)
     gathered = fit(True, averaged[1], saving(tmp_path / "gathered"), max_epochs=2, **options)
