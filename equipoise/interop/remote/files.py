@@ -19,7 +19,7 @@ __all__ = ["RemotePath"]
 class RemotePath(os.PathLike[str]):
     """A file or folder of another file system.
 
-    Other processes write there, too: what is known of folders is asked for each time.
+    Other processes write there, too, so nothing about folders is cached.
 
     Args:
         url: Its URL.

@@ -1,4 +1,4 @@
-"""Which paths are of this machine, and which elsewhere: URLs of fsspec, such as "s3://bucket/run"."""
+"""Paths of this machine, and paths elsewhere: URLs of fsspec, such as "s3://bucket/run"."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """Sharded weights that are gathered and freed in the course of a recorded step, as torch's `fully_shard` does it.
 
-    forward    a unit is gathered into a buffer, from which its weights are copied; they are freed behind it, and the
+    forward    a unit is gathered into a buffer, from which its weights are copied; they are freed after it, and the
                buffer when the next unit has its weights
     backward   the buffer of the next unit is filled while one computes; whole gradients are copied into the input of a
                sum over all processes, which lives until that of the next unit
@@ -146,7 +146,7 @@ class _Walk:
             self._called.clear()
 
     def enter(self, module: str) -> None:
-        """Go on to a module: gather its unit, and free the one before."""
+        """Continue with a module: gather its unit, and free the one before."""
         name = self._unit_of(module)
         if name == self._current:
             return
