@@ -158,18 +158,13 @@ def check_stages(kind: str | None, blocks: int, schedule: Any, tmp_path: Path) -
     data = EXAMPLE.repeat(8, 1)
     trainer.fit(module_of_blocks(kind, blocks), DataLoader(data, batch_size=len(EXAMPLE)))
     expected = planned_for_blocks(kind, blocks, strategy, 2, EXAMPLE)
-    assert expected == pytest.approx(list(probe.peaks.values()), rel=0.03)
+    assert expected == pytest.approx(list(probe.peaks.values()), rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("kind", [None, "nf4", "int8"])
-def test_stages(kind: str | None, schedule: Any, tmp_path: Path) -> None:
-    check_stages(kind, 6, schedule, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_stage_of_one_layer(schedule: Any, tmp_path: Path) -> None:
-    """Its optimiser needs more for a moment than its backward."""
-    check_stages(None, 2, schedule, tmp_path)
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_stages(blocks: int, kind: str | None, schedule: Any, tmp_path: Path) -> None:
+    """The optimiser of a stage of one layer needs more for a moment than the backward."""
+    check_stages(kind, blocks, schedule, tmp_path)

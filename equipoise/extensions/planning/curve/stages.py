@@ -140,38 +140,42 @@ class StagesOfStep:
         device = _Device(self._holders, nbytes)
         stages = sorted({action.stage for action in actions})
 
-        # 1. What exists before the step: weights, states, gradients of the last step, and the batch. One value is on
-        #    its way to the next stage, and a gradient to the one before.
+        # 1. What exists before the step: weights, states, gradients of the last step, and the batch.
         for stage in stages:
             for index in self._before[stage]:
                 category = self._holders[index].category
                 device.change(category, whole_batch[index])
-            to_next = self._passing(stage, nbytes)
-            to_previous = self._passing(stage - 1, nbytes)
-            device.change("copy", to_next + to_previous)
 
-        # 2. The actions.
+        # 2. The actions. After the first backward of a stage a gradient is on its way to the stage before.
         with_gradients: set[int] = set()
         for action in actions:
+            output = self._passed(action.stage, nbytes)
             if not action.is_backward:
                 device.begin("forward")
                 if copies_inputs:
                     received = self._passing(action.stage - 1, nbytes)
                     device.receive(received, action)
-                device.compute(self._forwards[action.stage], action)
+                device.compute(
+                    self._forwards[action.stage],
+                    action,
+                    output=output,
+                )
                 continue
             device.begin("backward")
             if not with_gradients:
                 device.forget_gradients()
             has_gradients = action.stage in with_gradients
-            with_gradients.add(action.stage)
             events = self._backwards[action.stage]
             device.compute(
                 events,
                 action,
+                output=output,
                 has_gradients=has_gradients,
             )
             device.end(action)
+            if not has_gradients:
+                with_gradients.add(action.stage)
+                device.change("copy", self._passing(action.stage - 1, nbytes))
 
         # 3. The optimiser's step.
         device.begin(_OPTIMIZER_STEP)
@@ -186,14 +190,20 @@ class StagesOfStep:
 
     def _passing(self, stage: int, nbytes: Sequence[int]) -> int:
         """Return the bytes that a stage hands over to the next one; 0 for the last stage, and before the first."""
-        if stage + 1 >= self._count:
+        index = self._passed(stage, nbytes)
+        if index is None:
             return 0
+        return nbytes[index]
+
+    def _passed(self, stage: int, nbytes: Sequence[int]) -> int | None:
+        """Return the storage that a stage hands over to the next one; None for the last stage, and before the first."""
         outputs = self._outputs.get(stage, ())
-        sizes = [nbytes[index] for index in outputs]
-        largest = max(sizes, default=0)
+        if stage + 1 >= self._count or not outputs:
+            return None
+        largest = max(nbytes[index] for index in outputs)
         # Values are no larger than the indices beside them, and much larger than the statistics of a norm.
-        large = [size for size in sizes if size * _VALUES >= largest]
-        return min(large, default=0)
+        large = [index for index in outputs if nbytes[index] * _VALUES >= largest]
+        return min(large, key=lambda index: nbytes[index])
 
     def _needed_for_optimizer(self, nbytes: Sequence[int], stages: Sequence[int]) -> int:
         """Return the most bytes that the optimiser's step of some stages needs for a moment."""
@@ -276,6 +286,7 @@ class _Device:
         events: Sequence[int],
         action: StageAction,
         *,
+        output: int | None,
         has_gradients: bool = False,
     ) -> None:
         """Replay events of a stage for one micro-batch.
@@ -283,6 +294,7 @@ class _Device:
         Args:
             events: The events.
             action: The action.
+            output: The storage that the stage hands over, which it keeps until the end of its backward.
             has_gradients: True if its gradients exist already, so that those of this micro-batch are added to them.
         """
         key = (action.stage, action.micro_batch)
@@ -292,7 +304,7 @@ class _Device:
             category = self._holders[index].category
             nbytes = self._nbytes[index]
             if event < 0:
-                if index in alive:
+                if index in alive and index != output:
                     alive.remove(index)
                     self.change(category, -nbytes)
                 continue
