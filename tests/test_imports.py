@@ -205,9 +205,15 @@ def test_every_module_says_why_it_exists_and_what_it_exports(path: Path) -> None
     assert not missing, f"{relative(path)} exports {missing}, which it does not have."
 
 
+@cache
+def modules_of_ours() -> set[str]:
+    return {module_name(file) for file in FILES}
+
+
 def names_taken(path: Path) -> Iterator[tuple[str, str]]:
     """Module of ours and name, for `from module import name` and for `module.name`."""
-    modules, known = {}, {module_name(file) for file in FILES}
+    modules = {}
+    known = modules_of_ours()
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "equipoise":
             for alias in node.names:

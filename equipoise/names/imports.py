@@ -1,6 +1,7 @@
 """Imports of many modules at once."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ def collector_paused() -> Iterator[None]:
         ...     import equipoise.trainer.trainer
     """
     was_enabled = gc.isenabled()
+    modules = len(sys.modules)
     if was_enabled:
         # Garbage of the program, which would become of the oldest generation, too.
         gc.collect(1)
@@ -28,8 +30,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            # There and back: a program that has set objects aside itself keeps them so.
-            if gc.get_freeze_count() == 0:
+            # There and back: a program that has set objects aside itself keeps them so. To count those takes a time that
+            # grows with their number, so it is done after an import alone.
+            if len(sys.modules) > modules and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

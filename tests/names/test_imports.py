@@ -1,6 +1,8 @@
 """The garbage collector pauses during imports, and does not look through what they have created."""
 
 import gc
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -11,21 +13,26 @@ class Created:
     pass
 
 
+def import_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imported_meanwhile", ModuleType("imported_meanwhile"))
+
+
 @pytest.mark.usefixtures("full_collections")
-def test_what_was_created_meanwhile_is_old() -> None:
+def test_what_was_created_meanwhile_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector_paused():
         assert not gc.isenabled()
+        import_something(monkeypatch)
         created = Created()
     assert gc.isenabled()
     assert any(existing is created for existing in gc.get_objects(generation=2))
 
 
 @pytest.mark.usefixtures("full_collections")
-def test_objects_that_were_set_aside_stay_there() -> None:
+def test_objects_that_were_set_aside_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     created = Created()
     gc.freeze()
     with collector_paused():
-        pass
+        import_something(monkeypatch)
     # Their number would not do: other threads may free some of them meanwhile.
     assert gc.get_freeze_count() > 0
     assert not any(existing is created for existing in gc.get_objects())
