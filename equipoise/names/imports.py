@@ -30,8 +30,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            # There and back: a program that has set objects aside itself keeps them so. To count those takes a time that
-            # grows with their number, so it is done after an import alone.
+            # There and back: a program that has set objects aside itself keeps them so. To count those takes time in
+            # proportion to their number, so it is done after an import alone.
             if len(sys.modules) > modules and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()
