@@ -1,7 +1,7 @@
 """Named weights of a checkpoint, a module or a dictionary; those of a checkpoint are read piece by piece."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,8 @@ from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.extensions.export.layout import CODES, FORMAT, METADATA
 from equipoise.interop.torch.modules import uncompiled_name
 from equipoise.parallel.shards.placeholders import name_of
-from equipoise.parallel.shards.reading import ShardReader, has_shards
-from equipoise.parallel.shards.sources import connect_placeholders, source_of
-from equipoise.trainer.checkpointing.file import explaining_reads, open_checkpoint
 from equipoise.trainer.checkpointing.module.names import with_present_names
-from equipoise.trainer.checkpointing.reading import check_is_no_part
+from equipoise.trainer.checkpointing.reading import ReadValues, open_any_checkpoint
 
 __all__ = ["Source", "Weights", "chosen_state", "open_weights"]
 
@@ -27,9 +24,6 @@ Source = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
 
 # The weights in a checkpoint that a `WeightAveraging` has written.
 _CHOICES = ("averaged", "trained")
-
-# Yields the values of a tensor.
-Read = Callable[[Tensor], Iterator[Tensor]]
 
 # Where Lightning's WeightAveraging keeps the weights that training continues with; those in "state_dict" are averaged.
 _TRAINED = "current_model_state"
@@ -52,7 +46,7 @@ class Weights:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     left_out: tuple[str, ...]
-    read: Read
+    read: ReadValues
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield the values of a tensor in order: flat pieces, on the CPU."""
@@ -97,36 +91,12 @@ def open_weights(source: Source, *, prefix: str = "", choice: str | None = None)
         ConfigurationError: If there are no weights below the prefix.
     """
     if isinstance(source, str | os.PathLike):
-        with _checkpoint(source) as (content, read):
+        with open_any_checkpoint(source) as (content, read):
             yield _named(chosen_state(content, choice), read, prefix)
     elif isinstance(source, nn.Module):
         yield _named(source.state_dict(), _present, prefix)
     else:
         yield _named(source, _present, prefix)
-
-
-@contextmanager
-def _checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Read]]:
-    """Open a checkpoint, a file or a folder of shards: its content without values, and what reads a value."""
-    check_is_no_part(path)
-    reader = None
-    file = path
-    if has_shards(path):
-        reader = ShardReader(path)
-        file = reader.rest
-    with open_checkpoint(file) as archive:
-        if reader is not None:
-            connect_placeholders(archive.content, reader)
-
-        def read(tensor: Tensor) -> Iterator[Tensor]:
-            source = source_of(tensor)
-            if source is not None:
-                yield from source.pieces()
-                return
-            with explaining_reads(file):
-                yield from archive.pieces_of(tensor)
-
-        yield archive.content, read
 
 
 def chosen_state(content: dict[str, Any], choice: str | None) -> Any:
@@ -156,7 +126,7 @@ def _present(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor.cpu()
 
 
-def _named(state: Any, read: Read, prefix: str) -> Weights:
+def _named(state: Any, read: ReadValues, prefix: str) -> Weights:
     """Return the weights of a state below a prefix, after a check that all of them are plain tensors."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"Weights are tensors by name, not {state!r:.60}.")

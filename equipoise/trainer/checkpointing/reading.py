@@ -1,21 +1,33 @@
 """Read a checkpoint for a run, migrated to the present version and checked."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from equipoise.errors import CheckpointError
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import check_contents, check_is_file, read_checkpoint
+from equipoise.trainer.checkpointing.file import (
+    check_contents,
+    check_is_file,
+    explaining_reads,
+    open_checkpoint,
+    read_checkpoint,
+)
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
-__all__ = ["check_is_no_part", "load_checkpoint", "read_folder", "run_of"]
+__all__ = ["ReadValues", "check_is_no_part", "load_checkpoint", "open_any_checkpoint", "read_folder", "run_of"]
+
+ReadValues = Callable[[Tensor], Iterator[Tensor]]
+"""Yields the values of a tensor in order, in pieces of any shape, on the CPU."""
 
 
 def load_checkpoint(
@@ -123,6 +135,43 @@ def read_folder(
     else:
         fetch_placeholders(checkpoint, reader)
     return checkpoint
+
+
+@contextmanager
+def open_any_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], ReadValues]]:
+    """Open a checkpoint, a file or a folder of shards, whose values are read piece by piece, as data.
+
+    Args:
+        path: A local path, or a URL that fsspec knows.
+
+    Yields:
+        The content, with all tensors on the meta device, and what reads the values of one.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    from equipoise.parallel.shards.reading import ShardReader, has_shards
+    from equipoise.parallel.shards.sources import connect_placeholders, source_of
+
+    check_is_no_part(path)
+    reader = None
+    file = path
+    if has_shards(path):
+        reader = ShardReader(path)
+        file = reader.rest
+    with open_checkpoint(file) as archive:
+        if reader is not None:
+            connect_placeholders(archive.content, reader)
+
+        def read(tensor: Tensor) -> Iterator[Tensor]:
+            source = source_of(tensor)
+            if source is not None:
+                yield from source.pieces()
+                return
+            with explaining_reads(file):
+                yield from archive.pieces_of(tensor)
+
+        yield archive.content, read
 
 
 def run_of(path: Any, checkpoint_io: CheckpointIO | None = None) -> str | None:
