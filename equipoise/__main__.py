@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command and its arguments. Default: those of this process.
 
     Returns:
-        The exit code: 0; 1 if jobs of a sweep failed; 2 after an error in the user's input, with one message; 130 after
-        an interrupt; 141, as after SIGPIPE, if the reader of the output has ended.
+        The exit code: 0, or that of an added command; 1 if jobs of a sweep failed; 2 after an error in the user's
+        input, with one message; 130 after an interrupt; 141, as after SIGPIPE, if the reader of the output has ended.
     """
     try:
         try:
@@ -111,7 +111,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     # 2. Run the command. An error in the user's input becomes one message.
     try:
         with _plain_warnings():
-            _run_command(command_line)
+            return _run_command(command_line)
     except KeyboardInterrupt:
         print("equipoise: interrupted.", file=sys.stderr)
         return 130
@@ -129,7 +129,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         raise
     except Exception as error:
         raise shortened(error)  # noqa: B904 - it is the same error
-    return 0
 
 
 @contextlib.contextmanager
@@ -151,10 +150,11 @@ def _without_line(
     return f"{category.__name__}: {message}\n"
 
 
-def _run_command(command_line: Sequence[str]) -> None:
+def _run_command(command_line: Sequence[str]) -> int:
+    """Run one command; return its exit code."""
     if "--version" in command_line:
         print(f"equipoise {equipoise.__version__}")
-        return
+        return 0
     command, *arguments = command_line or ["--help"]
     asks_for_help = command in ("--help", "-h", "help")
     # Run stages print help of their own.
@@ -176,10 +176,11 @@ def _run_command(command_line: Sequence[str]) -> None:
     elif command == "completion":
         _completion(arguments)
     elif command in names_of_extensions("commands"):
-        _run_added(command, arguments)
+        return _run_added(command, arguments)
     else:
         hint = did_you_mean(command, (*STAGES, *other_commands()))
         raise ConfigurationError(f"There is no command {command!r}{hint}")
+    return 0
 
 
 def other_commands() -> tuple[str, ...]:
@@ -196,15 +197,14 @@ def flags_of(command: str) -> Sequence[str]:
     return sorted((*added.flags, *common_flags))
 
 
-def _run_added(name: str, arguments: Sequence[str]) -> None:
-    """Run a command of an extension, with the configuration that `fit` would run if it reads one."""
+def _run_added(name: str, arguments: Sequence[str]) -> int:
+    """Run a command of an extension, with the configuration that `fit` would run if it reads one; return its code."""
     command = find_command(name)
     if not command.reads_configuration:
-        command.run(arguments, [])
-        return
+        return command.run(arguments, []) or 0
     overrides, folders = _take_folders(arguments)
     _app()
-    command.run([_quoted(argument) for argument in overrides], folders)
+    return command.run([_quoted(argument) for argument in overrides], folders) or 0
 
 
 def _usage() -> str:

@@ -34,7 +34,7 @@ class Command:
     Attributes:
         summary: What it does, for a line of the help.
         run: Function `run(overrides, folders)`: the arguments, and the folders with configurations, the one with the
-            primary `config.yaml` first. `equipoise.app.compose_values` composes them.
+            primary `config.yaml` first. `equipoise.app.compose_values` composes them. It may return an exit code.
         flags: Its flags; those with a value end with "=". Default: none.
         usage: Its arguments in the help. Default: "[key=value ...]".
         examples: Further lines of the help, each with arguments and their meaning. Default: none.
@@ -46,7 +46,7 @@ class Command:
     """
 
     summary: str
-    run: Callable[[Sequence[str], Sequence[Path]], None]
+    run: Callable[[Sequence[str], Sequence[Path]], int | None]
     flags: Sequence[str] = ()
     usage: str = "[key=value ...]"
     examples: Sequence[tuple[str, str]] = ()
