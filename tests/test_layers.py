@@ -45,6 +45,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "comparison": {"pipeline", "planning", "report", "tuning"},
     "compiled": set(),
     "ensemble": set(),
+    "equality": set(),
     "export": set(),
     "fsdp": {"planning"},
     "hogwild": set(),

@@ -77,6 +77,11 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
     },
     "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
+    "equipoise.extensions.equality": {
+        "equipoise.extensions.equality.compare": ("compare_runs",),
+        "equipoise.extensions.equality.findings": ("Difference",),
+        "equipoise.extensions.equality.result": ("RunComparison",),
+    },
     "equipoise.extensions.export": {
         "equipoise.extensions.export.export": ("Export", "export_weights"),
         "equipoise.extensions.export.reading": ("read_weights",),

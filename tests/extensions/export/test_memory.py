@@ -39,10 +39,10 @@ def write(path: Path, form: str) -> None:
     for value in state.values():
         value[::999] = torch.randn(256)
     if form == "file":
-        torch.save({"state_dict": state}, path)
+        torch.save({"state_dict": state, "global_step": 1}, path)
     else:
         named = {name: make_placeholder(value, name) for name, value in state.items()}
-        save(path, state, {"state_dict": named}, count=8)
+        save(path, state, {"state_dict": named, "global_step": 1}, count=8)
 
 
 @pytest.mark.slow

@@ -1,0 +1,120 @@
+"""Runs that leave `metrics.csv` and a checkpoint of every step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import Trainer
+
+__all__ = ["Net", "Nudge", "Stop", "run"]
+
+_SAMPLES = 12
+
+
+class Net(L.LightningModule):
+    """Two layers and a dropout in float64; logs the loss of each step, of the validation, and the seconds so far."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.double()
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self.layers(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        self.log("step_time", torch.rand((), generator=torch.Generator().manual_seed(id(self) % 2**31)))
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Nudge(L.Callback):
+    """Adds a number to one element of a weight after a step.
+
+    Args:
+        step: The number of steps after which it does.
+        amount: What it adds.
+    """
+
+    def __init__(self, step: int, amount: float) -> None:
+        self.step = step
+        self.amount = amount
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                pl_module.layers[0].weight[3, 1] += self.amount
+
+
+class Stop(Exception):
+    """The end of a run that is to be continued."""
+
+
+class Kill(L.Callback):
+    """Ends a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Stop
+
+
+def run(
+    folder: Path, cls: Any = Trainer, *callbacks: Any, every: int = 1, kill_at: int | None = None, **options: Any
+) -> Path:
+    """Fit a module for two epochs of three steps, and return the folder of the run.
+
+    Args:
+        folder: The folder.
+        cls: Whose trainer.
+        callbacks: Further callbacks.
+        every: Steps between two checkpoints.
+        kill_at: The step at which the run ends as if it was killed.
+        options: Arguments of the trainer, and `ckpt_path`.
+    """
+    L.seed_everything(7)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(_SAMPLES, 3, generator=generator, dtype=torch.float64)
+    dataset = TensorDataset(features, features.sum(1, keepdim=True))
+    saving = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=every, save_last=True)
+    further = [] if kill_at is None else [Kill(kill_at)]
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = cls(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 2,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            **options,
+        },
+        logger=CSVLogger(folder, "", ""),
+        callbacks=[*callbacks, saving, Timer(), *further],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = (DataLoader(dataset, 4, shuffle=True), DataLoader(dataset, 6))
+    module = Net()
+    try:
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    except Stop:
+        assert kill_at is not None
+    return folder

@@ -1,0 +1,202 @@
+"""Checkpoints compared entry by entry: files and folders of shards, unusual tensors, and objects that are no data."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise import CheckpointError
+from equipoise.extensions.equality import RunComparison, compare_runs, gaps
+from equipoise.extensions.equality.gaps import Tolerance, largest_gap
+from equipoise.parallel.shards.placeholders import make_placeholder
+from tests.extensions.export.test_memory import MIB, write
+from tests.parallel.shards.folders import save
+from tests.support.trainer_runs import refuses
+
+EXACT = Tolerance(0, 0)
+
+
+def compared(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], **options: float) -> RunComparison:
+    """Compare two checkpoints with some content."""
+    for name, content in (("a", first), ("b", second)):
+        torch.save({"state_dict": {}, "global_step": 1, **content}, tmp_path / f"{name}.ckpt")
+    return compare_runs(tmp_path / "a.ckpt", tmp_path / "b.ckpt", **options)
+
+
+def names(result: RunComparison) -> set[tuple[str, str]]:
+    return {(difference.part, difference.name) for difference in result.differences}
+
+
+DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "complex64", "int64", "uint8", "bool"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype: str, tmp_path: Path) -> None:
+    value = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(getattr(torch, dtype))
+    other = torch.tensor([[1, 0, 1], [0, 0, 1]]).to(getattr(torch, dtype))
+    assert compared(tmp_path, {"state_dict": {"a": value}}, {"state_dict": {"a": value.clone()}}).equal
+    (difference,) = compared(tmp_path, {"state_dict": {"a": value}}, {"state_dict": {"a": other}}).differences
+    assert (difference.place, difference.amount) == ((1, 1), 1.0)
+
+
+def test_large_whole_numbers(tmp_path: Path) -> None:
+    """Those that float64 cannot tell apart differ, too."""
+    big = torch.tensor([2**60, 5])
+    assert names(compared(tmp_path, {"x": {"a": big, "b": 2**60}}, {"x": {"a": big + 1, "b": 2**60 + 1}})) == {
+        ("other entries", "x.a"),
+        ("other entries", "x.b"),
+    }
+
+
+def test_bits(tmp_path: Path) -> None:
+    """NaN equals NaN; zeros of another sign, another dtype and infinities are differences."""
+    nan = torch.tensor([math.nan, math.inf, 1.0])
+    assert compared(tmp_path, {"x": nan}, {"x": nan.clone()}).equal
+    assert compared(tmp_path, {"x": [math.nan]}, {"x": [math.nan]}).equal
+    (difference,) = compared(tmp_path, {"x": nan}, {"x": torch.tensor([math.nan, 1.0, 1.0])}).differences
+    assert (difference.place, difference.first, difference.second, difference.amount) == ((1,), "inf", "1.0", None)
+    (difference,) = compared(tmp_path, {"x": nan}, {"x": torch.tensor([2.0, math.inf, 1.0])}, atol=10).differences
+    assert (difference.place, difference.first) == ((0,), "nan")
+    (difference,) = compared(tmp_path, {"x": torch.zeros(2)}, {"x": torch.tensor([0.0, -0.0])}).differences
+    assert (difference.place, difference.second, difference.amount) == ((1,), "-0.0", 0.0)
+    (difference,) = compared(tmp_path, {"x": torch.ones(2)}, {"x": torch.ones(2).double()}).differences
+    assert (difference.first, difference.second) == ("torch.float32", "torch.float64")
+    assert compared(tmp_path, {"x": torch.ones(2)}, {"x": torch.ones(2).double()}, atol=1e-9).equal
+
+
+def test_entries(tmp_path: Path) -> None:
+    """Numbers, texts, lists and missing entries, by the places where they stand."""
+    first = {
+        "optimizer_states": [
+            {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
+        ],
+        "lr_schedulers": [{"last_epoch": 3}],
+        "callbacks": {"Mine": {"text": "a", "list": [1, 2, 3]}, "Another": {"x": 1}},
+        "mine": {"array": np.arange(3), "many": torch.arange(3), "shape": torch.ones(2), "flag": True},
+    }
+    second = {
+        "optimizer_states": [{"state": {0: {}}, "param_groups": [{"lr": 0.3, "betas": (0.9, 0.999)}]}],
+        "lr_schedulers": [{"last_epoch": 4}],
+        "callbacks": {"Mine": {"text": "b", "list": [1, 2, 4]}},
+        "mine": {"array": np.arange(3), "many": torch.tensor([0, 1, 5]), "shape": torch.ones(3), "flag": False},
+    }
+    result = compared(tmp_path, first, second)
+    found = {difference.name: difference for difference in result.differences}
+    assert list(found) == [
+        *("0.state.0.exp_avg", "0.param_groups.0.lr", "0.param_groups.0.betas", "0.last_epoch"),
+        *("Mine.text", "Mine.list", "mine.many", "mine.shape", "mine.flag"),
+    ]
+    assert (found["0.state.0.exp_avg"].first, found["0.state.0.exp_avg"].second) == ("present", "absent")
+    assert str(found["0.param_groups.0.lr"]) == "0.param_groups.0.lr 0.1 and 0.3 (0.2)"
+    assert found["0.param_groups.0.betas"].place == (1,)
+    assert (found["Mine.text"].first, found["mine.shape"].second) == ("'a'", "shape (3,)")
+    assert found["mine.many"].amount == 3
+    assert result.not_compared == [
+        f"callbacks: Another, which {tmp_path / 'a.ckpt'} alone has",
+        "other entries: mine.array, which is no plain data",
+    ]
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sparse = torch.eye(2).to_sparse()
+    result = compared(tmp_path, {"x": Runs(), "y": sparse}, {"x": Runs(), "y": sparse})
+    assert result.equal
+    assert result.not_compared == [f"other entries: {name}, which is no plain data" for name in "xy"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_of_a_compiled_module(tmp_path: Path) -> None:
+    states = [{"net.weight": torch.ones(1)}, {"net._orig_mod.weight": torch.ones(1)}]
+    result = compared(tmp_path, {"state_dict": states[0]}, {"state_dict": states[1]})
+    assert (result.equal, result.tensors) == (True, 1)
+
+
+def test_other_numbers_of_processes(tmp_path: Path) -> None:
+    positions = [{"equipoise": {"steps": {"processes": count}, "position": {"pos": count}}} for count in (1, 2)]
+    result = compared(tmp_path, *positions)
+    assert result.equal
+    assert result.not_compared == ["resumption: of 1 and 2 processes"]
+
+
+def test_containers_that_hold_themselves(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    refuses(lambda: compared(tmp_path, {"x": loop}, {"x": loop}), "nested too deeply", error=CheckpointError)
+
+
+# Large tensors, and those in shards.
+
+
+def pieces(tensor: Tensor, size: int) -> list[Tensor]:
+    return list(tensor.split(size))
+
+
+@pytest.mark.parametrize("sizes", [(1, 7), (3, 4), (5, 2), (20, 6)])
+def test_pieces_of_other_sizes(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gaps, "_ELEMENTS", 4)
+    first = torch.randn(19, dtype=torch.float64)
+    second = first.clone()
+    assert largest_gap(pieces(first, sizes[0]), pieces(second, sizes[1]), 19, EXACT) is None
+    second[[2, 13, 18]] += torch.tensor([0.1, 0.3, 0.2]).double()
+    gap = largest_gap(pieces(first, sizes[0]), pieces(second, sizes[1]), 19, EXACT)
+    assert gap is not None
+    assert (gap.position, gap.amount) == (13, (first[13] - second[13]).abs().item())
+    refuses(lambda: largest_gap([first[:4]], [first], 19, EXACT), "is damaged", error=CheckpointError)
+
+
+def test_a_file_and_shards(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(7, 3), "b": torch.arange(5).bfloat16()}
+    named = {name: make_placeholder(value, name) for name, value in tensors.items()}
+    torch.save({"state_dict": tensors, "global_step": 2}, tmp_path / "x.ckpt")
+    save(tmp_path / "run" / "y.ckpt", tensors, {"state_dict": named, "global_step": 2}, count=3)
+    result = compare_runs(tmp_path / "x.ckpt", tmp_path / "run" / "y.ckpt")
+    assert (result.equal, result.tensors) == (True, 2)
+    tensors["a"][4, 2] += 1
+    save(tmp_path / "z.ckpt", tensors, {"state_dict": named, "global_step": 2}, count=2)
+    # A folder around it is a run.
+    (difference,) = compare_runs(tmp_path / "run", tmp_path / "z.ckpt").differences
+    assert (difference.name, difference.place) == ("a", (4, 2))
+
+
+COMPARE = """
+import re, sys
+from pathlib import Path
+from equipoise.extensions.equality import compare_runs
+import equipoise.extensions.equality.compare
+
+def memory(name):
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", status)[1]) / 1024
+
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+assert compare_runs(*sys.argv[1:3]).equal
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_peak(form: str, tmp_path: Path) -> None:
+    """Two checkpoints of 2 GiB are compared in the memory of a few pieces."""
+    write(tmp_path / "x.ckpt", form)
+    command = [sys.executable, "-c", COMPARE, *[str(tmp_path / "x.ckpt")] * 2]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(f"{form}: {float(done.stdout):.0f} of {2048 * MIB // MIB} MiB")
+    assert 8 < float(done.stdout) < 300

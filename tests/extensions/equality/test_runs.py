@@ -1,0 +1,131 @@
+"""Runs compared: equal to the bit, and where they differ first."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from equipoise import CheckpointError, Trainer
+from equipoise.extensions.equality import compare_runs
+from tests.conftest import ignoring
+from tests.extensions.equality.runs import Nudge, run
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring("Checkpoint directory", "Experiment logs directory", "The dirpath has changed")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("first"))
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    """Return the logged values of a name by step."""
+    with (folder / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row[name]}
+
+
+def weight(folder: Path, step: int) -> torch.Tensor:
+    (path,) = folder.glob(f"checkpoints/*step={step}.ckpt")
+    return torch.load(path, weights_only=True)["state_dict"]["layers.0.weight"]  # type: ignore[no-any-return]
+
+
+def test_the_same_run_twice(first: Path, tmp_path: Path) -> None:
+    result = compare_runs(first, run(tmp_path))
+    assert result.equal
+    assert not result.differences
+    assert not result.not_compared
+    assert (result.logged_values, result.steps, result.checkpoints) == (8, 6, 7)
+    assert result.sentence == f"equal to the bit: 8 logged values at 6 steps, 7 checkpoints, {result.tensors} tensors"
+    # Weights and buffers, and three tensors of Adam for each of six parameters, at least.
+    assert result.tensors > 7 * (9 + 18)
+    assert {"step_time", "time_elapsed", "dirpath", "hyper_parameters"} <= set(result.left_out)
+    assert not {"train_loss", "val_loss"} & set(result.left_out)
+
+
+def test_a_weight_that_differs(first: Path, tmp_path: Path) -> None:
+    """The first checkpoint after it shows the weight, and the next step the loss."""
+    second = run(tmp_path, Trainer, Nudge(2, 1e-6))
+    result = compare_runs(first, second)
+    assert not result.equal
+    found = {(difference.part, difference.name): difference for difference in result.differences}
+    saved = found["weights", "layers.0.weight"]
+    assert (saved.step, saved.place) == (2, (3, 1))
+    assert saved.amount == (weight(first, 2) - weight(second, 2)).abs().max().item() > 0
+    assert (float(saved.first), float(saved.second)) == (weight(first, 2)[3, 1], weight(second, 2)[3, 1])
+    losses = (column(first, "train_loss"), column(second, "train_loss"))
+    logged = found["logged values", "train_loss"]
+    assert logged.step == next(step for step in losses[0] if losses[0][step] != losses[1][step]) == 2
+    assert logged.amount == abs(losses[0][2] - losses[1][2])
+    # Nothing but this weight differs at the step: neither optimisers nor the position.
+    at_two = {key for key, difference in found.items() if difference.step == 2}
+    assert at_two == {("weights", "layers.0.weight"), ("logged values", "train_loss"), ("logged values", "val_loss")}
+    assert found["optimisers", "0.state.0.exp_avg"].step == 3
+    assert result.sentence == f"differ first at step 2: {logged} and 1 more; weights of step 2: {saved}"
+    assert str(saved) == "layers.0.weight by at most 1e-06 at (3, 1)"
+    assert compare_runs(first, second, atol=1e-2).equal
+    assert not compare_runs(first, second, rtol=1e-13).equal
+    # Of checkpoints before it everything is equal.
+    names = [next(folder.glob("checkpoints/*step=1.ckpt")) for folder in (first, second)]
+    assert compare_runs(*names).equal
+
+
+def test_a_run_that_was_resumed(first: Path, tmp_path: Path) -> None:
+    """All that resumption promises: weights, optimisers, the position, and rows of the table."""
+    run(tmp_path, kill_at=4)
+    (path,) = tmp_path.glob("checkpoints/*step=4.ckpt")
+    result = compare_runs(first, run(tmp_path, ckpt_path=path))
+    assert result.equal, result.sentence
+    assert (result.logged_values, result.checkpoints) == (8, 7)
+
+
+def test_ours_and_lightnings(first: Path, tmp_path: Path) -> None:
+    result = compare_runs(first, run(tmp_path, L.Trainer))
+    assert result.equal, result.sentence
+    assert (result.logged_values, result.steps, result.checkpoints) == (8, 6, 7)
+    assert f"resumption: all, which {first} alone has" in result.not_compared
+    assert result.sentence.endswith("; something was not compared, see below")
+
+
+def test_other_steps_were_kept(first: Path, tmp_path: Path) -> None:
+    """Steps that only one run has are named."""
+    second = run(tmp_path, every=2, log_every_n_steps=2)
+    result = compare_runs(first, second)
+    assert result.equal
+    assert (result.logged_values, result.steps, result.checkpoints) == (5, 4, 4)
+    assert f"checkpoints that {first} alone has: of steps 1, 3, 5" in result.not_compared
+    assert f"logged values that {first} alone has: train_loss, of steps 0, 2, 4" in result.not_compared
+
+
+def test_a_folder_and_a_part_of_another(first: Path, tmp_path: Path) -> None:
+    second = run(tmp_path)
+    table = compare_runs(first, second / "metrics.csv")
+    assert (table.equal, table.logged_values, table.checkpoints) == (True, 8, 0)
+    saved = compare_runs(second / "checkpoints" / "last.ckpt", first)
+    assert (saved.equal, saved.logged_values, saved.checkpoints) == (True, 0, 1)
+
+
+def test_what_cannot_be_compared(first: Path, tmp_path: Path) -> None:
+    def compare(*paths: Any, **options: Any) -> Any:
+        return lambda: compare_runs(*paths, **options)
+
+    (one,), (two,) = (list(first.glob(f"checkpoints/*step={step}.ckpt")) for step in (1, 2))
+    refuses(compare(first, tmp_path / "none"), "There is no file or folder", "none")
+    refuses(compare(first, tmp_path), "is no folder of a run")
+    refuses(compare(one, two), "nothing to compare", "checkpoints of step 1;", "checkpoints of step 2.")
+    refuses(compare(one, first / "metrics.csv"), "nothing to compare", "logged values of no step")
+    refuses(compare(first, first, atol=-1), "atol is a number from 0, not -1")
+    refuses(compare(first, first, rtol=float("nan")), "rtol is a number from 0")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("step,loss\n0,1.0\n")
+    refuses(compare(first, tmp_path), "holds several runs", str(tmp_path / "b"))
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    refuses(compare(first, tmp_path / "table.csv"), "has no column 'step'")
+    torch.save({"state_dict": {"other": torch.ones(1)}, "global_step": 1}, tmp_path / "x.ckpt")
+    refuses(compare(one, tmp_path / "x.ckpt"), "are of other modules", "layers.0.weight")
+    (tmp_path / "x.ckpt").write_bytes(one.read_bytes()[:-100])
+    refuses(compare(one, tmp_path / "x.ckpt"), "cannot be read", error=CheckpointError)
