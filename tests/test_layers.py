@@ -56,6 +56,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "quantization": set(),
     "ray": set(),
     "report": set(),
+    "runs": {"report"},
     "savers": set(),
     "tokens": set(),
     "tuning": {"fsdp", "pipeline", "planning"},

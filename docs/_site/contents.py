@@ -46,6 +46,7 @@ GROUPS = {
     "Configuration, sweeps, several machines": [
         "docs/configuration",
         "docs/sweeps",
+        "docs/runs",
         "docs/several_machines",
         "docs/ray",
         "docs/security",

@@ -222,7 +222,7 @@ def asked(equipoise, monkeypatch, line, point=None):
             "equipoise ",
             [
                 *("fit", "validate", "test", "predict", "devices", "doctor", "plan", "savings", "compare", "init"),
-                *("completion", "curves-equal", "export"),
+                *("completion", "curves-equal", "export", "runs"),
             ],
             marks=pytest.mark.whole_package,
         ),

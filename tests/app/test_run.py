@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 
 from equipoise import NoGradEvaluation, Trainer
+from equipoise.names.extensions import names_of_extensions
 
 
 def only_run(root: Path, kind: str = "outputs") -> Path:
@@ -247,6 +248,8 @@ def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
     assert [yaml.safe_load((job / "config.yaml").read_text())["module"]["lr"] for job in jobs] == [0.1, 0.2]
     assert rows(jobs[0])[-1] != rows(jobs[1])[-1]
     assert not (project / "outputs").exists()
+    # Each extension that makes a page of a sweep has made one.
+    assert len(list(project.glob("multirun/*/*/*.html"))) == len(names_of_extensions("sweep_pages"))
     # Both results end the output, as they do with `launcher=pool`.
     table = out[out.index("Sweep: 2 done") :]
     assert "module.lr" in table

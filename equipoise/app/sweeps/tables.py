@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import rich
@@ -13,11 +14,15 @@ from rich.text import Text
 
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.formats import format_duration, format_number, format_path
+from equipoise.names.extensions import load_extension, names_of_extensions
+from equipoise.notices import rank_zero_warn
 from equipoise.tables.live_table import LiveTable
 from equipoise.tables.whole_table import print_table
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 
+# Functions that receive the folder of a sweep and return the page that they have written, or None.
+_PAGES = "sweep_pages"
 # Most metrics in a table; results.csv has all of them.
 _MOST_METRICS = 4
 # Rows of the live table, in which jobs that wait are left out first.
@@ -152,6 +157,23 @@ def print_closing_table(results: SweepResults, console: Console | None = None) -
             console.print(line, soft_wrap=True)
     line = Text.assemble(("Results: ", "dim"), format_path(str(results.path)))
     console.print(line, soft_wrap=True)
+    for path in _added_pages(results):
+        line = Text.assemble(("Page: ", "dim"), format_path(str(path)))
+        console.print(line, soft_wrap=True)
+
+
+def _added_pages(results: SweepResults) -> Iterator[Path]:
+    """Yield the pages that extensions write about the folder of a sweep. One that fails is left out with a warning."""
+    if results.path is None:
+        return
+    for name in names_of_extensions(_PAGES):
+        try:
+            path = load_extension(_PAGES, name)(results.path.parent)
+        except Exception as error:
+            rank_zero_warn(f"The page {name!r} of the sweep is missing: {type(error).__name__}: {error}")
+        else:
+            if path is not None:
+                yield path
 
 
 def _empty_table(title: str, results: SweepResults, further: Sequence[str]) -> Table:

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
-from equipoise.extensions.report.curve_history import CurveHistory
+from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
-from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, RunEvent, RunRecord
-from equipoise.extensions.report.read_trainer import best_scores, memory_logger_of, peaks_of, saved_checkpoints
+from equipoise.extensions.report.page.record import LearningRateSearch, Outcome, PipelineStep, RunEvent, RunRecord
+from equipoise.extensions.report.page.scales import Point
+from equipoise.extensions.report.read_trainer import (
+    best_scores,
+    memory_logger_of,
+    monitored,
+    peaks_of,
+    saved_checkpoints,
+)
+from equipoise.extensions.report.run_file.run_file import RunFile
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
@@ -20,7 +28,7 @@ from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.strategies.timeline import Timeline
 
-__all__ = ["collect_record", "pipeline_step"]
+__all__ = ["collect_record", "collect_run_file", "pipeline_step"]
 
 Fact = tuple[str, str]
 
@@ -50,6 +58,49 @@ def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, fo
         events=_events(trainer, fit),
         configuration=_configuration(trainer, module, folder),
     )
+
+
+def collect_run_file(
+    trainer: Any, module: Any, fit: Fit, curves: CurveHistory, outcome: Outcome, error: str
+) -> RunFile:
+    """Collect what `run.json` holds of a fit."""
+    now = datetime.now().astimezone()
+    facts = {
+        "module": type(module).__name__,
+        "state": outcome,
+        "began": fit.started.isoformat(),
+        "seen": now.isoformat(),
+        "seconds": (now - fit.started).total_seconds(),
+        "epochs": int(trainer.current_epoch),
+        "steps": int(trainer.global_step),
+        "peak_memory": peaks_of(trainer),
+        "monitored": monitored(trainer),
+    }
+    return RunFile(
+        facts=facts,
+        error=error,
+        curves=curves.step_curves(),
+        times=_times(trainer, fit),
+    )
+
+
+def _times(trainer: Any, fit: Fit) -> list[Point]:
+    """Return steps done, and the seconds since the start.
+
+    Each batch counts as the same part of a step, as with a constant `accumulate_grad_batches`.
+    """
+    batches = fit.throughput.progress(fit.clock)
+    if not batches or not trainer.global_step:
+        return []
+    # Loggers count one step where several optimisers step in turn.
+    last = steps_done(trainer)
+    first = fit.first_step * last / trainer.global_step
+    _, all_batches = batches[-1]
+    points = [(float(first), 0.0)]
+    for seconds, count in batches:
+        step = first + (last - first) * count / all_batches
+        points.append((step, seconds))
+    return points
 
 
 def learning_rate_search(callbacks: Iterable[Any]) -> LearningRateSearch | None:

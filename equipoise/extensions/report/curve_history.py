@@ -8,7 +8,7 @@ import torch
 
 from equipoise.extensions.report.page.scales import thin
 
-__all__ = ["CurveHistory", "StepCurve"]
+__all__ = ["CurveHistory", "StepCurve", "steps_done"]
 
 _MOST_POINTS = 1024
 # Three points of each interval stay, and both ends.
@@ -155,7 +155,7 @@ class CurveHistory:
             last_epoch = trainer.current_epoch + 1
         for name, curve in self.curves.items():
             self.curves[name] = {epoch: value for epoch, value in curve.items() if epoch <= last_epoch}
-        first_step = _steps_done(trainer)
+        first_step = steps_done(trainer)
         for step_curve in (self._epochs, *self._by_step.values()):
             step_curve.drop_from(first_step)
 
@@ -262,7 +262,7 @@ class CurveHistory:
         return self._recorded_names[name]
 
 
-def _steps_done(trainer: Any) -> int:
+def steps_done(trainer: Any) -> int:
     """Return the number of steps done, as loggers count them; under Lightning's Trainer, those of all optimisers."""
     progress = getattr(trainer, "progress", None)
     if progress is None:
@@ -276,7 +276,7 @@ def _steps_done(trainer: Any) -> int:
 
 def _last_step(trainer: Any) -> int:
     """Return the number of the last step, from 0; 0 also before the first."""
-    return max(0, _steps_done(trainer) - 1)
+    return max(0, steps_done(trainer) - 1)
 
 
 def _learning_rates(trainer: Any) -> dict[str, float]:

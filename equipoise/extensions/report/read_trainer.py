@@ -12,7 +12,7 @@ from equipoise.formats import format_path
 from equipoise.interop.lightning.classes import is_a
 from equipoise.memory.devices import peak_of_process
 
-__all__ = ["best_scores", "device_name", "devices_of", "memory_logger_of", "peaks_of", "saved_checkpoints"]
+__all__ = ["best_scores", "device_name", "devices_of", "memory_logger_of", "monitored", "peaks_of", "saved_checkpoints"]
 
 
 def devices_of(trainer: Any) -> list[torch.device]:
@@ -42,6 +42,15 @@ def best_scores(trainer: Any) -> list[tuple[str, float]]:
         if callback.monitor and callback.best_model_score is not None:
             scores.append((f"best {callback.monitor}", float(callback.best_model_score)))
     return scores
+
+
+def monitored(trainer: Any) -> dict[str, str]:
+    """Return "min" or "max" for each metric that a checkpoint callback monitors."""
+    modes = {}
+    for callback in _checkpoint_callbacks(trainer):
+        if callback.monitor:
+            modes[callback.monitor] = callback.mode
+    return modes
 
 
 def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import contextlib
 import platform
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
@@ -19,12 +19,14 @@ from rich.text import Text
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.report.added_sections import added_sections
-from equipoise.extensions.report.collect_record import collect_record
+from equipoise.extensions.report.collect_record import collect_record, collect_run_file
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.page.page import write_page, write_report
 from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
+from equipoise.extensions.report.run_file.origin import origin_section, read_origin
+from equipoise.extensions.report.run_file.run_file import write_run_file
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath, to_path
@@ -53,6 +55,10 @@ class RunReport(FitRecorder):
     `RunSummary` if there is one. Otherwise they are recorded here and are part of checkpoints, so those of a resumed
     fit are complete. They show the values that loggers receive, by step, also without a logger.
 
+    `run.json` beside the page has the state, the curves and times of the run for programs, with the command, versions
+    and the commit of the working folder; `equipoise runs` reads it. It is written when training begins, and with each
+    page.
+
     Example:
         >>> from equipoise import RunReport, Trainer
         >>> Trainer(max_epochs=3, callbacks=[RunReport()]).fit(model, datamodule=data)  # doctest: +SKIP
@@ -67,10 +73,12 @@ class RunReport(FitRecorder):
         # Time of the last report.
         self._written = 0.0
         self._earlier: Fit | None = None
+        # What was run; None before it is read.
+        self._origin: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves, without a fit under way."""
-        return copied_state(self, _fit=None, _earlier=None)
+        return copied_state(self, _fit=None, _earlier=None, _origin=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far, unless a `RunSummary` records them."""
@@ -90,6 +98,7 @@ class RunReport(FitRecorder):
         if stage != "fit":
             return
         self._devices = []
+        self._origin = None
         # All processes agree on log_dir, so it is read while all of them run this hook.
         folder = trainer.log_dir
         if not folder:
@@ -122,6 +131,10 @@ class RunReport(FitRecorder):
         earlier = self._earlier
         if self._fit is not None and earlier is not None and earlier.last_step == trainer.global_step > 0:
             self._fit.continue_from(earlier)
+        if self._fit is not None and trainer.is_global_zero and not trainer.fast_dev_run:
+            # A folder that cannot be written is told of at the end.
+            with contextlib.suppress(OSError):
+                self._write_run_file(trainer, pl_module, self._fit, "running")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Write a report, if the last one is a minute old."""
@@ -191,6 +204,8 @@ class RunReport(FitRecorder):
             # The report of a run under way is soon replaced.
             if outcome != "running":
                 sections = added_sections(trainer, module)
+            self._write_run_file(trainer, module, fit, outcome, error)
+            sections = [*sections, origin_section(self._read_origin())]
             record = replace(record, outcome=outcome, error=error, devices=self._devices, sections=sections)
             write_report(record, path)
         except Exception as failure:
@@ -198,6 +213,17 @@ class RunReport(FitRecorder):
             rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
             return None
         return path
+
+    def _read_origin(self) -> Mapping[str, Any]:
+        """Return what was run, which is read once in a fit."""
+        if self._origin is None:
+            self._origin = read_origin()
+        return self._origin
+
+    def _write_run_file(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> None:
+        content = collect_run_file(trainer, module, fit, self.recorded, outcome, error)
+        facts = {**content.facts, **self._read_origin()}
+        write_run_file(replace(content, facts=facts), self._folder)
 
 
 def _folder_of_failure(trainer: Any) -> AnyPath:

@@ -94,6 +94,19 @@ class Throughput:
             points.append((middle - start, factor * count / stretch.seconds))
         return points
 
+    def progress(self, start: float) -> list[tuple[float, int]]:
+        """Return how training went on: seconds since a start, and batches done up to then.
+
+        Args:
+            start: Time of second 0.
+        """
+        points = []
+        batches = 0
+        for stretch in self._stretches:
+            batches += stretch.batches
+            points.append((stretch.end - start, batches))
+        return points
+
     def _close(self, now: float) -> None:
         assert self._since is not None
         stretch = _Stretch(

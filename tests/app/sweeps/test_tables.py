@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from equipoise.app.sweeps import tables
 from equipoise.app.sweeps.collection import collected_results, current_results
 from equipoise.app.sweeps.progress import JobProgress, Progress, callbacks_of_job, report_metrics, reporting_to
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
@@ -160,3 +161,16 @@ def test_reports_of_a_job():
         assert isinstance(callback, JobProgress)
         report_metrics({"val_loss": 0.5})
     assert received == [Progress({"val_loss": 0.5})]
+
+
+def test_pages_of_extensions_are_named_and_a_broken_one_is_told_of(results, tmp_path, monkeypatch):
+    def broken(folder):
+        raise OSError("no room")
+
+    pages = {"a": lambda folder: folder / "a.html", "b": lambda folder: None, "c": broken}
+    monkeypatch.setattr(tables, "names_of_extensions", lambda group: list(pages))
+    monkeypatch.setattr(tables, "load_extension", lambda group, name: pages[name])
+    file = io.StringIO()
+    with pytest.warns(UserWarning, match=r"The page 'c' of the sweep is missing: OSError: no room"):
+        print_closing_table(results, Console(file=file, width=500))
+    assert file.getvalue().endswith(f"Page: {tmp_path / 'a.html'}\n")

@@ -28,8 +28,9 @@ _ACROSS = 1000
 # Significant digits of a value across; those of a step must tell neighbours apart.
 _DIGITS = {"step": 15}
 _DEFAULT_DIGITS = 5
-# Each point of a line with at most this number of points gets a dot.
+# Points of a short line, and lines that a description names.
 _FEW = 40
+_NAMED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ def line_chart(
     log: bool = False,
     log_across: bool = False,
     most_points: int = 1000,
+    has_legend: bool = True,
+    most_dots: int = _FEW,
 ) -> Markup:
     """Draw a figure: its title, the names of its lines with their values, the lines.
 
@@ -109,8 +112,10 @@ def line_chart(
         log: Allow a logarithmic axis up. Default: False.
         log_across: Allow a logarithmic axis across. Default: False.
         most_points: Maximum number of points of a line; a longer one is thinned. Default: 1000.
+        has_legend: Name the lines above the figure. Default: True; a page may name them itself.
+        most_dots: Each point of a line with at most this number of points gets a dot. Default: 40.
     """
-    head = tag("figcaption", heading("h3", title, note), _legend(lines))
+    head = tag("figcaption", heading("h3", title, note), _legend(lines) if has_legend else None)
     place = _magnitude if log_across else float
     drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)
@@ -134,7 +139,7 @@ def line_chart(
         _grid(across, up, height),
         *_boundaries(inside, across, height),
         *(_mark(mark, across, height) for mark in marks),
-        *(_draw(line, across, up, height) for line in drawable),
+        *(_draw(line, across, up, height, most_dots) for line in drawable),
         class_="plot",
         role="img",
         height=height + below,
@@ -145,6 +150,7 @@ def line_chart(
         data_low=f"{across.low:.9g}",
         data_high=f"{across.high:.9g}",
         data_log="yes" if across.log else None,
+        data_up=f"{up.low:.9g} {up.high:.9g} {'log' if up.log else 'linear'}",
     )
     # A word stands in the middle of its line, so its baseline lies a little below.
     words = [(format_quantity(tick, up.unit), _down(tick, up, height) + 4) for tick in up.ticks]
@@ -174,7 +180,9 @@ def _finite_points(lines: Sequence[Line]) -> list[Point]:
 
 
 def _description(title: str, lines: Sequence[Line], across: Scale) -> str:
-    labels = ", ".join(line.label for line in lines)
+    labels = f"{len(lines)} lines"
+    if len(lines) <= _NAMED:
+        labels = ", ".join(line.label for line in lines)
     first = format_quantity(across.low, across.unit)
     last = format_quantity(across.high, across.unit)
     return f"{title}: {labels}, from {first} to {last}"
@@ -293,14 +301,14 @@ def _mark(mark: Mark, across: Scale, height: int) -> Markup:
     )
 
 
-def _draw(line: Line, across: Scale, up: Scale, height: int) -> Markup | None:
+def _draw(line: Line, across: Scale, up: Scale, height: int, most_dots: int) -> Markup | None:
     """Draw a line with its dots; return None for a line without a finite point."""
     positions = _positions(line, across, up, height)
     dots = [(x, y) for x, y in positions if y is not None]
     if not dots:
         return None
     # A long line has a dot at its end only.
-    if len(dots) > _FEW:
+    if len(dots) > most_dots:
         dots = dots[-1:]
     # Only the path lies in the stretched picture, which would make ellipses of the dots.
     stretched = tag(

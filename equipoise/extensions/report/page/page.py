@@ -97,23 +97,27 @@ def render_report(record: RunRecord) -> str:
     return html_page(f"{record.title}: {record.outcome}", _header(record), _sections(record))
 
 
-def html_page(title: str, header: Markup, sections: Iterable[Markup | None]) -> str:
+def html_page(
+    title: str, header: Markup, sections: Iterable[Markup | None], *, style: str = "", script: str = ""
+) -> str:
     """Return the HTML of a page in the style of the reports, complete in itself.
 
     Args:
         title: Title of the window.
         header: What stands above the sections.
         sections: The sections; None is left out.
+        style: Rules after those of the reports. Default: none.
+        script: JavaScript after that of the reports, which may run as well. Default: none.
     """
-    style = _file("report.css")
-    script = _file("report.js")
-    head = _head(title, style, script)
+    styles = Markup(_file("report.css") + style)
+    scripts = Markup(_file("report.js") + script)
+    head = _head(title, styles, scripts)
     body = tag(
         "body",
         header,
         tag("main", *sections),
         _footer(),
-        tag("script", script),
+        tag("script", scripts),
     )
     page = tag("html", head, body, lang="en")
     return f"<!DOCTYPE html>\n{page}\n"

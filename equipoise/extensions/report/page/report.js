@@ -47,17 +47,30 @@ function nearest(xs, x) {
   return x - xs[low] < xs[high] - x ? low : high;
 }
 
+// Of many values the eight nearest to the pointer.
+function nearby(values, plot, down) {
+  if (values.length <= 8) return values;
+  const [low, high, kind] = plot.dataset.up.split(" "), straight = kind === "log" ? Math.log : (y) => y;
+  const bottom = Number(plot.dataset.bottom), range = straight(Number(high)) - straight(Number(low));
+  const at = straight(Number(low)) + (range * (bottom - down)) / (bottom - 8);
+  const gap = ([, value]) => { const away = Math.abs(straight(value) - at); return isFinite(away) ? away : Infinity; };
+  const few = [...values].sort((one, other) => (gap(one) < gap(other) ? -1 : 1)).slice(0, 8);
+  return few.sort((one, other) => other[1] - one[1]);
+}
+
 for (const plot of document.querySelectorAll(".plot")) {
   const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
   const low = straight(Number(plot.dataset.low)), high = straight(Number(plot.dataset.high));
   let lines = null, cross = null;
   plot.addEventListener("pointermove", (event) => {
     lines ??= [...plot.querySelectorAll(".line")].map((line) => ({
-      label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
+      line, label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
     }));
+    const seen = lines.filter(({ line }) => !line.classList.contains("off"));
+    if (!seen.length) return;
     const box = plot.getBoundingClientRect();
     const at = back(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
-    const gaps = lines.map((line) => line.x[nearest(line.x, at)]);
+    const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
     const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
     if (!cross) {
       cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
@@ -68,7 +81,8 @@ for (const plot of document.querySelectorAll(".plot")) {
     }
     cross.removeAttribute("visibility");
     for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
-    const told = lines.map((line) => line.label + "  " + words[plot.dataset.y](line.y[nearest(line.x, x)]));
+    const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, event.clientY - box.top);
+    const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
     const mark = event.target.closest(".mark");
     show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
   });

@@ -1,0 +1,1 @@
+"""`equipoise runs`: runs side by side, from the files that they leave."""

@@ -1,0 +1,159 @@
+"""`equipoise runs`: find runs, and show them as a table, as JSON or as a page."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import rich
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.app.command import present, read_flags
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.report.page.page import write_page
+from equipoise.extensions.report.run_file.plain_json import as_json
+from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_runs
+from equipoise.extensions.runs.configuration import differing_keys
+from equipoise.extensions.runs.found import find_runs
+from equipoise.extensions.runs.page import runs_page
+from equipoise.extensions.runs.reading import read_run
+from equipoise.extensions.runs.run import Run, Unreadable
+from equipoise.formats import format_path, printable
+from equipoise.tables.whole_table import print_table
+
+__all__ = ["show_runs", "write_page_of_sweep"]
+
+_TAKES = "equipoise runs takes FOLDERS, --sort=COLUMN, --json and --html=PATH"
+_DEFAULT_FOLDERS = ("outputs", "multirun")
+# Columns of a terminal; the page has more, and JSON has all.
+_MOST_KEYS = 6
+_MOST_METRICS = 3
+_STYLES = {"finished": "green", "failed": "red", "interrupted": "yellow", "running": "cyan", "unknown": "dim"}
+
+
+def show_runs(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        arguments: Folders, and flags.
+
+    Raises:
+        ConfigurationError: If an argument is wrong, or a folder does not exist.
+    """
+    readers = {"--json": present, "--sort": _some_text, "--html": _some_text}
+    names, flags = read_flags(arguments, readers, _TAKES)
+    for name in names:
+        if not Path(name).is_dir():
+            raise ConfigurationError(f"There is no folder {name!r} on this machine: {_TAKES}.")
+    folders = [Path(name) for name in names]
+    if not names:
+        folders = [Path(name) for name in _DEFAULT_FOLDERS if Path(name).is_dir()]
+    runs, unreadable = _read(folders, flags.get("--sort"))
+    if "--json" in flags:
+        print(json.dumps(_as_json(runs, unreadable), indent=2))
+    else:
+        _print(runs, unreadable, folders)
+    if "--html" in flags:
+        path = Path(flags["--html"])
+        try:
+            write_page(runs_page(runs, unreadable, path.parent), path)
+        except OSError as error:
+            raise ConfigurationError(f"--html={path} cannot be written: {error}. Name another file.") from error
+        if "--json" not in flags:
+            print(f"Page: {format_path(str(path))}")
+
+
+def write_page_of_sweep(folder: Path) -> Path | None:
+    """Write `runs.html` into the folder of a sweep; see `page_of_sweep`."""
+    runs, unreadable = _read([folder], None)
+    if len(runs) < 2:
+        return None
+    path = folder / "runs.html"
+    write_page(runs_page(runs, unreadable, folder), path)
+    return path
+
+
+def _some_text(name: str, text: str | None) -> str:
+    if not text:
+        raise ConfigurationError(f"{name} takes a value: {_TAKES}.")
+    return text
+
+
+def _read(folders: Sequence[Path], order: str | None) -> tuple[list[Run], list[Unreadable]]:
+    runs = []
+    unreadable = []
+    for result in find_runs(folders):
+        if isinstance(result, Unreadable):
+            unreadable.append(result)
+            continue
+        run, failures = read_run(result)
+        unreadable += failures
+        if run is not None:
+            runs.append(run)
+    return sorted_runs(runs, order), unreadable
+
+
+def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Sequence[Path]) -> None:
+    console = rich.get_console()
+    if runs:
+        _print_table(runs, console)
+    else:
+        places = ", ".join(map(str, folders)) or "outputs and multirun, which do not exist here"
+        console.print(Text(f"There are no runs in {places}."), soft_wrap=True)
+    # Errors and paths stand outside of the table, so that it does not break them.
+    for run in runs:
+        if run.error:
+            console.print(Text.assemble((f"{run.name}: ", "dim"), run.error), soft_wrap=True)
+    for each in unreadable:
+        console.print(Text.assemble(("Not read: ", "dim"), printable(f"{each.path}: {each.reason}")), soft_wrap=True)
+
+
+def _print_table(runs: Sequence[Run], console: Console) -> None:
+    keys = differing_keys(runs)
+    columns = columns_of(keys[:_MOST_KEYS], main_metrics(runs)[:_MOST_METRICS])
+    # A column in which no run has a value tells nothing.
+    columns = [column for column in columns if any(column.cell(run) for run in runs)]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for column in columns:
+        # As texts, since rich would read brackets as markup.
+        if column.head in keys:
+            table.add_column(Text(column.head), overflow="fold")
+        else:
+            table.add_column(Text(column.head), justify="right")
+    for run in runs:
+        cells = [Text(column.cell(run) or "-") for column in columns]
+        table.add_row(Text(run.name), Text(run.state, _STYLES[run.state]), *cells)
+    print_table(table, console)
+    if len(keys) > _MOST_KEYS:
+        console.print(Text(f"{len(keys) - _MOST_KEYS} more keys differ: --html and --json show them."), soft_wrap=True)
+
+
+def _as_json(runs: Sequence[Run], unreadable: Sequence[Unreadable]) -> Any:
+    keys = differing_keys(runs)
+    entries = []
+    for run in runs:
+        began = None
+        if run.began is not None:
+            began = datetime.fromtimestamp(run.began).astimezone().isoformat()
+        entry = {
+            "folder": str(run.folder),
+            "state": run.state,
+            "error": run.error,
+            "began": began,
+            "seconds": run.seconds,
+            "epochs": run.epochs,
+            "steps": run.steps,
+            "peak_memory": run.peak_memory,
+            "metrics": {name: vars(metric) for name, metric in run.metrics.items()},
+            "differences": {key: run.configuration.get(key) for key in keys},
+            "origin": run.origin,
+        }
+        entries.append(entry)
+    failures = [{"path": str(each.path), "reason": each.reason} for each in unreadable]
+    return as_json({"runs": entries, "unreadable": failures})

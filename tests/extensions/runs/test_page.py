@@ -1,0 +1,142 @@
+"""The page of runs, taken apart by a parser: what it holds, that nothing in it runs, and how large it can get."""
+
+import base64
+import hashlib
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.extensions.runs.page import runs_page
+from equipoise.extensions.runs.run import Run, Unreadable
+from tests.extensions.report.page.parsing import Element, parse
+
+ATTACK = '"></title></script></style><script>alert(1)</script><img src=x onerror=\'a()\' alt="b">&amp;'
+
+
+def run(number: int, name: str = "", **given: Any) -> Run:
+    values: dict[str, Any] = {
+        "state": "finished",
+        "epochs": 1,
+        "steps": 20,
+        "seconds": 60.0,
+        "peak_memory": {"cpu": 2**30},
+        "curves": {"val_loss": {9.0: 1.0 + number, 19.0: 0.5}},
+        "times": {0.0: 0.0, 10.0: 20.0, 20.0: 60.0},
+        "configuration": {"module.lr": f"0.{number}", "seed": f"{number}"},
+        "origin": {"torch": "2.13.0", "commit": f"{number}" * 8},
+    }
+    return Run(folder=Path(f"runs/{number}"), name=name or f"runs/{number}", **{**values, **given})
+
+
+def page(*runs: Run, unreadable: Any = ()) -> Element:
+    return parse(runs_page(runs, unreadable, Path(".")))
+
+
+def sections(document: Element) -> dict[str, Element]:
+    return {section.one("h2").content[0]: section for section in document.all("section")}
+
+
+def lines(section: Element) -> list[tuple[str, str, str]]:
+    found = section.all("g", "line")
+    return [(each.attributes["data-label"], each.attributes["data-x"], each.attributes["data-y"]) for each in found]
+
+
+def test_runs_stand_side_by_side():
+    failed = run(2, state="failed", error="ValueError: no", curves={}, times={})
+    found = sections(page(run(1, report=Path("runs/1/report.html")), failed, unreadable=[Unreadable(Path("x"), "bad")]))
+    assert list(found) == ["Runs", "Curves by step", "Curves by time", "What was run", "Not read"]
+    table = found["Runs"].one("table", "runs")
+    heads = [head.text for head in table.all("th")]
+    assert heads == ["Run", "State", "module.lr", "seed", "best val_loss", "last val_loss", *heads[6:]]
+    first, second = ([cell.text for cell in row.all("td")] for row in table.one("tbody").all("tr"))
+    assert first == ["runs/1", "finished", "0.1", "1", "0.5000", "0.5000", "1", "20", "1:00", "1.0 GiB"]
+    assert second[:6] == ["runs/2", "failedValueError: no", "0.2", "2", "", ""]
+    assert table.one("a").attributes["href"] == "runs/1/report.html"
+    assert lines(found["Curves by step"]) == [("runs/1", "9 19", "2 0.5")]
+    # Ten steps are done after 20 seconds.
+    assert lines(found["Curves by time"]) == [("runs/1", "20 60", "2 0.5")]
+    rows = [[cell.text for cell in row.all("td")] for row in found["What was run"].one("tbody").all("tr")]
+    assert rows == [
+        ["runs/1", "the first run", "11111111"],
+        ["runs/2", "module.lr: 0.1 → 0.2, and 1 more", "22222222"],
+    ]
+    assert "The same in all runs: torch: 2.13.0." in found["What was run"].text
+    assert [cell.text for cell in found["Not read"].all("td")] == ["x", "bad"]
+
+
+def test_each_line_belongs_to_a_row():
+    document = page(*(run(number) for number in range(20)))
+    rows = [row.attributes["data-run"] for row in document.one("table", "runs").one("tbody").all("tr")]
+    assert rows == [str(number) for number in range(20)]
+    for line in document.all("g", "line"):
+        number = line.attributes["data-label"].removeprefix("runs/")
+        assert f"run-{number}" in line.attributes["class"].split()
+
+
+def test_a_resumed_run_has_no_times_of_the_process_before():
+    resumed = run(1, times={15.0: 0.0, 20.0: 5.0})
+    assert lines(sections(page(resumed))["Curves by time"]) == [("runs/1", "5", "0.5")]
+    assert "RunReport() notes them" in sections(page(run(1, times={})))["Curves by time"].text
+
+
+def test_only_our_own_script_and_style_may_run_and_nothing_is_fetched():
+    document = page(run(1, report=Path("runs/1/report.html")), run(2))
+    policies = [meta.attributes.get("content", "") for meta in document.all("meta")]
+    (policy,) = [each for each in policies if each.startswith("default-src")]
+    for name in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(document.one(name).text.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none';")
+    assert set(re.findall(r"\w+://[^\s\"']+", runs_page([run(1)], (), Path(".")))) <= {"http://www.w3.org/2000/svg"}
+    for element in document:
+        assert not {"src", "style"} & element.attributes.keys()
+        assert not any(name.startswith("on") for name in element.attributes)
+
+
+def test_text_of_others_stays_text():
+    def hostile(number: int) -> Run:
+        return run(
+            number,
+            ATTACK,
+            error=ATTACK,
+            curves={ATTACK: {1.0: 0.5}},
+            configuration={ATTACK: f"{number}{ATTACK}"},
+            origin={ATTACK: ATTACK, "commit": f"{number}{ATTACK}"},
+            report=Path("javascript:alert(1)/report.html"),
+        )
+
+    document = page(hostile(1), hostile(2), unreadable=[Unreadable(Path(ATTACK), ATTACK)])
+    assert [each.name for each in document if each.name in ("script", "style", "img")] == ["style", "script"]
+    assert document.text.count("<script>alert(1)</script>") >= 15
+    assert {link.attributes["href"] for link in document.all("a")} == {"javascript%3Aalert%281%29/report.html"}
+
+
+def test_odd_values():
+    odd = run(1, curves={"loss": {0.0: math.nan, 1.0: math.inf}, "none": {}}, epochs=None, seconds=None, peak_memory={})
+    document = page(odd, run(2, curves={}, configuration={}, origin={}))
+    assert "No value is a finite number." in document.text
+    assert sections(page())["Runs"].one("p").text == "There are none."
+
+
+@pytest.mark.slow
+def test_200_runs_stay_below_two_megabytes():
+    draw = random.Random(1)
+    steps = sorted(draw.sample(range(10_000_000), 254))
+    runs = []
+    for number in range(1000):
+        curves = {f"val_{name}": {float(step): draw.random() for step in steps} for name in "abcdefgh"}
+        keys = {f"module.{'long' * 20}{key}": f"{draw.random()}" * 20 for key in range(20)}
+        times = {0.0: 0.0, 1e7: 1e5}
+        origin = {"command": "x" * 400 + str(number), "commit": f"{number:040}"}
+        name = f"multirun/2026-01-01/10-00-00-000000/{number}"
+        values = {"curves": curves if number < 200 else {}, "configuration": keys, "times": times, "origin": origin}
+        runs.append(run(number, name, error="e" * 500, state="failed", **values))
+    text = runs_page(runs, [Unreadable(Path("x" * 300), "y" * 300)] * 500, Path("."))
+    assert 500_000 < len(text.encode()) < 2_000_000
+    found = sections(parse(text))
+    assert "the first 200 of 1,000" in found["Runs"].text
+    assert len(lines(found["Curves by step"])) == len(lines(found["Curves by time"])) == 800

@@ -1,0 +1,324 @@
+"""`equipoise runs`: what is found and read, also of runs that are damaged, killed or not ours, and how it is shown."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import rich
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+
+import equipoise
+from equipoise import RunReport
+from equipoise.__main__ import main
+from equipoise.extensions.runs.configuration import flat_configuration
+from equipoise.extensions.runs.entry import page_of_sweep
+from tests.extensions.runs.conftest import WriteRun
+from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
+
+pytestmark = LIGHTNINGS_OWN_WARNINGS
+BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
+# Each of nine lists holds the one before it nine times.
+LINES = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+REPEATED = "\n".join(["a0: &a0 [x]", *LINES])
+
+
+@pytest.fixture(autouse=True)
+def wide_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print where the test reads, without a terminal."""
+    monkeypatch.setattr(rich, "get_console", lambda: Console(force_terminal=False))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["runs", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads(shown(capsys, "--json", *arguments))["runs"]
+    return runs
+
+
+def names(runs: list[dict[str, Any]]) -> list[str]:
+    return [Path(run["folder"]).name for run in runs]
+
+
+class Fails(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 3:
+            raise ValueError("it <broke>\nfor a reason")
+        return super().training_step(batch, batch_idx)
+
+
+class TestOfRealFits:
+    @BOTH
+    def test_a_finished_and_a_failed_one(self, cls: type, tmp_path: Path, monkeypatch: Any, capsys: Any):
+        monkeypatch.chdir(tmp_path)
+        for name, module in (("a", Small()), ("b", Fails())):
+            options = {"logger": CSVLogger(f"outputs/{name}", "", ""), "log_every_n_steps": 1}
+            run = trainer(cls, max_epochs=2, callbacks=[RunReport()], enable_progress_bar=False, **options)
+            if name == "a":
+                run.fit(module, loader(4), loader(1))
+            else:
+                with pytest.raises(ValueError, match="broke"):
+                    run.fit(module, loader(4), loader(1))
+        capsys.readouterr()
+        first, second = listed(capsys)
+        assert (first["state"], first["epochs"], first["steps"], first["error"]) == ("finished", 2, 8, "")
+        assert (second["state"], second["steps"]) == ("failed", 3)
+        assert second["error"] == "ValueError: it <broke>"
+        assert first["metrics"]["loss"] == {
+            "best": 0.0 if cls is equipoise.Trainer else 3.0,
+            "last": 7.0,
+            "mode": "min",
+        }
+        assert first["metrics"]["val_loss"] == {"best": 10.0, "last": 11.0, "mode": "min"}
+        assert first["peak_memory"]["cpu"] > 0
+        assert first["origin"]["equipoise"] == equipoise.__version__
+        assert 0 < first["seconds"] < 60
+        times = json.loads(Path("outputs/a/run.json").read_text())["times"]
+        assert (times[0][0], times[0][-1]) == (0, 8)
+        assert times[1] == sorted(times[1])
+
+    def test_the_report_says_what_was_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.chdir(tmp_path)
+        git = ["git", "-c", "user.name=a", "-c", "user.email=b"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+            Path("code.py").write_text("1\n")
+            subprocess.run([*git, *command], check=True)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+        monkeypatch.setattr("sys.argv", ["equipoise", "module.name=a b"])
+        for text, is_changed in (("1\n", False), ("2\n", True)):
+            Path("code.py").write_text(text)
+            trainer(equipoise.Trainer, max_epochs=1, callbacks=[RunReport()]).fit(Small(), loader(2))
+            facts = json.loads(Path("run.json").read_text())
+            assert facts["command"] == "equipoise fit 'module.name=a b'"
+            assert (facts["commit"], facts["changed"]) == (commit, is_changed)
+        page = Path("report.html").read_text()
+        assert f"{commit}, with changes that are not committed" in page
+
+    def test_a_fit_under_way_is_running_until_its_process_has_ended(
+        self, tmp_path: Path, monkeypatch: Any, capsys: Any
+    ):
+        monkeypatch.chdir(tmp_path)
+        seen = []
+
+        def look(module: Any, stage: str, batch_idx: int) -> None:
+            seen.append(json.loads(Path("outputs/run.json").read_text()))
+
+        options = {"default_root_dir": "outputs", "callbacks": [RunReport()], "enable_progress_bar": False}
+        trainer(equipoise.Trainer, max_epochs=1, **options).fit(Small(look), loader(1))
+        (running,) = seen
+        Path("outputs/run.json").write_text(json.dumps(running))
+        capsys.readouterr()
+        assert [run["state"] for run in listed(capsys)] == ["running"]
+        # Another process that has the number of one that has ended.
+        running["process_began"] -= 100
+        Path("outputs/run.json").write_text(json.dumps(running))
+        (killed,) = listed(capsys)
+        assert (killed["state"], killed["error"]) == ("interrupted", "Its process has ended without a word.")
+
+
+class TestFound:
+    def test_only_runs_are_found(self, write_run: WriteRun, tmp_path: Path, capsys: Any):
+        write_run("a")
+        other = tmp_path / "outputs" / "conf"
+        other.mkdir()
+        (other / "config.yaml").write_text("defaults: [a]\n")
+        evaluated = tmp_path / "outputs" / "evaluated"
+        evaluated.mkdir()
+        (evaluated / "config.yaml").write_text("stage: test\n")
+        (tmp_path / "outputs" / "link").symlink_to(tmp_path / "outputs" / "a")
+        assert names(listed(capsys)) == ["a"]
+        assert names(listed(capsys, "outputs", "outputs/a")) == ["a"]
+
+    def test_files_of_a_loggers_folder_belong_to_the_run(self, write_run: WriteRun, capsys: Any):
+        folder = write_run("a")
+        for version in ("version_9", "version_10"):
+            (folder / "tensorboard" / version).mkdir(parents=True)
+            text = (folder / "run.json").read_text().replace('"steps": 20', f'"steps": {version[8:]}')
+            (folder / "tensorboard" / version / "run.json").write_text(text)
+        (folder / "run.json").unlink()
+        (run,) = listed(capsys)
+        assert (Path(run["folder"]).name, run["steps"]) == ("a", 10)
+
+    def test_runs_without_a_report_are_read_from_their_metrics(self, tmp_path: Path, monkeypatch: Any, capsys: Any):
+        folder = tmp_path / "lightning_logs" / "version_0"
+        folder.mkdir(parents=True)
+        rows = ["step,epoch,val_loss,lr", "9,0,0.5,", "9,0,,0.1", "19,1,nan,", "29,1,0.75,", "39,1,0."]
+        (folder / "metrics.csv").write_text("\n".join(rows))
+        (folder / "hparams.yaml").write_text("width: 8\n")
+        monkeypatch.chdir(tmp_path)
+        (run,) = listed(capsys, "lightning_logs")
+        assert (run["state"], run["steps"], run["epochs"]) == ("unknown", 30, 2)
+        # The last row was cut off.
+        assert run["metrics"]["val_loss"] == {"best": 0.5, "last": 0.75, "mode": "min"}
+
+    def test_what_a_sweep_knows_of_a_job_that_told_nothing(self, write_run: WriteRun, capsys: Any):
+        folder = write_run("3")
+        (folder / "run.json").unlink()
+        row = f"3,failed,0.1,1.5,cpu,{folder},TypeError: no"
+        (folder.parent / "results.csv").write_text(f"job,state,lr,seconds,device,folder,error\n{row}\n")
+        (run,) = listed(capsys)
+        assert (run["state"], run["error"], run["seconds"]) == ("failed", "TypeError: no", 1.5)
+
+    @pytest.mark.parametrize(
+        ("file", "text", "reason"),
+        [
+            ("run.json", "{", "Expecting"),
+            ("run.json", "[" * 100_000, ""),
+            ("run.json", "[]", "list indices"),
+            ("run.json", '{"state": "<script>"}', "names no state"),
+            ("config.yaml", "a: [", "while parsing"),
+            ("config.yaml", "[" * 100_000, "flow level"),
+            ("config.yaml", "!!python/object/apply:os.system ['touch owned']", "could not determine a constructor"),
+            ("config.yaml", REPEATED, "10,000 values"),
+            ("config.yaml", "a: &a [*a]", ""),
+            ("metrics.csv", "a,b\n1,2\n", "step"),
+            ("metrics.csv", "step,loss\nx,2\n", "could not convert"),
+        ],
+    )
+    def test_a_damaged_file_is_one_line(self, write_run: WriteRun, capsys: Any, file: str, text: str, reason: str):
+        write_run("good")
+        folder = write_run("bad")
+        if file == "metrics.csv":
+            (folder / "run.json").unlink()
+        (folder / file).write_text(text)
+        told = json.loads(shown(capsys, "--json"))
+        assert set(names(told["runs"])) == {"good", "bad"}
+        (failure,) = told["unreadable"]
+        assert Path(failure["path"]) == Path("outputs/bad", file)
+        assert reason in failure["reason"]
+        assert len(failure["reason"].splitlines()) == 1
+        assert not Path("owned").exists()
+        assert "Not read: outputs/bad/" in shown(capsys)
+
+    @pytest.mark.parametrize("value", [10**400, "inf", "nan", None, [], "<b>"])
+    @pytest.mark.parametrize("name", ["seconds", "epochs", "steps", "peak_memory", "began", "times", "curves"])
+    def test_a_value_that_cannot_be_is_damage(self, write_run: WriteRun, capsys: Any, name: str, value: Any):
+        if name == "peak_memory":
+            value = {"cpu": value}
+        elif name == "curves":
+            value = {"loss": [[0], [value]]}
+        write_run("a", **{name: value})
+        told = json.loads(shown(capsys, "--json"))
+        assert len(told["runs"]) == 1
+        # Numbers of a curve that are not finite are texts.
+        assert len(told["unreadable"]) == (value not in [{"loss": [[0], ["inf"]]}, {"loss": [[0], ["nan"]]}])
+        assert "outputs/a" in shown(capsys, "--html=runs.html")
+
+    def test_a_folder_that_cannot_be_listed_is_one_line(self, write_run: WriteRun, capsys: Any, monkeypatch: Any):
+        write_run("a")
+        real = os.scandir
+
+        def scandir(path: Any) -> Any:
+            if Path(path).name == "a":
+                raise PermissionError(13, "Permission denied")
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+        assert "Not read: outputs/a: Permission denied" in shown(capsys)
+
+
+class TestShown:
+    def test_only_what_differs_is_in_the_table(self, write_run: WriteRun, capsys: Any):
+        write_run("a", lr=0.1)
+        write_run("b", lr=0.2, state="failed", error="ValueError: [bold]no[/bold]", curves={})
+        text = shown(capsys)
+        head, _, first, second = (line.split() for line in text.splitlines()[1:5])
+        assert head[:4] == ["run", "state", "module.lr", "best"]
+        assert first[:5] == ["outputs/a", "finished", "0.1", "0.9000", "0.8000"]
+        assert second[:5] == ["outputs/b", "failed", "0.2", "-", "-"]
+        assert "outputs/b: ValueError: [bold]no[/bold]" in text
+        assert first[-4:] == ["20", "1:00", "1.0", "GiB"]
+        assert "save_dir" not in text
+
+    @pytest.mark.parametrize(
+        ("order", "expected"),
+        [
+            ("", ["b", "a", "c", "d"]),
+            ("--sort=val_loss", ["a", "b", "c", "d"]),
+            ("--sort=-val_loss", ["c", "b", "a", "d"]),
+            ("--sort=val_accuracy", ["c", "b", "a", "d"]),
+            ("--sort=module.lr", ["d", "b", "c", "a"]),
+            ("--sort=time", ["c", "b", "a", "d"]),
+        ],
+    )
+    def test_the_order(self, write_run: WriteRun, capsys: Any, order: str, expected: list[str]):
+        for number, (name, lr) in enumerate([("a", 0.5), ("b", 1e-3), ("c", 0.1), ("d", 1e-5)]):
+            curves = {"val_loss": [[0, 1], [number + 1, "nan"]], "val_accuracy": [[0], [number / 8]]}
+            began = f"2026-01-01T10:00:0{[1, 0, 2, 3][number]}+00:00"
+            write_run(name, lr, curves=curves if name != "d" else {}, began=began, seconds=100.0 - 10 * number)
+        if order == "--sort=time":
+            expected = ["d", "c", "b", "a"]
+        assert names(listed(capsys, *filter(None, [order]))) == expected
+
+    def test_json_is_json(self, write_run: WriteRun, capsys: Any):
+        write_run("a", curves={"val_loss": [[0], ["nan"]]})
+        text = shown(capsys, "--json")
+        assert "NaN" not in text
+        assert json.loads(text)["runs"][0]["metrics"]["val_loss"] == {"best": "nan", "last": "nan", "mode": "min"}
+
+    def test_nothing_is_no_error(self, tmp_path: Path, monkeypatch: Any, capsys: Any):
+        monkeypatch.chdir(tmp_path)
+        assert "There are no runs in outputs and multirun, which do not exist here." in shown(capsys)
+        assert "There are no runs in ." in shown(capsys, ".", "--html=runs.html")
+        assert "There are none." in Path("runs.html").read_text()
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ("nowhere", "There is no folder 'nowhere'"),
+            ("--sort=val_lose", "did you mean 'val_loss'?"),
+            ("--sort", "--sort takes a value"),
+            ("--html=outputs", "--html=outputs cannot be written"),
+            ("--csv", "not --csv"),
+        ],
+    )
+    def test_wrong_arguments(self, write_run: WriteRun, capsys: Any, argument: str, message: str):
+        write_run("a")
+        assert main(["runs", argument]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_sweep_gets_a_page(self, write_run: WriteRun, tmp_path: Path):
+        write_run("0")
+        assert page_of_sweep(tmp_path / "outputs") is None
+        write_run("1", lr=0.2)
+        assert page_of_sweep(tmp_path / "outputs") == tmp_path / "outputs" / "runs.html"
+        assert 'href="0/report.html"' not in (tmp_path / "outputs" / "runs.html").read_text()
+
+    def test_a_running_one_of_this_machine(self, write_run: WriteRun, capsys: Any):
+        began = psutil.Process().create_time()
+        write_run("a", state="running", host=platform.node(), process=os.getpid(), process_began=began)
+        write_run("b", state="running", host=platform.node(), process=2**31 - 1)
+        write_run("c", state="running", host="another machine", process=2**31 - 1)
+        # The values of a run under way are those that it logged last.
+        metrics = Path("outputs/b/metrics.csv")
+        metrics.write_text("step,epoch,loss\n29,2,0.125\n")
+        os.utime(metrics, (1767261690, 1767261690))
+        runs = listed(capsys)
+        assert [run["state"] for run in runs] == ["running", "interrupted", "running"]
+        assert (runs[1]["seconds"], runs[1]["steps"], runs[1]["epochs"]) == (90.0, 30, 3)
+
+    @pytest.mark.slow
+    def test_200_runs_are_read_in_about_a_second(self, write_run: WriteRun, capsys: Any):
+        steps = list(range(0, 254_000, 1000))
+        curves = {f"val_{name}": [steps, [1 / (step + 1) for step in steps]] for name in "abcdef"}
+        for number in range(200):
+            write_run(str(number), lr=number, curves=curves)
+        began = time.process_time()
+        assert len(listed(capsys)) == 200
+        assert time.process_time() - began < 5.0  # about 0.6 s where nothing else runs
+
+
+def test_a_configuration_is_flat():
+    values = {"a": {"b": [1, None, True], "c": [{"d": "x/y"}], "e": {}}, "output_dir": "x", 7: 1.5}
+    flat = {"a.b": "[1, null, true]", "a.c.0.d": "FOLDER/y", "a.e": "{}", "7": "1.5"}
+    assert flat_configuration(values) == flat
