@@ -34,8 +34,8 @@ comes last. The loop that fires them:
 fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 """
 
-from collections.abc import Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
@@ -102,6 +102,27 @@ class Callback(_LightningCallback):
             pl_module: The user's module.
             batch_idx: Index of the batch.
         """
+
+    def wrap_call(self, trainer: "Trainer", action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Put a function in the place of one that the loop calls. Not called by Lightning's Trainer.
+
+        The hook runs as the loop binds its calls, for each of them: a few times in an epoch, never in a step. The new
+        function must call the old one with the same arguments, and return its result. The callback's class must derive
+        from this one.
+
+        Args:
+            trainer: The trainer.
+            action: The name of the call in a profile: `[_TrainingEpochLoop].train_dataloader_next`,
+                `[Strategy]NAME.batch_to_device`, `run_training_batch`, `[Strategy]NAME.training_step`,
+                `[Strategy]NAME.backward`, `[Callback]NAME.HOOK`, `[LightningModule]NAME.HOOK` and so on. Names that
+                profiles lack are `[Strategy]NAME.collect_gradients`, `[Strategy]NAME.finish_gradients`, `validation`
+                and `log_metrics`.
+            function: The function that the loop would call.
+
+        Returns:
+            The function that the loop calls; `function` itself if nothing is to be changed.
+        """
+        return function
 
     def on_out_of_memory(
         self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent

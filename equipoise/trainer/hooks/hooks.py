@@ -138,6 +138,11 @@ class Hooks:
         """Whether a callback copies the weights, as averages of them do."""
         return any(map(copies_weights, self.callbacks))
 
+    @property
+    def wraps_calls(self) -> bool:
+        """Whether a callback puts functions of its own in the place of those that the loop calls."""
+        return bool(self._wrapping_callbacks())
+
     # Hooks that are bound once and called often
 
     def bind(self, name: str) -> Hook | None:
@@ -358,14 +363,30 @@ class Hooks:
             action: Its name in the profile.
         """
         if not self.is_profiled:
-            return method
+            return self.wrapped(method, action)
         profile = self.profiler.profile
 
         def profiled(*args: Any, **kwargs: Any) -> Any:
             with profile(action):
                 return method(*args, **kwargs)
 
-        return profiled
+        return self.wrapped(profiled, action)
+
+    def wrapped(self, method: Hook, action: str) -> Hook:
+        """Return what callbacks put in the place of a function; the function itself if none does.
+
+        Args:
+            method: The function.
+            action: Its name in a profile.
+        """
+        for callback in self._wrapping_callbacks():
+            method = callback.wrap_call(self.trainer, action, method)
+        return method
+
+    def _wrapping_callbacks(self) -> list[Callback]:
+        # By class: an object that merely looks like a callback, such as a mock, would return anything.
+        ours = (callback for callback in self.callbacks if isinstance(callback, Callback))
+        return [callback for callback in ours if type(callback).wrap_call is not Callback.wrap_call]
 
     def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
         """Return one function that calls all hooks; None without hooks.

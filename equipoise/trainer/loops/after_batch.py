@@ -38,7 +38,8 @@ class AfterBatch:
         self.state = state
         self.progress = fit.progress
         self.schedulers = schedulers
-        self.validate = validate
+        self.validate = context.hooks.wrapped(validate, "validation")
+        self.log_metrics = context.hooks.wrapped(context.logger_output.log_metrics, "log_metrics")
         self.stopping = Stopping(context, fit)
         self.schedule = ValidationSchedule(context, fit, self.stopping)
         self.validates = context.validates_in_epoch
@@ -69,7 +70,7 @@ class AfterBatch:
         if last and write and self.writes:
             is_logged_step = (progress.batches_that_stepped + 1) % self.log_every == 0
             if is_logged_step or state.should_stop:
-                self.context.logger_output.log_metrics(self.context.logs.step_metrics())
+                self.log_metrics(self.context.logs.step_metrics())
         # 2. Validation, and the schedulers that may watch its values.
         if self.validates and validate and self.schedule.is_due(index):
             self.validate(last)

@@ -352,8 +352,9 @@ class FitLoop:
         """Let schedulers and loggers see the epoch's values, and forget them."""
         if self.fit.batches_done():
             self.schedulers.after_epoch()
+        log_metrics = self.context.hooks.wrapped(self.context.logger_output.log_metrics, "log_metrics")
         with self.fit.progress.at_last_step():
-            self.context.logger_output.log_metrics(self.context.logs.metrics())
+            log_metrics(self.context.logs.metrics())
         self.context.logs.reset()
 
     # Validation, and what callbacks ask.

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,19 +193,28 @@ class RunContext:
         return hooks.profiled(transfer, action)
 
     def batches(self, stream: BatchStream, action: str, num_read: int = 0) -> Iterable[Any]:
-        """Return the batches of a stream; a profiler measures the reading of each.
+        """Return the batches of a stream; a profiler, or a callback that wraps calls, measures the reading of each.
 
         Args:
             stream: The stream.
             action: The name of the reading of a batch in the profile.
             num_read: Number of batches that were read before. Default: 0.
         """
+        batches: Iterable[Any] = stream
+        if self.hooks.wraps_calls:
+            batches = self._read_by_calls(stream, action)
         if not self.hooks.is_profiled:
-            return stream
-        return self._timed_batches(stream, action, num_read)
+            return batches
+        return self._timed_batches(stream, iter(batches), action, num_read)
 
-    def _timed_batches(self, stream: BatchStream, action: str, num_read: int) -> Iterator[Any]:
-        batches = iter(stream)
+    def _read_by_calls(self, stream: BatchStream, action: str) -> Iterator[Any]:
+        """Read each batch by a call, which callbacks have wrapped. No batch is held here."""
+        read = self.hooks.wrapped(iter(stream).__next__, action)
+        yield from starmap(read, repeat(()))
+
+    def _timed_batches(
+        self, stream: BatchStream, batches: Iterator[Any], action: str, num_read: int
+    ) -> Iterator[Any]:
         while stream.length is None or num_read < stream.length:
             with self.profile(action):
                 batch = next(batches, NOTHING)

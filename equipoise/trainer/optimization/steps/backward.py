@@ -69,14 +69,16 @@ class Backward:
         self._after = hooks.bind("on_after_backward")
         self.before_hook: Callable[[], None] | None = None
         self._user_backward = hooks.bind_module("backward")
-        self._backward = hooks.profiled(strategy.backward, hooks.action_of_strategy("backward"))
+        action = hooks.action_of_strategy("backward")
+        self._backward = hooks.profiled(strategy.backward, action)
         self._shows_loss = self._before is not None or self._user_backward is not None
         self._collect: Callable[[], None] | None = None
         if type(strategy).collect_gradients is not Strategy.collect_gradients:
-            self._collect = strategy.collect_gradients
+            self._collect = hooks.wrapped(strategy.collect_gradients, hooks.action_of_strategy("collect_gradients"))
 
         # 2. Whether the backward is the tensor's own, of a loss that no hook sees.
         is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled
+        self._plain_backward = hooks.wrapped(run_backward, action)
         self._is_plain = is_default and not self._shows_loss and self._scaler is None
         self._is_followed = self._collect is not None or self._after is not None
 
@@ -101,7 +103,7 @@ class Backward:
             if not is_same_share or dtype is not loss.dtype or device != loss.device or is_changed(seed):
                 seed = self._seed(loss, share)
             try:
-                run_backward(loss, seed)
+                self._plain_backward(loss, seed)
             except RuntimeError as error:
                 _explain(loss, error)
                 raise
