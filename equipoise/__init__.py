@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks import Quantization as Quantization
     from equipoise.callbacks import RunReport as RunReport
     from equipoise.callbacks import RunSummary as RunSummary
+    from equipoise.callbacks import StepTimes as StepTimes
     from equipoise.errors import CheckpointError as CheckpointError
     from equipoise.errors import ConfigurationError as ConfigurationError
     from equipoise.errors import StepError as StepError

@@ -58,6 +58,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "report": set(),
     "runs": {"report"},
     "savers": set(),
+    "timing": {"report"},
     "tokens": set(),
     "tuning": {"fsdp", "pipeline", "planning"},
 }

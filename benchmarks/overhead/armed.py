@@ -1,4 +1,4 @@
-"""Cost of callbacks of memory where nothing happens: OOMRecovery or MemoryLogger beside Equipoise without them.
+"""Cost of callbacks that watch a run: OOMRecovery, MemoryLogger or StepTimes beside Equipoise without them.
 
 python benchmarks/overhead/armed.py            the table, some minutes
 python benchmarks/overhead/armed.py --check    exits with 1 if a bound is broken
@@ -18,10 +18,14 @@ from timing import BY_HAND, NOISE, Entry, Row, measure
 from torch import nn
 from workload import CLASSES, FEATURES, Classifier, Size, TimedBatches, loader_of, make_batches, network
 
-from equipoise import Callback, MemoryLogger, OOMRecovery, Trainer
+from equipoise import Callback, MemoryLogger, OOMRecovery, StepTimes, Trainer
 
 UNARMED = "unarmed"
-LOADS: dict[str, Callable[[], Callback]] = {"OOMRecovery": OOMRecovery, "MemoryLogger": MemoryLogger}
+LOADS: dict[str, Callable[[], Callback]] = {
+    "OOMRecovery": OOMRecovery,
+    "MemoryLogger": MemoryLogger,
+    "StepTimes": StepTimes,
+}
 
 
 def with_buffers() -> nn.Module:
@@ -38,6 +42,7 @@ MICROSECONDS = {
     ("32-64-64-10", "OOMRecovery"): 15.0,
     ("162 buffers", "OOMRecovery"): 80.0,
     ("32-64-64-10", "MemoryLogger"): 20.0,
+    ("32-64-64-10", "StepTimes"): 3.0,
 }
 """The most that a callback may add to a step."""
 

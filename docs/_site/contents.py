@@ -52,6 +52,7 @@ GROUPS = {
         "docs/security",
     ],
     "Measuring: plan, compare, tuning": [
+        "docs/step_times",
         "docs/planning",
         "docs/compare",
         "docs/tuning",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from equipoise.extensions.report.run_report import RunReport as RunReport
     from equipoise.extensions.report.run_summary import RunSummary as RunSummary
     from equipoise.extensions.savers.inplace_activations import InplaceActivations as InplaceActivations
+    from equipoise.extensions.timing.step_times import StepTimes as StepTimes
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)

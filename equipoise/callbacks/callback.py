@@ -115,8 +115,8 @@ class Callback(_LightningCallback):
             action: The name of the call in a profile: `[_TrainingEpochLoop].train_dataloader_next`,
                 `[Strategy]NAME.batch_to_device`, `run_training_batch`, `[Strategy]NAME.training_step`,
                 `[Strategy]NAME.backward`, `[Callback]NAME.HOOK`, `[LightningModule]NAME.HOOK` and so on. Names that
-                profiles lack are `[Strategy]NAME.collect_gradients`, `[Strategy]NAME.finish_gradients`, `validation`
-                and `log_metrics`.
+                profiles lack are `forward_backward`, `collect_gradients` and `finish_gradients` of the strategy,
+                `validation` and `log_metrics`.
             function: The function that the loop would call.
 
         Returns:

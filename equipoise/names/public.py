@@ -43,6 +43,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.callbacks.progress.progress_bar": ("ProgressBar",),
         "equipoise.extensions.report.run_report": ("RunReport",),
         "equipoise.extensions.report.run_summary": ("RunSummary",),
+        "equipoise.extensions.timing.step_times": ("StepTimes",),
     },
     # What strategies and callbacks of others take part in plans with.
     "equipoise.extensions.planning": {

@@ -89,6 +89,7 @@ def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
     assert set(config["callbacks"]) == {
         "model_checkpoint",
         "learning_rate_monitor",
+        "step_times",
         "run_summary",
         "run_report",
         "memory_logger",

@@ -165,8 +165,8 @@ def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
     assert len(list(armed.with_buffers().buffers())) == 162
     batches, size = workload.make_batches(3), workload.Size(steps=4, warm_up=1)
     for make in armed.NETWORKS.values():
-        data = [workload.TimedBatches(batches, size) for _ in range(3)]
         loads = (armed.UNARMED, *armed.LOADS)
+        data = [workload.TimedBatches(batches, size) for _ in loads]
         one, *others = (armed.fit(make, load, d).state_dict() for load, d in zip(loads, data, strict=True))
         assert all(torch.equal(one[name], other[name]) for other in others for name in one)
 

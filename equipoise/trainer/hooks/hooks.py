@@ -140,7 +140,7 @@ class Hooks:
 
     @property
     def wraps_calls(self) -> bool:
-        """Whether a callback puts functions of its own in the place of those that the loop calls."""
+        """True if a callback puts functions of its own in the place of those that the loop calls."""
         return bool(self._wrapping_callbacks())
 
     # Hooks that are bound once and called often
@@ -373,15 +373,20 @@ class Hooks:
         return self.wrapped(profiled, action)
 
     def wrapped(self, method: Hook, action: str) -> Hook:
-        """Return what callbacks put in the place of a function; the function itself if none does.
+        """Return the function that callbacks put in the place of another; the latter if none does.
 
         Args:
             method: The function.
             action: Its name in a profile.
         """
+        trainer: Any = self.trainer
         for callback in self._wrapping_callbacks():
-            method = callback.wrap_call(self.trainer, action, method)
+            method = callback.wrap_call(trainer, action, method)
         return method
+
+    def wrapped_of_strategy(self, method: Hook, name: str) -> Hook:
+        """Return the same for a method of the strategy, by its own name."""
+        return self.wrapped(method, self.action_of_strategy(name))
 
     def _wrapping_callbacks(self) -> list[Callback]:
         # By class: an object that merely looks like a callback, such as a mock, would return anything.

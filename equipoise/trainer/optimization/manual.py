@@ -55,6 +55,7 @@ class ManualOptimization:
             from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
 
             self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)
+        self._forward_backward = context.hooks.wrapped_of_strategy(self._forward_backward, "forward_backward")
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Run the training step on a batch."""

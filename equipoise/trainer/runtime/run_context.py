@@ -212,9 +212,7 @@ class RunContext:
         read = self.hooks.wrapped(iter(stream).__next__, action)
         yield from starmap(read, repeat(()))
 
-    def _timed_batches(
-        self, stream: BatchStream, batches: Iterator[Any], action: str, num_read: int
-    ) -> Iterator[Any]:
+    def _timed_batches(self, stream: BatchStream, batches: Iterator[Any], action: str, num_read: int) -> Iterator[Any]:
         while stream.length is None or num_read < stream.length:
             with self.profile(action):
                 batch = next(batches, NOTHING)

@@ -78,4 +78,4 @@ def test_one_that_fails_is_a_warning(install: Install, tmp_path: Path, code: str
 
 def test_none_is_no_section(install: Install) -> None:
     install("silent", "def section(trainer, module):\n    return None")
-    assert added_sections(None, None) == []
+    assert added_sections(trainer(equipoise.Trainer), None) == []

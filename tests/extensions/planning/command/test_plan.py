@@ -134,7 +134,7 @@ def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: 
     for alternative in plan["alternatives"]:
         if any(entry["fits"] for entry in alternative["strategies"]):
             fitting.append(alternative["overrides"])
-    assert fitting[0] == ["callbacks=[run_summary,run_report,memory_logger,quantization]"]
+    assert fitting[0] == ["callbacks=[step_times,run_summary,run_report,memory_logger,quantization]"]
     # The overrides are those of a run.
     code, out, err = equipoise("plan", "--json", *arguments, *fitting[0])
     assert code == 0, err

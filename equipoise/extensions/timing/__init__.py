@@ -1,0 +1,1 @@
+"""The time of a run, by parts of a step, and the part that limits it."""

@@ -1,0 +1,221 @@
+"""Each second of a run belongs to one part, whatever contains what."""
+
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+import equipoise
+from equipoise import RunSummary, StepTimes
+from equipoise.extensions.report.added_sections import added_sections
+from equipoise.extensions.timing.clock import FIRST_STEPS
+from tests.extensions.timing.programs import FIRST, STEPS, Slow, Ticking, Validated, fit, loader
+from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock
+from tests.support.quiet import QUIET
+from tests.support.trainer_runs import trainer
+
+pytestmark = LIGHTNINGS_OWN_WARNINGS
+
+
+def parts_of(times: StepTimes) -> dict[str, float]:
+    """Return the parts that took time."""
+    assert times.times is not None
+    assert sum(times.times.parts.values()) == times.times.seconds
+    return {name: seconds for name, seconds in times.times.parts.items() if seconds}
+
+
+def test_the_parts_of_a_step(clock: Clock) -> None:
+    times, _ = fit(Ticking(clock), loader(clock, 0.25), callbacks=[Slow(clock, 4.0, before_step=8.0)])
+    steps = STEPS - FIRST
+    assert parts_of(times) == {
+        "waiting for data": 0.25 * steps,
+        "forward": 1.0 * steps,
+        "backward": 2.0 * steps,
+        "optimiser": 0.5 * steps,
+        "callback Slow": 12.0 * steps,
+    }
+    assert times.times is not None
+    assert times.times.steps == steps
+    assert times.times.first_seconds == FIRST_STEPS * 15.75
+    assert times.times.step_seconds() == 15.75
+
+
+def test_validations_and_checkpoints(clock: Clock, tmp_path: Any) -> None:
+    """A checkpoint that is saved within a validation is no part of it."""
+
+    class SlowCheckpoint(ModelCheckpoint):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            clock.tick(16.0)
+            super().on_validation_end(trainer, pl_module)
+
+    module = Validated(clock, validation=4.0)
+    checkpoint = SlowCheckpoint(tmp_path, save_on_train_epoch_end=False)
+    options = {"enable_checkpointing": True, "val_check_interval": 8}
+    times, _ = fit(module, loader(clock), loader(clock, samples=2), callbacks=[checkpoint], **options)
+    parts = parts_of(times)
+    assert parts["validation"] == 3 * 2 * 4.0
+    assert parts["checkpoints"] == 3 * 16.0
+    assert times.times is not None
+    assert times.times.step_seconds() == 3.5
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_accumulation(clock: Clock, window: int) -> None:
+    times, _ = fit(Ticking(clock), loader(clock), accumulate_grad_batches=window)
+    steps = STEPS - FIRST
+    stepped = STEPS // window - FIRST // window
+    assert parts_of(times) == {"forward": steps * 1.0, "backward": steps * 2.0, "optimiser": stepped * 0.5}
+
+
+def test_a_closure(clock: Clock) -> None:
+    """The optimiser's step contains forward and backward."""
+
+    class Closure(Ticking):
+        def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+            clock.tick(32.0)
+            optimizer.step(closure=optimizer_closure)
+
+    times, _ = fit(Closure(clock), loader(clock))
+    steps = STEPS - FIRST
+    assert parts_of(times) == {"forward": steps * 1.0, "backward": steps * 2.0, "optimiser": steps * 32.5}
+
+
+def test_steps_by_hand(clock: Clock) -> None:
+    """The forward contains the backward; steps of the optimiser stay with the user's step."""
+
+    class ByHand(Ticking):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    times, _ = fit(ByHand(clock), loader(clock), callbacks=[Slow(clock, 4.0, before_step=8.0)])
+    steps = STEPS - FIRST
+    assert parts_of(times) == {
+        "forward": steps * 1.5,
+        "backward": steps * 2.0,
+        "callback Slow": steps * 12.0,
+    }
+
+
+def test_a_step_that_pulls_its_batches(clock: Clock) -> None:
+    class Pulling(Ticking):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    times, _ = fit(Pulling(clock), loader(clock, 0.25))
+    parts = parts_of(times)
+    assert parts["waiting for data"] == 0.25 * (STEPS - FIRST)
+    assert parts["forward"] == 1.0 * (STEPS - FIRST)
+
+
+def test_parts_of_several_devices_are_one_part(clock: Clock) -> None:
+    """The forward is that of all replicas."""
+    times, _ = fit(Ticking(clock), loader(clock, batch_size=2, samples=2 * STEPS), strategy="dp", devices=2)
+    steps = STEPS - FIRST
+    assert parts_of(times) == {"forward": steps * 2.0, "backward": steps * 4.0, "optimiser": steps * 0.5}
+
+
+def test_loggers(clock: Clock, tmp_path: Any) -> None:
+    class SlowLogger(CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            clock.tick(1.0)
+            super().log_metrics(metrics, step)
+
+    class Logging(Ticking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    options = {"logger": SlowLogger(tmp_path), "log_every_n_steps": 4, "max_epochs": 2}
+    times, _ = fit(Logging(clock), loader(clock), **options)
+    assert parts_of(times)["loggers"] == 2 * STEPS / 4
+
+
+def test_shares_of_an_epoch_are_logged(clock: Clock) -> None:
+    class Varying(Ticking):
+        def on_train_epoch_start(self) -> None:
+            self.seconds["forward"] = 1.0 + 4.0 * self.current_epoch
+
+    _, run = fit(Varying(clock, step=0.0), loader(clock), max_epochs=3, log=True)
+    logged = run.callback_metrics
+    assert logged["time/forward"].item() == pytest.approx(9 / 11)
+    assert logged["time/backward"].item() == pytest.approx(2 / 11)
+    assert logged["time/waiting_for_data"].item() == 0
+
+
+def test_a_short_run_has_no_times(clock: Clock) -> None:
+    times, run = fit(Ticking(clock), loader(clock, samples=FIRST))
+    assert times.times is None
+    assert times.limit is None
+    assert "time of a step" not in run.summary_rows
+
+
+def test_lightnings_trainer(clock: Clock) -> None:
+    """It does not call `wrap_call`."""
+    times = StepTimes(log=True)
+    run = trainer(L.Trainer, callbacks=[times], max_epochs=1)
+    run.fit(Ticking(clock), loader(clock))
+    assert times.times is None
+    assert times.limit is None
+
+
+def test_a_failed_run(clock: Clock) -> None:
+    class Failing(Ticking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            if batch_idx == 10:
+                raise ArithmeticError
+            return super().training_step(batch, batch_idx)
+
+    times = StepTimes()
+    run = equipoise.Trainer(accelerator="cpu", **QUIET, callbacks=[times], max_epochs=1)
+    with pytest.raises(ArithmeticError):
+        run.fit(Failing(clock), loader(clock))
+    assert parts_of(times)["backward"] == 7 * 2.0
+
+
+def test_a_second_fit_begins_anew(clock: Clock) -> None:
+    times, run = fit(Ticking(clock), loader(clock))
+    run.fit_loop.max_epochs = 2
+    run.fit(Ticking(clock, forward=64.0), loader(clock))
+    assert parts_of(times)["forward"] == 64.0 * (STEPS - FIRST)
+
+
+def test_the_callback_can_be_copied(clock: Clock) -> None:
+    times, _ = fit(Ticking(clock), loader(clock))
+    copied = pickle.loads(pickle.dumps(times))
+    assert copied.times == times.times
+
+
+def test_weights_are_those_without_the_callback(clock: Clock) -> None:
+    def weights(callbacks: list[Any]) -> Tensor:
+        torch.manual_seed(0)
+        module = Validated(clock)
+        run = equipoise.Trainer(accelerator="cpu", **QUIET, callbacks=callbacks, max_epochs=2)
+        run.fit(module, loader(clock, shuffle=True), loader(clock))
+        return module.layer.weight.detach()
+
+    assert torch.equal(weights([StepTimes()]), weights([]))
+
+
+def test_what_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    times, run = fit(Ticking(clock), loader(clock, 8.0), callbacks=[RunSummary()])
+    text = capsys.readouterr().out
+    assert "waiting for data 70%, backward 17%, forward 9%, optimiser 4%" in text
+    assert "time of a step" in text
+    assert times.limit is not None
+    assert times.limit.startswith("70% of the time is spent waiting for data: the loader has num_workers=0: try")
+    (section,) = added_sections(run, run.lightning_module)
+    assert section.title == "Time"
+    assert ("backward", "17.4%", "42 s") in [tuple(row) for row in section.table]
+    assert times.limit in section.text
