@@ -106,21 +106,18 @@ class Callback(_LightningCallback):
     def wrap_call(self, trainer: "Trainer", action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Put a function in the place of one that the loop calls. Not called by Lightning's Trainer.
 
-        The hook runs as the loop binds its calls, for each of them: a few times in an epoch, never in a step. The new
-        function must call the old one with the same arguments, and return its result. The callback's class must derive
-        from this one.
+        The hook runs a few times in an epoch, never in a step: when the loop binds its calls. The callback's class must
+        derive from this one.
 
         Args:
             trainer: The trainer.
-            action: The name of the call in a profile: `[_TrainingEpochLoop].train_dataloader_next`,
-                `[Strategy]NAME.batch_to_device`, `run_training_batch`, `[Strategy]NAME.training_step`,
-                `[Strategy]NAME.backward`, `[Callback]NAME.HOOK`, `[LightningModule]NAME.HOOK` and so on. Names that
-                profiles lack are `forward_backward`, `collect_gradients` and `finish_gradients` of the strategy,
-                `validation` and `log_metrics`.
+            action: The name of the call in a profile, such as `[Callback]NAME.HOOK`. Names that profiles lack are
+                `[Strategy]NAME.forward_backward`, `collect_gradients` and `finish_gradients`, `validation` and
+                `log_metrics`.
             function: The function that the loop would call.
 
         Returns:
-            The function that the loop calls; `function` itself if nothing is to be changed.
+            A function with the same arguments and result; `function` itself if nothing is to be changed.
         """
         return function
 

@@ -138,11 +138,6 @@ class Hooks:
         """Whether a callback copies the weights, as averages of them do."""
         return any(map(copies_weights, self.callbacks))
 
-    @property
-    def wraps_calls(self) -> bool:
-        """True if a callback puts functions of its own in the place of those that the loop calls."""
-        return bool(self._wrapping_callbacks())
-
     # Hooks that are bound once and called often
 
     def bind(self, name: str) -> Hook | None:
@@ -373,25 +368,12 @@ class Hooks:
         return self.wrapped(profiled, action)
 
     def wrapped(self, method: Hook, action: str) -> Hook:
-        """Return the function that callbacks put in the place of another; the latter if none does.
-
-        Args:
-            method: The function.
-            action: Its name in a profile.
-        """
-        trainer: Any = self.trainer
-        for callback in self._wrapping_callbacks():
-            method = callback.wrap_call(trainer, action, method)
+        """Return what `Callback.wrap_call` puts in the place of a function, by its name in a profile."""
+        for callback in self.callbacks:
+            # An object that merely looks like a callback, such as a mock, would return anything.
+            if isinstance(callback, Callback):
+                method = callback.wrap_call(self.trainer, action, method)  # type: ignore[arg-type]
         return method
-
-    def wrapped_of_strategy(self, method: Hook, name: str) -> Hook:
-        """Return the same for a method of the strategy, by its own name."""
-        return self.wrapped(method, self.action_of_strategy(name))
-
-    def _wrapping_callbacks(self) -> list[Callback]:
-        # By class: an object that merely looks like a callback, such as a mock, would return anything.
-        ours = (callback for callback in self.callbacks if isinstance(callback, Callback))
-        return [callback for callback in ours if type(callback).wrap_call is not Callback.wrap_call]
 
     def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:
         """Return one function that calls all hooks; None without hooks.

@@ -123,7 +123,7 @@ class AutomaticOptimization:
             recovery = self._recovery = Recovery(context, self.step)
             self._forward_backward = recovery
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
-        self._forward_backward = hooks.wrapped_of_strategy(self._forward_backward, "forward_backward")
+        self._forward_backward = hooks.wrapped(self._forward_backward, hooks.action_of_strategy("forward_backward"))
 
         # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
         #    left out if neither the optimiser nor the user can tell. A scaler takes no closure, and several optimisers

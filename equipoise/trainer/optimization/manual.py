@@ -55,7 +55,8 @@ class ManualOptimization:
             from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
 
             self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)
-        self._forward_backward = context.hooks.wrapped_of_strategy(self._forward_backward, "forward_backward")
+        action = context.hooks.action_of_strategy("forward_backward")
+        self._forward_backward = context.hooks.wrapped(self._forward_backward, action)
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Run the training step on a batch."""

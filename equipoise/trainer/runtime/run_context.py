@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import repeat, starmap
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,16 +201,13 @@ class RunContext:
             num_read: Number of batches that were read before. Default: 0.
         """
         batches: Iterable[Any] = stream
-        if self.hooks.wraps_calls:
-            batches = self._read_by_calls(stream, action)
+        read = self.hooks.wrapped(next, action)
+        if read is not next:
+            # Opened when it is first asked for a batch, and without a place that holds one.
+            batches = map(read, repeat(chain((), stream)))
         if not self.hooks.is_profiled:
             return batches
         return self._timed_batches(stream, iter(batches), action, num_read)
-
-    def _read_by_calls(self, stream: BatchStream, action: str) -> Iterator[Any]:
-        """Read each batch by a call, which callbacks have wrapped. No batch is held here."""
-        read = self.hooks.wrapped(iter(stream).__next__, action)
-        yield from starmap(read, repeat(()))
 
     def _timed_batches(self, stream: BatchStream, batches: Iterator[Any], action: str, num_read: int) -> Iterator[Any]:
         while stream.length is None or num_read < stream.length:

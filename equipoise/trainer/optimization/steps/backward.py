@@ -74,7 +74,7 @@ class Backward:
         self._shows_loss = self._before is not None or self._user_backward is not None
         self._collect: Callable[[], None] | None = None
         if type(strategy).collect_gradients is not Strategy.collect_gradients:
-            self._collect = hooks.wrapped_of_strategy(strategy.collect_gradients, "collect_gradients")
+            self._collect = hooks.wrapped(strategy.collect_gradients, hooks.action_of_strategy("collect_gradients"))
 
         # 2. Whether the backward is the tensor's own, of a loss that no hook sees.
         is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled

@@ -60,7 +60,8 @@ class WindowGradients:
         is_alone = self._strategy.processes.world_size == 1
         is_one_part = window.parts == 1 and is_alone
         if not has_default_finish or not is_one_part:
-            self._weigh = hooks.wrapped_of_strategy(self._strategy.finish_gradients, "finish_gradients")
+            action = hooks.action_of_strategy("finish_gradients")
+            self._weigh = hooks.wrapped(self._strategy.finish_gradients, action)
         elif may_split or not self._strategy.keeps_batches_whole:
             self._weigh = self._weigh_if_split
         self.are_weighed = self._weigh is not None
