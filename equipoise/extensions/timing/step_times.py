@@ -32,7 +32,7 @@ class StepTimes(Callback):
     first three steps, which compile and allocate, are apart. `RunSummary` shows the shares and the sentence, and
     `RunReport` has a table of them. A run without a limit, or of less than a second or 20 steps, has no sentence.
 
-    A step costs 0.95 µs more on a CPU, and 0.2 µs for each hook of a callback that it calls. No device is waited for: on
+    A step costs 0.95 µs on a CPU, and 0.2 µs for each hook of a callback that it calls. No device is waited for: on
     CUDA, events in one step of 47 are read once the device has passed them. In several processes each has its own
     clock, and all exchange their times once, at the end of the training.
 
