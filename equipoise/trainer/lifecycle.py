@@ -29,7 +29,6 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
@@ -137,10 +136,8 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
             result = _run(parts, request)
             return result if collect is None else collect(result)
         except BaseException as error:
-            add_note_on_loading(error)
-            add_note_on_mesh(error)
-            add_note_on_limits(error)
             with uninterrupted():
+                _add_notes(error)
                 _release_after(parts, request, error)
             raise
 
@@ -360,6 +357,15 @@ def _tear_down(parts: TrainerParts, context: RunContext) -> None:
         logger.finalize("success")
     state.profiler.describe()
     state.finish()
+
+
+def _add_notes(error: BaseException) -> None:
+    """Add what helps to understand an error; a run without one does not load the code for it."""
+    from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
+
+    add_note_on_loading(error)
+    add_note_on_mesh(error)
+    add_note_on_limits(error)
 
 
 def _release_after(parts: TrainerParts, request: Request, error: BaseException) -> None:
