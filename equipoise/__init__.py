@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from equipoise.strategies import EnsembleStrategy as EnsembleStrategy
     from equipoise.strategies import FSDPStrategy as FSDPStrategy
     from equipoise.strategies import HogwildStrategy as HogwildStrategy
+    from equipoise.strategies import VirtualDevicesStrategy as VirtualDevicesStrategy
     from equipoise.strategies import PipelineStrategy as PipelineStrategy
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult

@@ -61,6 +61,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "timing": {"report"},
     "tokens": set(),
     "tuning": {"fsdp", "pipeline", "planning"},
+    "virtual": set(),
 }
 
 

@@ -76,6 +76,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",),
         "equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",),
         "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
+        "equipoise.extensions.virtual.strategy": ("VirtualDevicesStrategy",),
     },
     "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
     "equipoise.extensions.equality": {
@@ -90,6 +91,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
     "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
     "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},
+    "equipoise.extensions.virtual": {"equipoise.extensions.virtual.strategy": ("VirtualDevicesStrategy",)},
     "equipoise.extensions.pipeline.strategy": {
         "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",)
     },

@@ -1,0 +1,120 @@
+"""Weights and states of optimisers are the same to the bit on one device and on several processes."""
+
+import random
+from functools import cache
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import Trainer, VirtualDevicesStrategy
+from tests.conftest import ignoring
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring()
+
+SAMPLES = 115
+
+
+class Noisy(L.LightningModule):
+    """Statistics of a batch, dropout, and numbers of three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)]
+        self.net = nn.Sequential(*layers)
+        self.seldom_used = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, targets = batch
+        noise = torch.from_numpy(np.random.randn(*features.shape)).float()
+        outputs = self.net(features * random.uniform(0.9, 1.1) + 0.01 * noise)
+        if features[0, 0] > 1:
+            outputs = outputs + self.seldom_used(features)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Weighed(Noisy):
+    """The loss weighs as much as its targets do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "loss_weight": batch[1].abs().sum()}
+
+
+class Skipping(Noisy):
+    """Some parts have no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch[0][0, 1] > 0.5 else loss
+
+
+def run(kind: type[Noisy], devices: int, **options: Any) -> dict[str, Any]:
+    """Train, and return the weights and the state of the optimiser."""
+    L.seed_everything(5, verbose=False)
+    module = kind()
+    draw = torch.Generator().manual_seed(3)
+    features = torch.randn(SAMPLES, 6, generator=draw)
+    data = TensorDataset(features, features.sum(1, keepdim=True))
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    strategy = VirtualDevicesStrategy(count=options.pop("count", 8))
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
+    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True))
+    state = dict(module.state_dict())
+    for index, entries in trainer.optimizers[0].state_dict()["state"].items():
+        state |= {f"{index}.{name}": value for name, value in entries.items()}
+    return state
+
+
+@cache
+def on_one_device(kind: type[Noisy], **options: Any) -> dict[str, Any]:
+    return run(kind, 1, **options)
+
+
+def assert_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    different = [
+        name for name in expected if not torch.equal(torch.as_tensor(state[name]), torch.as_tensor(expected[name]))
+    ]
+    assert not different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Noisy, Weighed, Skipping])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}], ids=["", "window"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_equal_to_the_bit(kind: type[Noisy], devices: int, options: dict[str, Any]) -> None:
+    assert_equal(run(kind, devices, **options), on_one_device(kind, **options))
+
+
+@pytest.mark.slow
+def test_six_parts_on_four_processes() -> None:
+    assert_equal(run(Noisy, 4, count=6), on_one_device(Noisy, count=6))
+
+
+def test_another_number_of_parts_is_another_run() -> None:
+    assert not torch.equal(on_one_device(Noisy)["net.0.weight"], on_one_device(Noisy, count=4)["net.0.weight"])
+
+
+def test_what_is_refused() -> None:
+    class ByHand(Noisy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    refuses(lambda: VirtualDevicesStrategy(count=0), "count must be a number")
+    refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be a number")
+    refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
+    refuses(lambda: run(ByHand, 1), "optimises by hand")
