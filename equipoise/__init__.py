@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from equipoise.strategies import EnsembleStrategy as EnsembleStrategy
     from equipoise.strategies import FSDPStrategy as FSDPStrategy
     from equipoise.strategies import HogwildStrategy as HogwildStrategy
-    from equipoise.strategies import VirtualDevicesStrategy as VirtualDevicesStrategy
     from equipoise.strategies import PipelineStrategy as PipelineStrategy
     from equipoise.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from equipoise.strategies import StepResult as StepResult
     from equipoise.strategies import Strategy as Strategy
+    from equipoise.strategies import VirtualDevicesStrategy as VirtualDevicesStrategy
     from equipoise.strategies.distributed.process_strategy import ProcessStrategy as ProcessStrategy
     from equipoise.strategies.portable_state import PortableState as PortableState
     from equipoise.trainer import CLITrainer as CLITrainer

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from equipoise.extensions.ensemble.strategy import EnsembleStrategy as EnsembleStrategy
     from equipoise.extensions.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from equipoise.extensions.hogwild.strategy import HogwildStrategy as HogwildStrategy
-    from equipoise.extensions.virtual.strategy import VirtualDevicesStrategy as VirtualDevicesStrategy
     from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy as PipelineStrategy
+    from equipoise.extensions.virtual.strategy import VirtualDevicesStrategy as VirtualDevicesStrategy
     from equipoise.parallel.step_protocols import StepResult as StepResult
     from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from equipoise.strategies.replicated.balanced import BalancedDataParallelStrategy as BalancedDataParallelStrategy

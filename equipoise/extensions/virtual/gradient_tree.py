@@ -118,18 +118,22 @@ class GradientTree:
                 break
         self._sums.append((node, gradients))
 
-    def total(self, like: Sequence[Tensor]) -> Gradients:
+    def masks(self) -> list[list[bool]]:
+        """Return which parameters have a gradient, for each sum of this process; other processes need to know it."""
+        return [[gradient is not None for gradient in gradients] for _, gradients in self._sums]
+
+    def total(self, like: Sequence[Tensor], masks: Sequence[list[list[bool]]]) -> Gradients:
         """Return the sum over all parts of all processes, the same in each of them, and begin the next step.
 
         Args:
             like: The parameters.
+            masks: The `masks` of each process, by rank.
         """
         own = self._sums
         self._sums = []
         if self._processes.world_size == 1:
             ((_, total),) = own
             return total
-        masks = self._processes.gather_objects([[one is not None for one in gradients] for _, gradients in own])
         for rank, (first, end) in enumerate(self._ranges):
             for number, node in enumerate(remaining_nodes(first, end, self._leaves)):
                 gradients = _empty_like(like, masks[rank][number])

@@ -1,28 +1,24 @@
 """VirtualDevicesStrategy: the same weights to the bit, whatever the number of devices."""
 
-import hashlib
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.virtual.gradient_tree import GradientTree
+from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
+from equipoise.extensions.virtual.part_steps import PartSteps
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import NO_BATCH, SameOrder, seed_of_order
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
-from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
+from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.batches.whole_steps import WholeSteps
-from equipoise.parallel.communication.tensor_copies import copy_from_first
-from equipoise.parallel.snapshot.random_state import isolated
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, share_loader
@@ -65,6 +61,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "virtual"
+    logs_alike: ClassVar[bool] = True
 
     def __init__(
         self, *, count: int = 8, threads: int = 1, timeout: float = 1800.0, backend: str | None = None
@@ -80,7 +77,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_tree", "_splitter", "_part_weights", "_threads_before"):
+        for name in ("_steps", "_rounds", "_splitter", "_threads_before"):
             state.pop(name, None)
         return state
 
@@ -111,10 +108,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
         """Place the module, the same in all processes; see `Strategy.setup`."""
         super().setup(module, precision)
         processes = self.processes
-        self._tree = GradientTree(self.count, self._ranges(), processes)
-        self._splitter = Splitter(module)
-        # The weights of all parts of the present window, of all processes, in their order.
-        self._part_weights: list[Weight] = []
+        splitter = Splitter(module)
+        self._splitter = splitter
+        self._steps = PartSteps(module, self.count, self._ranges(), processes, self.root_device)
+        self._rounds = EvaluationRounds(processes, self.root_device, splitter.size)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
 
@@ -166,86 +163,19 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the parts of this process, one after another, and add the gradients of all."""
-        module = self._module
-        assert module is not None
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # 1. Gradients of earlier batches of the window are put aside.
-        earlier: list[Tensor | None] = [None] * len(parameters)
-        if step.begins_window:
-            # The first backward zeroes the gradients of the last window.
-            self._part_weights = []
-        else:
-            for index, parameter in enumerate(parameters):
-                earlier[index] = parameter.grad
-                parameter.grad = None
-        results, sizes = self._compute_parts(step, parts, parameters)
-
-        # 2. The gradients of all processes are added to the earlier ones.
-        total = self._tree.total(parameters)
-        for parameter, before, gradient in zip(parameters, earlier, total, strict=True):
-            if before is None or gradient is None:
-                parameter.grad = gradient if before is None else before
-            else:
-                parameter.grad = before.add_(gradient)
-        weights = [0 if result.weight is None else _number(result.weight) for result in results]
-        for of_process in self.processes.gather_objects(weights):
-            self._part_weights += of_process
-        if self.processes.world_size > 1:
-            copy_from_first(module.buffers())
-        if not results:
-            return StepResult(None, 0, None)
-        return step.merge(results, sizes, self.root_device, original=_itself)
-
-    def _compute_parts(
-        self, step: TrainingStep, parts: Sequence[Any], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[StepResult], list[int]]:
-        """Compute the parts of this process; their gradients go into the tree."""
-        module = self._module
-        assert module is not None
-        first, end = self._ranges()[self.processes.rank]
-        buffers = list(module.buffers())
-        before = [buffer.clone() for buffer in buffers]
-        after_first = before
-        results: list[StepResult] = []
-        sizes: list[int] = []
-        with isolated():
-            for number in range(first, end):
-                if number - first >= len(parts):
-                    self._tree.add(number, [None] * len(parameters))
-                    continue
-                part = parts[number - first]
-                size = self._splitter.size_to_cut(part)
-                self._begin_part(step, number)
-                step.begin_micro_batch(size, size)
-                result = step.run_on(module, part, size)
-                step.backward(result)
-                self._tree.add(number, [parameter.grad for parameter in parameters])
-                for parameter in parameters:
-                    parameter.grad = None
-                if number == 0:
-                    after_first = [buffer.clone() for buffer in buffers]
-                _copy(before, buffers)
-                results.append(_detached(result))
-                sizes.append(size)
-        _copy(after_first, buffers)
-        return results, sizes
-
-    def _begin_part(self, step: TrainingStep, number: int) -> None:
-        """Seed the generators for a part: by the seed of the run, the epoch, the batch and the number of the part."""
-        epoch = getattr(self._module, "current_epoch", 0)
-        text = f"{seed_of_order()}, {epoch}, {step.batch_idx}, {number}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy: Any = sys.modules.get("numpy.random")
-        if numpy is not None:
-            numpy.seed(seed % 2**32)
+        return self._steps.run(step, parts)
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
-        total = sum(self._part_weights)
-        self._part_weights = []
-        return average_gradients(window, optimizer, total, 1)
+        return average_gradients(window, optimizer, sum(self._steps.weights), 1)
+
+    def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
+        """Run an evaluation step, and log what all processes log; see `Strategy.evaluate`."""
+        return self._rounds.run(step, parts[0])
+
+    def await_others(self, step: EvaluationStep) -> None:
+        """Log what other processes still evaluate; see `Strategy.await_others`."""
+        self._rounds.finish(step)
 
 
 def _with_order_of_all(loader: Any, seed: int) -> DataLoader[Any]:
@@ -268,23 +198,3 @@ def _with_order_of_all(loader: Any, seed: int) -> DataLoader[Any]:
         order = BatchSampler(order_of_processes(loader, seed), loader.batch_size, loader.drop_last)
         steps = WholeSteps(order, size=loader.batch_size)
     return with_sampler(loader, steps, batches=True)
-
-
-def _detached(result: StepResult) -> StepResult:
-    """Return a result without its graph and outputs."""
-    loss = None if result.loss is None else result.loss.detach()
-    return result._replace(loss=loss, outputs=loss)
-
-
-def _number(weight: Weight) -> int | float:
-    return weight.item() if isinstance(weight, Tensor) else weight
-
-
-def _copy(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for value, target in zip(values, targets, strict=True):
-            target.copy_(value)
-
-
-def _itself(metric: Any) -> Any:
-    return metric

@@ -1,6 +1,7 @@
 """Sums in the order of a tree are the same to the bit, however parts are shared out."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_one_process_adds_in_the_order_of_the_tree(count: int) -> None:
     tree = GradientTree(count, [(0, count)], SingleProcess())
     for number, gradients in enumerate(leaves(count)):
         tree.add(number, [None if each is None else each.clone() for each in gradients])
-    total = tree.total([])
+    total = tree.total([], [])
     for value, expected in zip(total, whole_sum(leaves(count)), strict=True):
         assert (value is None) == (expected is None)
         assert value is None or torch.equal(value, expected)
@@ -61,7 +62,7 @@ def test_each_leaf_is_in_one_node() -> None:
         count = draw.randint(1, 20)
         borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
         covered: list[int] = []
-        for first, end in zip(borders, borders[1:], strict=False):
+        for first, end in pairwise(borders):
             for node in remaining_nodes(first, end, count):
                 begin = node.index << node.level
                 covered += range(begin, min(count, begin + (1 << node.level)))

@@ -35,7 +35,15 @@ class Noisy(L.LightningModule):
         outputs = self.net(features * random.uniform(0.9, 1.1) + 0.01 * noise)
         if features[0, 0] > 1:
             outputs = outputs + self.seldom_used(features)
-        return nn.functional.mse_loss(outputs, targets)
+        loss = nn.functional.mse_loss(outputs, targets)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", outputs.detach().max(), reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        features, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(features), targets))
+        self.log("val_sum", targets.sum(), reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -71,8 +79,9 @@ def run(kind: type[Noisy], devices: int, **options: Any) -> dict[str, Any]:
     }
     strategy = VirtualDevicesStrategy(count=options.pop("count", 8))
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True))
-    state = dict(module.state_dict())
+    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10))
+    state = {**module.state_dict(), **trainer.callback_metrics}
+    assert {"loss_step", "loss_epoch", "largest", "val_loss", "val_sum"} <= state.keys()
     for index, entries in trainer.optimizers[0].state_dict()["state"].items():
         state |= {f"{index}.{name}": value for name, value in entries.items()}
     return state

@@ -1,0 +1,203 @@
+"""The steps of the virtual devices of a process, one after another, and what all processes make of them."""
+
+import hashlib
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.extensions.virtual.gradient_tree import GradientTree
+from equipoise.parallel.batches.sampling import seed_of_order
+from equipoise.parallel.batches.splitting import Splitter
+from equipoise.parallel.batches.weighting import Weight, weighted_mean
+from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.snapshot.random_state import isolated
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
+
+__all__ = ["PartSteps"]
+
+# Numpy takes seeds of 32 bits.
+_SEEDS_OF_NUMPY = 2**32
+
+
+class _PartReport(NamedTuple):
+    """What the other processes need to know of a part.
+
+    Attributes:
+        loss: The loss, on the CPU; None if the part has none.
+        weight: Its weight in the step.
+        logged: The values that the part logged, except metrics.
+    """
+
+    loss: Tensor | None
+    weight: int | float
+    logged: list[Any]
+
+
+class PartSteps:
+    """Computes the parts of each step that belong to this process, and adds the gradients of all.
+
+    Args:
+        module: The user's module.
+        count: The number of parts of a step.
+        ranges: The first part of each process and the part after its last one, by rank.
+        processes: The processes.
+        device: Where this process computes.
+
+    Attributes:
+        weights: The weights of the parts of the present window, of all processes, in their order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        count: int,
+        ranges: Sequence[tuple[int, int]],
+        processes: Processes,
+        device: torch.device,
+    ) -> None:
+        self.weights: list[int | float] = []
+        self._module = module
+        self._first, self._end = ranges[processes.rank]
+        self._processes = processes
+        self._device = device
+        self._splitter = Splitter(module)
+        self._tree = GradientTree(count, ranges, processes)
+
+    def run(self, step: TrainingStep, parts: Sequence[Any]) -> StepResult:
+        """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
+
+        Args:
+            step: The user's training step.
+            parts: The parts of this process; it may have fewer than virtual devices.
+        """
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        # 1. Gradients of earlier batches of the window are put aside.
+        earlier: list[Tensor | None] = [None] * len(parameters)
+        if step.begins_window:
+            # The first backward zeroes the gradients of the last window.
+            self.weights = []
+        else:
+            for index, parameter in enumerate(parameters):
+                earlier[index] = parameter.grad
+                parameter.grad = None
+
+        # 2. The parts of this process; then one exchange with the others.
+        results, sizes = self._run_parts(step, parts, parameters)
+        reports = [_report_of(result, size) for result, size in zip(results, sizes, strict=True)]
+        exchanged = self._processes.gather_objects((self._tree.masks(), reports))
+        total = self._tree.total(parameters, [masks for masks, _ in exchanged])
+        if self._processes.world_size > 1:
+            copy_from_first(self._module.buffers())
+
+        # 3. The gradients of the step are added to the earlier ones.
+        for parameter, before, gradient in zip(parameters, earlier, total, strict=True):
+            if before is not None and gradient is not None:
+                gradient = before.add_(gradient)
+            parameter.grad = before if gradient is None else gradient
+        return self._merge(step, results, sizes, [report for _, of_process in exchanged for report in of_process])
+
+    def _run_parts(
+        self, step: TrainingStep, parts: Sequence[Any], parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[StepResult], list[int]]:
+        """Compute the parts of this process, and put their gradients into the tree. Return results and sizes."""
+        buffers = list(self._module.buffers())
+        before = _clones(buffers)
+        after_first_part = before
+        results: list[StepResult] = []
+        sizes: list[int] = []
+        with isolated():
+            for number in range(self._first, self._end):
+                index = number - self._first
+                if index >= len(parts):
+                    self._tree.add(number, [None] * len(parameters))
+                    continue
+                # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
+                self._seed(step, number)
+                size = self._splitter.size_to_cut(parts[index])
+                step.begin_micro_batch(size, size)
+                result = step.run_on(self._module, parts[index], size)
+                step.backward(result)
+                results.append(_detached(result))
+                sizes.append(size)
+
+                # 2. Its gradients. Buffers are those of the first part, and each part begins with the same.
+                self._tree.add(number, [parameter.grad for parameter in parameters])
+                for parameter in parameters:
+                    parameter.grad = None
+                if number == 0:
+                    after_first_part = _clones(buffers)
+                _copy(before, buffers)
+        _copy(after_first_part, buffers)
+        return results, sizes
+
+    def _seed(self, step: TrainingStep, number: int) -> None:
+        """Seed all generators for a part, by the seed of the run, the epoch, the batch and the number of the part."""
+        epoch = getattr(self._module, "current_epoch", 0)
+        text = f"{seed_of_order()}, {epoch}, {step.batch_idx}, {number}"
+        digest = hashlib.sha256(text.encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") >> 1
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None:
+            numpy.seed(seed % _SEEDS_OF_NUMPY)
+
+    def _merge(
+        self, step: TrainingStep, results: list[StepResult], sizes: list[int], reports: list[_PartReport]
+    ) -> StepResult:
+        """Return the result of the whole step, and log what its parts logged, the same in all processes."""
+        weights = [report.weight for report in reports]
+        self.weights += weights
+        # Metrics are those of this process, which has updated them with its own parts.
+        own_metrics = [
+            [logged for logged in result.logged if not isinstance(logged.value, Tensor)] for result in results
+        ]
+        step.log_together(own_metrics, [1] * len(results), self._device, original=_itself)
+        step.log_together([report.logged for report in reports], weights, self._device, original=_itself)
+        loss, total = weighted_mean([report.loss for report in reports], weights, self._device)
+        if not results:
+            return StepResult(loss, total, None)
+        without_logs = [result._replace(logged=()) for result in results]
+        merged = step.merge(without_logs, sizes, self._device, original=_itself)
+        return merged._replace(loss=loss, weight=total)
+
+
+def _report_of(result: StepResult, size: int) -> _PartReport:
+    loss = None if result.loss is None else result.loss.cpu()
+    weight = 0 if result.weight is None else _number(result.weight)
+    logged = []
+    for each in result.logged:
+        if isinstance(each.value, Tensor):
+            # Without a size the value would weigh as much as the batch of this process.
+            batch_size = size if each.batch_size is None else each.batch_size
+            logged.append(each._replace(value=each.value.detach().cpu(), batch_size=batch_size))
+    return _PartReport(loss, weight, logged)
+
+
+def _detached(result: StepResult) -> StepResult:
+    """Return a result without its graph."""
+    loss = None if result.loss is None else result.loss.detach()
+    return result._replace(loss=loss, outputs=loss)
+
+
+def _number(weight: Weight) -> int | float:
+    return weight.item() if isinstance(weight, Tensor) else weight
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _copy(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for value, target in zip(values, targets, strict=True):
+            target.copy_(value)
+
+
+def _itself(metric: Any) -> Any:
+    return metric
