@@ -71,7 +71,7 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
         size_of = checking_batches(size_of)
     reduction = None
     processes = strategy.processes
-    if processes.world_size > 1 and not strategy.logs_alike:
+    if processes.world_size > 1 and not strategy.has_one_state:
         from equipoise.trainer.logging.cross_process import LogReduction
 
         reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)

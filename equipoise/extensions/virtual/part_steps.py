@@ -43,24 +43,23 @@ class PartSteps:
 
     Args:
         module: The user's module.
+        weights: Receives the weights of the parts of the present window, of all processes, in their order.
         count: The number of parts of a step.
         ranges: The first part of each process and the part after its last one, by rank.
         processes: The processes.
         device: Where this process computes.
-
-    Attributes:
-        weights: The weights of the parts of the present window, of all processes, in their order.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        weights: list[int | float],
         count: int,
         ranges: Sequence[tuple[int, int]],
         processes: Processes,
         device: torch.device,
     ) -> None:
-        self.weights: list[int | float] = []
+        self._weights = weights
         self._module = module
         self._first, self._end = ranges[processes.rank]
         self._processes = processes
@@ -80,7 +79,7 @@ class PartSteps:
         earlier: list[Tensor | None] = [None] * len(parameters)
         if step.begins_window:
             # The first backward zeroes the gradients of the last window.
-            self.weights = []
+            self._weights.clear()
         else:
             for index, parameter in enumerate(parameters):
                 earlier[index] = parameter.grad
@@ -152,7 +151,7 @@ class PartSteps:
     ) -> StepResult:
         """Return the result of the whole step, and log what its parts logged, the same in all processes."""
         weights = [report.weight for report in reports]
-        self.weights += weights
+        self._weights += weights
         # Metrics are those of this process, which has updated them with its own parts.
         own_metrics = [
             [logged for logged in result.logged if not isinstance(logged.value, Tensor)] for result in results

@@ -24,6 +24,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, share_loader
 from equipoise.strategies.distributed.process_strategy import ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
+from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.strategy import Transfer
 from equipoise.validation import is_whole
 
@@ -61,7 +62,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     """
 
     name: ClassVar[str] = "virtual"
-    logs_alike: ClassVar[bool] = True
+    has_one_state: ClassVar[bool] = True
 
     def __init__(
         self, *, count: int = 8, threads: int = 1, timeout: float = 1800.0, backend: str | None = None
@@ -73,6 +74,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
         self.count = count
         self.threads = threads
+        # The weights of the parts of the present window, of all processes, in their order.
+        self._weights: list[int | float] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
@@ -110,7 +113,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         processes = self.processes
         splitter = Splitter(module)
         self._splitter = splitter
-        self._steps = PartSteps(module, self.count, self._ranges(), processes, self.root_device)
+        self._steps = PartSteps(module, self._weights, self.count, self._ranges(), processes, self.root_device)
         self._rounds = EvaluationRounds(processes, self.root_device, splitter.size)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
@@ -167,7 +170,18 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
-        return average_gradients(window, optimizer, sum(self._steps.weights), 1)
+        return average_gradients(window, optimizer, sum(self._weights), 1)
+
+    @property
+    def portable(self) -> PortableState:
+        """Full states, and the weights of an open window; see `Strategy.portable`."""
+        return PortableState(self._own_state, self._load_own_state)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"count": self.count, "weights": list(self._weights)}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self._weights[:] = state.get("weights", ())
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step, and log what all processes log; see `Strategy.evaluate`."""

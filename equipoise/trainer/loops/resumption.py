@@ -68,7 +68,7 @@ def resume(
         positions = positions or [position]
         position = _position_here(context, positions)
         rank = context.strategy.processes.rank
-        if rank >= len(positions):
+        if rank >= len(positions) and not context.strategy.has_one_state:
             number = rank
     saving_states = ours.get("checkpoint_callbacks")
     return Resumption(context, fit, val_loop, position, loop_state, written_in, saving_states, number)
@@ -78,6 +78,8 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
     """Return the position of this process."""
     from equipoise.trainer.runtime.merged_positions import merged_position
 
+    if context.strategy.has_one_state:
+        return positions[0]
     processes = context.strategy.processes
     written_by = len(positions)
     if written_by == processes.world_size:

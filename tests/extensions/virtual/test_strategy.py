@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -64,7 +65,22 @@ class Skipping(Noisy):
         return None if batch[0][0, 1] > 0.5 else loss
 
 
-def run(kind: type[Noisy], devices: int, **options: Any) -> dict[str, Any]:
+class SaveAfter(L.Callback):
+    """Saves a checkpoint after a number of batches, and ends the run."""
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches = batches
+        self.path = path
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        self.seen += 1
+        if self.seen == self.batches:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     """Train, and return the weights and the state of the optimiser."""
     L.seed_everything(5, verbose=False)
     module = kind()
@@ -79,7 +95,7 @@ def run(kind: type[Noisy], devices: int, **options: Any) -> dict[str, Any]:
     }
     strategy = VirtualDevicesStrategy(count=options.pop("count", 8))
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10))
+    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10), ckpt_path=ckpt_path)
     state = {**module.state_dict(), **trainer.callback_metrics}
     assert {"loss_step", "loss_epoch", "largest", "val_loss", "val_sum"} <= state.keys()
     for index, entries in trainer.optimizers[0].state_dict()["state"].items():
@@ -127,3 +143,16 @@ def test_what_is_refused() -> None:
     refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be a number")
     refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
     refuses(lambda: run(ByHand, 1), "optimises by hand")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=["", "window"])
+@pytest.mark.parametrize("batches", [3, 5, 7])
+def test_continued_on_another_number(
+    tmp_path: Path, numbers: tuple[int, int], options: dict[str, Any], batches: int
+) -> None:
+    """A run that ends in the midst of an epoch, also of a window, continues with other processes."""
+    path = tmp_path / "x.ckpt"
+    run(Noisy, numbers[0], callbacks=[SaveAfter(batches, path)], **options)
+    assert_equal(run(Noisy, numbers[1], ckpt_path=path, **options), on_one_device(Noisy, **options))
