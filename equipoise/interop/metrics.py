@@ -16,6 +16,7 @@ from equipoise.interop.refusal import refusal
 
 __all__ = [
     "MeanOfMetrics",
+    "MetricCopy",
     "MetricState",
     "join_metrics",
     "last_batch_value",
@@ -28,6 +29,7 @@ __all__ = [
     "note_batch_values",
     "other_state",
     "restore_metric_state",
+    "state_on_cpu",
     "states_to_send",
     "take_metric_state",
 ]
@@ -262,8 +264,31 @@ def restore_metric_state(metric: Metric, state: MetricState) -> None:
         setattr(metric, name, value)
 
 
+class MetricCopy:
+    """A state of a metric, as `merge_metric_states` reads that of a copy of the metric.
+
+    Args:
+        state: What `take_metric_state` returned.
+    """
+
+    def __init__(self, state: MetricState) -> None:
+        self.update_count: int = state.get(_COUNT, 0)
+        vars(self).update(state)
+
+
+def state_on_cpu(state: MetricState) -> MetricState:
+    """Return a state that `take_metric_state` returned, without graphs and on the CPU, for other processes."""
+    cpu = torch.device("cpu")
+    sent: MetricState = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            value = value.detach()
+        sent[name] = _on(value, cpu) if isinstance(value, Tensor | list) else value
+    return {**sent, _COMPUTED: None}
+
+
 def merge_metric_states(
-    metrics: list[Metric], before: list[MetricState], parts: list[list[Metric]], weights: list[Any]
+    metrics: list[Metric], before: list[MetricState], parts: Sequence[Sequence[Any]], weights: list[Any]
 ) -> None:
     """Merge into metrics their state before a batch and the states of their copies, one per part of the batch.
 
@@ -273,7 +298,7 @@ def merge_metric_states(
     Args:
         metrics: The metrics.
         before: What `take_metric_state` returned for each before the batch.
-        parts: The copies of each, in the order of the parts.
+        parts: The copies of each, in the order of the parts: metrics, or a `MetricCopy` for each.
         weights: The weights of the parts.
 
     Raises:
@@ -301,7 +326,7 @@ def merge_metric_states(
         _add_earlier_state(metric, earlier, batch)
 
 
-def _forward_values(copies: list[Metric]) -> list[Any]:
+def _forward_values(copies: Sequence[Any]) -> list[Any]:
     """Return the values that `forward` of the copies returned."""
     values: list[Any] = []
     for copy in copies:
@@ -340,7 +365,7 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
     restore_metric_state(metric, merged)
 
 
-def _batch_state(metric: Metric, copies: list[Metric], weights: list[Any]) -> MetricState:
+def _batch_state(metric: Metric, copies: Sequence[Any], weights: list[Any]) -> MetricState:
     """Merge the states of a metric's copies, without copies that were not updated."""
     names = _states_of(metric)
     updated = []

@@ -50,8 +50,9 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
-        has_one_state: Whether all processes have the state of one after each step: gradients of a window, logged values
-            and random numbers. Then nothing of it is reduced, or merged for another number of processes. Default: False.
+        has_one_state: Whether all processes have the state of one after each step: gradients of a window, logged
+            values, metrics and random numbers. Then none of it is reduced, or merged for another number of processes.
+            Default: False.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
     """

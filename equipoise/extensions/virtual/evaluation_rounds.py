@@ -1,16 +1,30 @@
 """Evaluations in rounds: each process evaluates a batch, then all log the values of all, in the order of batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from equipoise.extensions.virtual.metric_exchange import MetricExchange
+from equipoise.interop.metrics import MetricState
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.step_protocols import EvaluationStep
 
-__all__ = ["EvaluationRounds"]
+__all__ = ["EvaluationRounds", "logged_on_cpu"]
+
+
+class _BatchReport(NamedTuple):
+    """What the other processes need to know of a batch.
+
+    Attributes:
+        logged: The values that were logged, on the CPU, with names in the place of metrics.
+        metrics: The states of the metrics that the batch has updated.
+    """
+
+    logged: list[Any]
+    metrics: list[MetricState]
 
 
 class EvaluationRounds:
@@ -20,12 +34,20 @@ class EvaluationRounds:
         processes: The processes.
         device: Where this process computes.
         size_of: Function that returns the number of samples of a batch; None if it is unknown.
+        metrics: The metrics of the module.
     """
 
-    def __init__(self, processes: Processes, device: torch.device, size_of: Callable[[Any], int | None]) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        device: torch.device,
+        size_of: Callable[[Any], int | None],
+        metrics: MetricExchange,
+    ) -> None:
         self._processes = processes
         self._device = device
         self._size_of = size_of
+        self._metrics = metrics
 
     def run(self, step: EvaluationStep, part: Any) -> Any:
         """Evaluate a batch of this process, and log the values of this round.
@@ -37,18 +59,18 @@ class EvaluationRounds:
         Returns:
             The output of the step.
         """
-        output, logged = step.capture_logs(partial(step, part))
-        tensors = [each for each in logged if isinstance(each.value, Tensor)]
-        others = [each for each in logged if not isinstance(each.value, Tensor)]
-        # Metrics are those of this process, which has updated them with its own batches.
-        step.log_together([others], [1], self._device, original=_itself)
-        size = self._size_of(part) or 1
-        sent = []
-        for each in tensors:
-            batch_size = size if each.batch_size is None else each.batch_size
-            sent.append(each._replace(value=each.value.detach().cpu(), batch_size=batch_size))
-        self._log_round(step, sent)
+        self._metrics.begin()
+        try:
+            output, logged = step.capture_logs(partial(step, part))
+            report = _BatchReport(self._sent(logged, part), self._metrics.take())
+        finally:
+            self._metrics.restore()
+        self._log_round(step, report)
         return output
+
+    def _sent(self, logged: Sequence[Any], part: Any) -> list[Any]:
+        named = self._metrics.named(logged)
+        return logged_on_cpu(named, self._size_of(part) or 1)
 
     def finish(self, step: EvaluationStep) -> None:
         """Log the values of rounds in which this process has no batch; all processes end together.
@@ -59,13 +81,29 @@ class EvaluationRounds:
         while self._log_round(step, None):
             pass
 
-    def _log_round(self, step: EvaluationStep, logged: list[Any] | None) -> bool:
+    def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""
-        of_processes = self._processes.gather_objects(logged)
-        for of_process in of_processes:
-            if of_process:
-                step.log_together([of_process], [1], self._device, original=_itself)
-        return any(of_process is not None for of_process in of_processes)
+        reports = [each for each in self._processes.gather_objects(report) if each is not None]
+        for each in reports:
+            self._metrics.begin()
+            self._metrics.merge([each.metrics], [1])
+            step.log_together([self._metrics.found(each.logged)], [1], self._device, original=_itself)
+        return bool(reports)
+
+
+def logged_on_cpu(logged: Sequence[Any], size: int) -> list[Any]:
+    """Return logged values for other processes.
+
+    Args:
+        logged: The values that a part or a batch has logged.
+        size: The number of its samples: without it a value would weigh as much as the batch of the process that logs.
+    """
+    sent = []
+    for each in logged:
+        value = each.value.detach().cpu() if isinstance(each.value, Tensor) else each.value
+        batch_size = size if each.batch_size is None else each.batch_size
+        sent.append(each._replace(value=value, batch_size=batch_size))
+    return sent
 
 
 def _itself(metric: Any) -> Any:

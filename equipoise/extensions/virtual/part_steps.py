@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from equipoise.errors import StepError
+from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
 from equipoise.extensions.virtual.gradient_tree import GradientTree
+from equipoise.extensions.virtual.metric_exchange import MetricExchange
+from equipoise.interop.distributed.processes import collective_count
+from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -30,12 +35,14 @@ class _PartReport(NamedTuple):
     Attributes:
         loss: The loss, on the CPU; None if the part has none.
         weight: Its weight in the step.
-        logged: The values that the part logged, except metrics.
+        logged: The values that the part logged, on the CPU, with names in the place of metrics.
+        metrics: The states of the metrics that the part has updated.
     """
 
     loss: Tensor | None
     weight: int | float
     logged: list[Any]
+    metrics: list[MetricState]
 
 
 class PartSteps:
@@ -48,6 +55,7 @@ class PartSteps:
         ranges: The first part of each process and the part after its last one, by rank.
         processes: The processes.
         device: Where this process computes.
+        metrics: The metrics of the module.
     """
 
     def __init__(
@@ -58,12 +66,14 @@ class PartSteps:
         ranges: Sequence[tuple[int, int]],
         processes: Processes,
         device: torch.device,
+        metrics: MetricExchange,
     ) -> None:
         self._weights = weights
         self._module = module
         self._first, self._end = ranges[processes.rank]
         self._processes = processes
         self._device = device
+        self._metrics = metrics
         self._splitter = Splitter(module)
         self._tree = GradientTree(count, ranges, processes)
 
@@ -86,8 +96,12 @@ class PartSteps:
                 parameter.grad = None
 
         # 2. The parts of this process; then one exchange with the others.
-        results, sizes = self._run_parts(step, parts, parameters)
-        reports = [_report_of(result, size) for result, size in zip(results, sizes, strict=True)]
+        self._metrics.begin()
+        try:
+            results, sizes, reports = self._run_parts(step, parts, parameters)
+        except BaseException:
+            self._metrics.restore()
+            raise
         exchanged = self._processes.gather_objects((self._tree.masks(), reports))
         total = self._tree.total(parameters, [masks for masks, _ in exchanged])
         if self._processes.world_size > 1:
@@ -102,13 +116,18 @@ class PartSteps:
 
     def _run_parts(
         self, step: TrainingStep, parts: Sequence[Any], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[StepResult], list[int]]:
-        """Compute the parts of this process, and put their gradients into the tree. Return results and sizes."""
+    ) -> tuple[list[StepResult], list[int], list[_PartReport]]:
+        """Compute the parts of this process, and put their gradients into the tree.
+
+        Returns:
+            The result of each part, its size, and what the other processes need to know of it.
+        """
         buffers = list(self._module.buffers())
         before = _clones(buffers)
         after_first_part = before
         results: list[StepResult] = []
         sizes: list[int] = []
+        reports: list[_PartReport] = []
         with isolated():
             for number in range(self._first, self._end):
                 index = number - self._first
@@ -118,11 +137,10 @@ class PartSteps:
                 # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
                 self._seed(step, number)
                 size = self._splitter.size_to_cut(parts[index])
-                step.begin_micro_batch(size, size)
-                result = step.run_on(self._module, parts[index], size)
-                step.backward(result)
+                result = self._run_part(step, parts[index], size)
                 results.append(_detached(result))
                 sizes.append(size)
+                reports.append(self._report_of(result, size))
 
                 # 2. Its gradients. Buffers are those of the first part, and each part begins with the same.
                 self._tree.add(number, [parameter.grad for parameter in parameters])
@@ -132,7 +150,20 @@ class PartSteps:
                     after_first_part = _clones(buffers)
                 _copy(before, buffers)
         _copy(after_first_part, buffers)
-        return results, sizes
+        return results, sizes, reports
+
+    def _run_part(self, step: TrainingStep, part: Any, size: int) -> StepResult:
+        """Run the step and the backward of a part."""
+        step.begin_micro_batch(size, size)
+        if self._processes.world_size == 1:
+            result = step.run_on(self._module, part, size)
+            step.backward(result)
+            return result
+        collectives_before = collective_count()
+        result = step.run_on(self._module, part, size)
+        _check_collectives(collectives_before)
+        step.backward(result)
+        return result
 
     def _seed(self, step: TrainingStep, number: int) -> None:
         """Seed all generators for a part, by the seed of the run, the epoch, the batch and the number of the part."""
@@ -146,18 +177,21 @@ class PartSteps:
         if numpy is not None:
             numpy.seed(seed % _SEEDS_OF_NUMPY)
 
+    def _report_of(self, result: StepResult, size: int) -> _PartReport:
+        loss = None if result.loss is None else result.loss.detach().cpu()
+        weight = 0 if result.weight is None else _number(result.weight)
+        logged = logged_on_cpu(self._metrics.named(result.logged), size)
+        return _PartReport(loss, weight, logged, self._metrics.take())
+
     def _merge(
         self, step: TrainingStep, results: list[StepResult], sizes: list[int], reports: list[_PartReport]
     ) -> StepResult:
         """Return the result of the whole step, and log what its parts logged, the same in all processes."""
         weights = [report.weight for report in reports]
         self._weights += weights
-        # Metrics are those of this process, which has updated them with its own parts.
-        own_metrics = [
-            [logged for logged in result.logged if not isinstance(logged.value, Tensor)] for result in results
-        ]
-        step.log_together(own_metrics, [1] * len(results), self._device, original=_itself)
-        step.log_together([report.logged for report in reports], weights, self._device, original=_itself)
+        self._metrics.merge([report.metrics for report in reports], weights)
+        logged = [self._metrics.found(report.logged) for report in reports]
+        step.log_together(logged, weights, self._device, original=_itself)
         loss, total = weighted_mean([report.loss for report in reports], weights, self._device)
         if not results:
             return StepResult(loss, total, None)
@@ -166,16 +200,18 @@ class PartSteps:
         return merged._replace(loss=loss, weight=total)
 
 
-def _report_of(result: StepResult, size: int) -> _PartReport:
-    loss = None if result.loss is None else result.loss.cpu()
-    weight = 0 if result.weight is None else _number(result.weight)
-    logged = []
-    for each in result.logged:
-        if isinstance(each.value, Tensor):
-            # Without a size the value would weigh as much as the batch of this process.
-            batch_size = size if each.batch_size is None else each.batch_size
-            logged.append(each._replace(value=each.value.detach().cpu(), batch_size=batch_size))
-    return _PartReport(loss, weight, logged)
+def _check_collectives(before: int) -> None:
+    """Refuse a part that exchanges something with other processes, which may have fewer parts.
+
+    Raises:
+        StepError: If it does.
+    """
+    if collective_count() != before:
+        raise StepError(
+            "`training_step` communicates with other processes, but under strategy='virtual' a process runs it once for"
+            " each of its virtual devices, and others have another number of them. Leave the communication out, or take"
+            " strategy='ddp'."
+        )
 
 
 def _detached(result: StepResult) -> StepResult:

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
+from equipoise.extensions.virtual.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.part_steps import PartSteps
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import NO_BATCH, SameOrder, seed_of_order
@@ -18,11 +19,13 @@ from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.batches.whole_steps import WholeSteps
+from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, share_loader
-from equipoise.strategies.distributed.process_strategy import ProcessStrategy
+from equipoise.strategies.distributed.module_sync import check_same_modules
+from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.strategy import Transfer
@@ -80,7 +83,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_splitter", "_threads_before"):
+        for name in ("_steps", "_rounds", "_metrics", "_splitter", "_threads_before"):
             state.pop(name, None)
         return state
 
@@ -113,15 +116,24 @@ class VirtualDevicesStrategy(ProcessStrategy):
         processes = self.processes
         splitter = Splitter(module)
         self._splitter = splitter
-        self._steps = PartSteps(module, self._weights, self.count, self._ranges(), processes, self.root_device)
-        self._rounds = EvaluationRounds(processes, self.root_device, splitter.size)
+        device = self.root_device
+        metrics = MetricExchange(module)
+        self._metrics = metrics
+        self._steps = PartSteps(module, self._weights, self.count, self._ranges(), processes, device, metrics)
+        self._rounds = EvaluationRounds(processes, device, splitter.size, metrics)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
+
+    def _begin_run(self, module: nn.Module) -> ProcessRun:
+        check_same_modules(module)
+        copy_from_first((*module.parameters(), *module.buffers()))
+        return ProcessRun()
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Use as many threads as before; see `Strategy.teardown`."""
         if self._module is not None:
             torch.set_num_threads(self._threads_before)
+            self._metrics.close()
         super().teardown(error)
 
     def _ranges(self) -> list[tuple[int, int]]:

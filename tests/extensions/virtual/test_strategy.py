@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
 from equipoise import Trainer, VirtualDevicesStrategy
 from tests.conftest import ignoring
@@ -29,6 +30,8 @@ class Noisy(L.LightningModule):
         layers = [nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)]
         self.net = nn.Sequential(*layers)
         self.seldom_used = nn.Linear(6, 1)
+        self.mean = MeanMetric()
+        self.metrics = MetricCollection([MeanSquaredError(), R2Score()])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         features, targets = batch
@@ -38,12 +41,17 @@ class Noisy(L.LightningModule):
             outputs = outputs + self.seldom_used(features)
         loss = nn.functional.mse_loss(outputs, targets)
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.mean(outputs.detach())
+        self.log("mean", self.mean)
         self.log("largest", outputs.detach().max(), reduce_fx="max")
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         features, targets = batch
-        self.log("val_loss", nn.functional.mse_loss(self.net(features), targets))
+        outputs = self.net(features)
+        self.log("val_loss", nn.functional.mse_loss(outputs, targets))
+        self.metrics.update(outputs, targets)
+        self.log_dict(self.metrics)
         self.log("val_sum", targets.sum(), reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
@@ -95,9 +103,19 @@ def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **opt
     }
     strategy = VirtualDevicesStrategy(count=options.pop("count", 8))
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    trainer.fit(module, DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10), ckpt_path=ckpt_path)
+    loaders = DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     state = {**module.state_dict(), **trainer.callback_metrics}
-    assert {"loss_step", "loss_epoch", "largest", "val_loss", "val_sum"} <= state.keys()
+    assert {
+        "loss_step",
+        "loss_epoch",
+        "largest",
+        "mean",
+        "MeanSquaredError",
+        "R2Score",
+        "val_loss",
+        "val_sum",
+    } <= state.keys()
     for index, entries in trainer.optimizers[0].state_dict()["state"].items():
         state |= {f"{index}.{name}": value for name, value in entries.items()}
     return state

@@ -1,0 +1,121 @@
+"""Metrics of a module in all processes: each holds the states of all parts, added in their order."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric
+
+from equipoise.errors import StepError
+from equipoise.interop.metrics import (
+    MetricCopy,
+    MetricState,
+    link_collections,
+    merge_metric_states,
+    restore_metric_state,
+    state_on_cpu,
+    take_metric_state,
+)
+from equipoise.interop.module_metrics import named_metrics
+
+__all__ = ["MetricExchange"]
+
+
+@dataclass(frozen=True)
+class _MetricName:
+    """Stands for a metric in a logged value that other processes receive.
+
+    Attributes:
+        name: The name of the metric in the module.
+    """
+
+    name: str
+
+
+class MetricExchange:
+    """Takes the states of a module's metrics apart, and merges those of the parts of all processes.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._by_name = named_metrics(module)
+        self._metrics = list(self._by_name.values())
+        self._names = {id(metric): name for name, metric in self._by_name.items()}
+        # All processes hold the whole states, so torchmetrics must not add them up when it computes.
+        self._available_before = [metric.distributed_available_fn for metric in self._metrics]
+        for metric in self._metrics:
+            metric.distributed_available_fn = _never
+        self._before: list[MetricState] = []
+
+    def close(self) -> None:
+        """Let torchmetrics exchange states as before."""
+        for metric, available in zip(self._metrics, self._available_before, strict=True):
+            metric.distributed_available_fn = available
+
+    def begin(self) -> None:
+        """Put the states aside; the metrics are as new."""
+        self._before = [take_metric_state(metric) for metric in self._metrics]
+
+    def take(self) -> list[MetricState]:
+        """Return the states since `begin` or the last `take`, on the CPU; the metrics are as new."""
+        if not self._metrics:
+            return []
+        link_collections(self._module)
+        return [state_on_cpu(take_metric_state(metric)) for metric in self._metrics]
+
+    def restore(self) -> None:
+        """Give the metrics the states that `begin` has put aside."""
+        for metric, state in zip(self._metrics, self._before, strict=True):
+            restore_metric_state(metric, state)
+
+    def merge(self, parts: Sequence[list[MetricState]], weights: Sequence[Any]) -> None:
+        """Add the states of parts, in their order, to those that `begin` has put aside.
+
+        Args:
+            parts: What `take` returned for each part, in any process.
+            weights: The weight of each part in a mean.
+        """
+        if not self._metrics or not parts:
+            self.restore()
+            return
+        copies = [[MetricCopy(states[index]) for states in parts] for index in range(len(self._metrics))]
+        merge_metric_states(self._metrics, self._before, copies, list(weights))
+
+    # Logged metrics
+
+    def named(self, logged: Iterable[Any]) -> list[Any]:
+        """Return logged values with names in the place of metrics, which other processes can find.
+
+        Raises:
+            StepError: If a metric is no attribute of the module.
+        """
+        return [each._replace(value=self._named(each)) for each in logged]
+
+    def _named(self, logged: Any) -> Any:
+        if not isinstance(logged.value, Metric):
+            return logged.value
+        name = self._names.get(id(logged.value))
+        if name is None:
+            raise StepError(
+                f"The metric logged as {logged.name!r} is no attribute of the module, so other processes cannot find"
+                " it. Make it one in the constructor."
+            )
+        return _MetricName(name)
+
+    def found(self, logged: Iterable[Any]) -> list[Any]:
+        """Return logged values with metrics in the place of names."""
+        found = []
+        for each in logged:
+            value = each.value
+            if isinstance(value, _MetricName):
+                value = self._by_name[value.name]
+            found.append(each._replace(value=value))
+        return found
+
+
+def _never() -> bool:
+    return False
