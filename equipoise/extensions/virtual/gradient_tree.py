@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from equipoise.interop.torch import foreach
 from equipoise.parallel.communication.processes import Processes
 
 __all__ = ["GradientTree", "Node", "remaining_nodes"]
@@ -147,9 +148,13 @@ class GradientTree:
 
 def _added(left: Gradients, right: Gradients) -> Gradients:
     """Return left plus right; a gradient that only one of them has is that one."""
-    both = [index for index in range(len(left)) if left[index] is not None and right[index] is not None]
-    if both:
-        torch._foreach_add_([left[index] for index in both], [right[index] for index in both])
+    targets = []
+    values = []
+    for one, other in zip(left, right, strict=True):
+        if one is not None and other is not None:
+            targets.append(one)
+            values.append(other)
+    foreach.add_(targets, values)
     return [one if one is not None else other for one, other in zip(left, right, strict=True)]
 
 

@@ -1,8 +1,5 @@
 """The steps of the virtual devices of a process, one after another, and what all processes make of them."""
 
-import hashlib
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +10,11 @@ from equipoise.errors import StepError
 from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
 from equipoise.extensions.virtual.gradient_tree import GradientTree
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.part_batches import seed_generators
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
+from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.communication.processes import Processes
@@ -24,9 +23,6 @@ from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
 __all__ = ["PartSteps"]
-
-# Numpy takes seeds of 32 bits.
-_SEEDS_OF_NUMPY = 2**32
 
 
 class _PartReport(NamedTuple):
@@ -50,6 +46,7 @@ class PartSteps:
 
     Args:
         module: The user's module.
+        splitter: Divides batches of the module.
         weights: Receives the weights of the parts of the present window, of all processes, in their order.
         count: The number of parts of a step.
         ranges: The first part of each process and the part after its last one, by rank.
@@ -61,6 +58,7 @@ class PartSteps:
     def __init__(
         self,
         module: nn.Module,
+        splitter: Splitter,
         weights: list[int | float],
         count: int,
         ranges: Sequence[tuple[int, int]],
@@ -74,8 +72,19 @@ class PartSteps:
         self._processes = processes
         self._device = device
         self._metrics = metrics
-        self._splitter = Splitter(module)
+        self._splitter = splitter
         self._tree = GradientTree(count, ranges, processes)
+
+    def divide(self, batch: Any) -> Sequence[Any]:
+        """Return the parts of a batch of this process.
+
+        Parts of a step differ by one sample at most, larger ones first; so do those of each process.
+        """
+        size = self._splitter.size_to_cut(batch)
+        sizes = [size_of_part for size_of_part in even_sizes(size, self._end - self._first) if size_of_part]
+        if len(sizes) <= 1:
+            return [batch]
+        return self._splitter.parts(batch, sizes)
 
     def run(self, step: TrainingStep, parts: Sequence[Any]) -> StepResult:
         """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
@@ -128,6 +137,8 @@ class PartSteps:
         results: list[StepResult] = []
         sizes: list[int] = []
         reports: list[_PartReport] = []
+        seed = seed_of_order()
+        epoch = getattr(self._module, "current_epoch", 0)
         with isolated():
             for number in range(self._first, self._end):
                 index = number - self._first
@@ -135,7 +146,7 @@ class PartSteps:
                     self._tree.add(number, [None] * len(parameters))
                     continue
                 # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
-                self._seed(step, number)
+                seed_generators(seed, "part", epoch, step.batch_idx, number)
                 size = self._splitter.size_to_cut(parts[index])
                 result = self._run_part(step, parts[index], size)
                 results.append(_detached(result))
@@ -164,18 +175,6 @@ class PartSteps:
         _check_collectives(collectives_before)
         step.backward(result)
         return result
-
-    def _seed(self, step: TrainingStep, number: int) -> None:
-        """Seed all generators for a part, by the seed of the run, the epoch, the batch and the number of the part."""
-        epoch = getattr(self._module, "current_epoch", 0)
-        text = f"{seed_of_order()}, {epoch}, {step.batch_idx}, {number}"
-        digest = hashlib.sha256(text.encode()).digest()
-        seed = int.from_bytes(digest[:8], "little") >> 1
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy: Any = sys.modules.get("numpy.random")
-        if numpy is not None:
-            numpy.seed(seed % _SEEDS_OF_NUMPY)
 
     def _report_of(self, result: StepResult, size: int) -> _PartReport:
         loss = None if result.loss is None else result.loss.detach().cpu()

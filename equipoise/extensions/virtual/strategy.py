@@ -6,34 +6,43 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.part_batches import Parts, part_loader
 from equipoise.extensions.virtual.part_steps import PartSteps
-from equipoise.interop.torch.loaders import with_sampler
-from equipoise.parallel.batches.sampling import NO_BATCH, SameOrder, seed_of_order
+from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
-from equipoise.parallel.batches.shares import even_sizes
+from equipoise.parallel.batches.shares import are_shares, even_sizes, sizes_by_shares
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.batches.whole_steps import WholeSteps
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
-from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes, share_loader
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
 from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Transfer
 from equipoise.validation import is_whole
 
 __all__ = ["VirtualDevicesStrategy"]
 
 preload(__name__)
+
+
+class _NoRecovery(RecoverySupport):
+    """Leaves an error of memory as it is."""
+
+    def why_not(self, *, training: bool, leave_out: bool) -> str:
+        """Return how a step takes less memory."""
+        return "strategy='virtual' computes a step in parts already. Raise its `count`, so that parts are smaller."
+
+
+_NO_RECOVERY = _NoRecovery()
 
 
 class VirtualDevicesStrategy(ProcessStrategy):
@@ -49,6 +58,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     Args:
         count: The number of virtual devices, at least as many as there are real ones. Default: 8.
+        shares: A number for each device, relative to one another, by which the virtual devices are shared out; each
+            device has at least one. They change nothing in the results. Default: None, evenly.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
             threads differ in their last bits. Default: 1.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
@@ -68,14 +79,23 @@ class VirtualDevicesStrategy(ProcessStrategy):
     has_one_state: ClassVar[bool] = True
 
     def __init__(
-        self, *, count: int = 8, threads: int = 1, timeout: float = 1800.0, backend: str | None = None
+        self,
+        *,
+        count: int = 8,
+        shares: Sequence[float] | None = None,
+        threads: int = 1,
+        timeout: float = 1800.0,
+        backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
         if not is_whole(count, least=1):
             raise ConfigurationError(f"count must be a number of virtual devices, from 1, not {count!r}.")
         if not is_whole(threads, least=1):
             raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
+        if shares is not None and (not are_shares(shares) or min(shares) <= 0):
+            raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
         self.count = count
+        self.shares = shares
         self.threads = threads
         # The weights of the parts of the present window, of all processes, in their order.
         self._weights: list[int | float] = []
@@ -83,7 +103,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_splitter", "_threads_before"):
+        for name in ("_steps", "_rounds", "_metrics", "_threads_before"):
             state.pop(name, None)
         return state
 
@@ -101,6 +121,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"
                 f" {self.processes.world_size} real ones. Raise `count`, or take fewer devices."
             )
+        if self.shares is not None and len(self.shares) != self.processes.world_size:
+            raise ConfigurationError(
+                f"shares={list(self.shares)!r} has {len(self.shares)} numbers for {self.processes.world_size} devices."
+            )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse manual optimisation; see `Strategy.check_module`."""
@@ -115,14 +139,26 @@ class VirtualDevicesStrategy(ProcessStrategy):
         super().setup(module, precision)
         processes = self.processes
         splitter = Splitter(module)
-        self._splitter = splitter
         device = self.root_device
         metrics = MetricExchange(module)
         self._metrics = metrics
-        self._steps = PartSteps(module, self._weights, self.count, self._ranges(), processes, device, metrics)
+        self._steps = PartSteps(module, splitter, self._weights, self.count, self._ranges(), processes, device, metrics)
         self._rounds = EvaluationRounds(processes, device, splitter.size, metrics)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
+
+    def share_batch_statistics(self, module: nn.Module) -> None:
+        """Refuse statistics over all processes; see `Strategy.share_batch_statistics`."""
+        raise ConfigurationError(
+            "sync_batchnorm=True computes over the samples of all processes at the same time, but under"
+            " strategy='virtual' a process computes its virtual devices one after another. Leave it out: statistics are"
+            " those of a part."
+        )
+
+    @property
+    def recovery(self) -> RecoverySupport:
+        """Refuses to repeat a step, whose parts can be smaller; see `Strategy.recovery`."""
+        return _NO_RECOVERY
 
     def _begin_run(self, module: nn.Module) -> ProcessRun:
         check_same_modules(module)
@@ -138,9 +174,15 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first part of each process and the part after its last one, by rank."""
+        processes = self.processes.world_size
+        numbers = even_sizes(self.count, processes)
+        if self.shares is not None:
+            # Each device has one; the others are shared out.
+            others = sizes_by_shares(self.count - processes, self.shares)
+            numbers = [1 + number for number in others]
         ranges = []
         first = 0
-        for number in even_sizes(self.count, self.processes.world_size):
+        for number in numbers:
             ranges.append((first, first + number))
             first += number
         return ranges
@@ -151,33 +193,22 @@ class VirtualDevicesStrategy(ProcessStrategy):
         """Return this process's part of a loader; see `Strategy.shard`."""
         if stage != "train":
             return super().shard(loader, stage)
-        seed = seed_of_order()
         rank = self.processes.rank
-        steps = _with_order_of_all(loader, seed)
-        part = share_loader(steps, rank, self.processes.world_size, seed, training=True, sizes=self._sizes)
+        part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
         return Shard(part, rank, self.processes.world_size, in_turn=False)
 
-    def _sizes(self, size: int, step: int) -> list[int]:
-        """Return the samples of each process in a step; see `share_loader`."""
-        sizes = even_sizes(size, self.count)
-        return [sum(sizes[first:end]) for first, end in self._ranges()]
-
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Divide a batch of this process into its parts; see `Strategy.batch_to_devices`."""
-        if not self._module or not self._module.training:
-            return super().batch_to_devices(batch, transfer)
-        if batch is NO_BATCH:
-            return ()
-        first, end = self._ranges()[self.processes.rank]
-        # Parts of a step differ by one sample at most, larger ones first; so do those of each process.
-        sizes = [size for size in even_sizes(self._splitter.size_to_cut(batch), end - first) if size]
-        parts = [batch] if len(sizes) == 1 else self._splitter.parts(batch, sizes)
-        return [transfer(part, self.devices[0]) for part in parts]
+        """Copy a batch, or its parts where they were collated one by one; see `Strategy.batch_to_devices`."""
+        if isinstance(batch, Parts):
+            return Parts(transfer(part, self.devices[0]) for part in batch)
+        return super().batch_to_devices(batch, transfer)
 
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the parts of this process, one after another, and add the gradients of all."""
+        if parts and not isinstance(parts, Parts):
+            parts = self._steps.divide(parts[0])
         return self._steps.run(step, parts)
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
@@ -202,25 +233,3 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def await_others(self, step: EvaluationStep) -> None:
         """Log what other processes still evaluate; see `Strategy.await_others`."""
         self._rounds.finish(step)
-
-
-def _with_order_of_all(loader: Any, seed: int) -> DataLoader[Any]:
-    """Return a loader whose batches are whole steps, in an order that depends on the seed and the epoch alone."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            f"strategy='virtual' needs a DataLoader over a data set of known length, to which {type(loader).__name__}"
-            " does not give access. Take such a loader, or strategy='ddp'."
-        )
-    if has_distributed_sampler(loader) or loader.batch_sampler is None:
-        raise ConfigurationError(
-            "strategy='virtual' divides batches itself, so a loader has a batch size, and no DistributedSampler."
-        )
-    batches: Any = loader.batch_sampler
-    if isinstance(batches, WholeSteps):
-        return loader
-    if loader.batch_size is None:
-        steps = WholeSteps(SameOrder(batches, seed))
-    else:
-        order = BatchSampler(order_of_processes(loader, seed), loader.batch_size, loader.drop_last)
-        steps = WholeSteps(order, size=loader.batch_size)
-    return with_sampler(loader, steps, batches=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
 from equipoise import Trainer, VirtualDevicesStrategy
@@ -94,16 +94,19 @@ def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **opt
     module = kind()
     draw = torch.Generator().manual_seed(3)
     features = torch.randn(SAMPLES, 6, generator=draw)
-    data = TensorDataset(features, features.sum(1, keepdim=True))
+    data = options.pop("data", TensorDataset(features, features.sum(1, keepdim=True)))
+    names = ("collate_fn", "num_workers", "persistent_workers", "sampler", "shuffle", "batch_size")
+    of_loader = {"shuffle": True, "batch_size": 24} | {name: options.pop(name) for name in names if name in options}
+    fixed = TensorDataset(features, features.sum(1, keepdim=True))
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = VirtualDevicesStrategy(count=options.pop("count", 8))
+    strategy = VirtualDevicesStrategy(count=options.pop("count", 8), shares=options.pop("shares", None))
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    loaders = DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=10)
+    loaders = DataLoader(data, **of_loader), DataLoader(fixed, batch_size=10)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     state = {**module.state_dict(), **trainer.callback_metrics}
     assert {
@@ -147,6 +150,26 @@ def test_six_parts_on_four_processes() -> None:
     assert_equal(run(Noisy, 4, count=6), on_one_device(Noisy, count=6))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_unequal_devices(precision: Any) -> None:
+    assert_equal(run(Noisy, 2, shares=[1, 3], precision=precision), run(Noisy, 1, precision=precision))
+
+
+class Plain(Noisy):
+    """Layers that take parts of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+
+
+@pytest.mark.slow
+def test_fewer_samples_than_virtual_devices() -> None:
+    """The last step has three samples, of which the second process has none."""
+    assert_equal(run(Plain, 2, batch_size=28), on_one_device(Plain, batch_size=28))
+
+
 def test_another_number_of_parts_is_another_run() -> None:
     assert not torch.equal(on_one_device(Noisy)["net.0.weight"], on_one_device(Noisy, count=4)["net.0.weight"])
 
@@ -161,6 +184,9 @@ def test_what_is_refused() -> None:
     refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be a number")
     refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
     refuses(lambda: run(ByHand, 1), "optimises by hand")
+    refuses(lambda: VirtualDevicesStrategy(shares=[1, 0]), "shares must be a number above 0")
+    refuses(lambda: run(Noisy, 2, shares=[1, 2, 3]), "3 numbers for 2 devices")
+    refuses(lambda: run(Noisy, 2, sync_batchnorm=True), "sync_batchnorm=True")
 
 
 @pytest.mark.slow
@@ -174,3 +200,31 @@ def test_continued_on_another_number(
     path = tmp_path / "x.ckpt"
     run(Noisy, numbers[0], callbacks=[SaveAfter(batches, path)], **options)
     assert_equal(run(Noisy, numbers[1], ckpt_path=path, **options), on_one_device(Noisy, **options))
+
+
+class Augmented(Dataset[Any]):
+    """Samples that draw from three generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features = torch.arange(6.0) * random.random() + torch.randn(6) + float(np.random.rand())
+        return features, features.sum(0, keepdim=True) + index
+
+
+def padded(samples: list[Any]) -> list[Tensor]:
+    """Draw, and depend on all samples that are collated together."""
+    features, targets = map(torch.stack, zip(*samples, strict=True))
+    return [features + features.mean() + 0.1 * torch.rand(()), targets]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [None, padded])
+def test_random_data(workers: int, collate: Any) -> None:
+    options = {"data": Augmented(), "collate_fn": collate, "num_workers": workers, "persistent_workers": workers > 0}
+    assert_equal(run(Noisy, 3, **options), run(Noisy, 1, **options))
+    sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1).tolist(), SAMPLES)
+    options |= {"sampler": sampler, "shuffle": None}
+    assert_equal(run(Noisy, 2, **options), run(Noisy, 1, **{**options, "num_workers": 0, "persistent_workers": False}))
