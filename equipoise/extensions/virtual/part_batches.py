@@ -27,7 +27,12 @@ def seed_generators(*key: Any) -> None:
     """Seed the generators of torch, Python and numpy by a key, such as the epoch, the step and the number of a part."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
-    torch.manual_seed(seed)
+    # `torch.manual_seed` would note the call for the start of CUDA, with its stack, in every step.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
