@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.part_batches import seed_generators, state_key
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import EvaluationStep
 
 __all__ = ["EvaluationRounds", "logged_on_cpu"]
@@ -48,6 +50,9 @@ class EvaluationRounds:
         self._device = device
         self._size_of = size_of
         self._metrics = metrics
+        # The rounds of the present pass over a loader, and what the random numbers of the pass depend on.
+        self._rounds = 0
+        self._key = ""
 
     def run(self, step: EvaluationStep, part: Any) -> Any:
         """Evaluate a batch of this process, and log the values of this round.
@@ -59,9 +64,15 @@ class EvaluationRounds:
         Returns:
             The output of the step.
         """
+        if not self._rounds:
+            self._key = state_key()
+        number = self._rounds * self._processes.world_size + self._processes.rank
+        self._rounds += 1
         self._metrics.begin()
         try:
-            output, logged = step.capture_logs(partial(step, part))
+            with isolated():
+                seed_generators("evaluation", self._key, number)
+                output, logged = step.capture_logs(partial(step, part))
             report = _BatchReport(self._sent(logged, part), self._metrics.take())
         finally:
             self._metrics.restore()
@@ -80,6 +91,9 @@ class EvaluationRounds:
         """
         while self._log_round(step, None):
             pass
+        # The next pass has other random numbers, in all processes.
+        self._rounds = 0
+        torch.rand(())
 
     def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""

@@ -14,10 +14,13 @@ from torch import Tensor
 from equipoise.interop.torch import foreach
 from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["GradientTree", "Node", "remaining_nodes"]
+__all__ = ["GradientTree", "Gradients", "Node", "added", "remaining_nodes", "take_gradients"]
 
 # Gradients of the parameters, in their order; None where a parameter has none.
 Gradients = list[Tensor | None]
+# What other processes need to know of a gradient: nothing of a dense one; of a sparse one the number of its dimensions
+# that are sparse, and of its entries. None: there is no gradient.
+Form = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, order=True)
@@ -113,22 +116,26 @@ class GradientTree:
                 node = node.parent
             elif self._sums and self._sums[-1][0] == node.sibling:
                 _, left = self._sums.pop()
-                gradients = _added(left, gradients)
+                gradients = added(left, gradients)
                 node = node.parent
             else:
                 break
         self._sums.append((node, gradients))
 
-    def masks(self) -> list[list[bool]]:
-        """Return which parameters have a gradient, for each sum of this process; other processes need to know it."""
-        return [[gradient is not None for gradient in gradients] for _, gradients in self._sums]
+    def forms(self) -> list[list[Form]]:
+        """Return the forms of the gradients in each sum of this process."""
+        return [[_form_of(gradient) for gradient in gradients] for _, gradients in self._sums]
 
-    def total(self, like: Sequence[Tensor], masks: Sequence[list[list[bool]]]) -> Gradients:
+    def clear(self) -> None:
+        """Forget the sums of a step that failed."""
+        self._sums = []
+
+    def total(self, like: Sequence[Tensor], forms: Sequence[list[list[Form]]]) -> Gradients:
         """Return the sum over all parts of all processes, the same in each of them, and begin the next step.
 
         Args:
             like: The parameters.
-            masks: The `masks` of each process, by rank.
+            forms: The `forms` of each process, by rank.
         """
         own = self._sums
         self._sums = []
@@ -137,35 +144,92 @@ class GradientTree:
             return total
         for rank, (first, end) in enumerate(self._ranges):
             for number, node in enumerate(remaining_nodes(first, end, self._leaves)):
-                gradients = _empty_like(like, masks[rank][number])
+                known: Gradients = [None] * len(like)
                 if rank == self._processes.rank:
-                    gradients = own[number][1]
-                self._add_node(node, _from_rank(gradients, rank))
+                    known = own[number][1]
+                columns = zip(known, like, forms[rank][number], strict=True)
+                self._add_node(node, [_exchanged(*column, rank) for column in columns])
         ((_, total),) = self._sums
         self._sums = []
         return total
 
 
-def _added(left: Gradients, right: Gradients) -> Gradients:
-    """Return left plus right; a gradient that only one of them has is that one."""
+def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
+    """Take the gradients from parameters, in a form that is the same in all processes.
+
+    A dense one is laid out as its parameter, since the order of a later sum follows the memory. A sparse one has one
+    entry for each index.
+    """
+    taken: Gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.coalesce()
+        elif gradient is not None and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        taken.append(gradient)
+    return taken
+
+
+def added(left: Gradients, right: Gradients) -> Gradients:
+    """Return left plus right, where dense gradients on the left are changed; one that only one of them has is that one.
+
+    At most two numbers are added for each entry of a sparse gradient, so their order does not count.
+    """
+    sums = [one if one is not None else other for one, other in zip(left, right, strict=True)]
     targets = []
     values = []
-    for one, other in zip(left, right, strict=True):
-        if one is not None and other is not None:
-            targets.append(one)
-            values.append(other)
+    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+        if one is None or other is None:
+            continue
+        if one.is_sparse and other.is_sparse:
+            sums[index] = (one + other).coalesce()
+            continue
+        dense, value = (other, one) if one.is_sparse else (one, other)
+        sums[index] = dense
+        targets.append(dense)
+        values.append(value)
     foreach.add_(targets, values)
-    return [one if one is not None else other for one, other in zip(left, right, strict=True)]
+    return sums
 
 
-def _empty_like(parameters: Sequence[Tensor], mask: Sequence[bool]) -> Gradients:
-    """Return memory for the gradients of another process."""
-    return [torch.empty_like(each) if is_there else None for each, is_there in zip(parameters, mask, strict=True)]
+def _form_of(gradient: Tensor | None) -> Form:
+    if gradient is None:
+        return None
+    if not gradient.is_sparse:
+        return ()
+    return (gradient.sparse_dim(), gradient.values().size(0))
 
 
-def _from_rank(gradients: Gradients, rank: int) -> Gradients:
-    """Return the gradients of a process, in every process."""
-    for gradient in gradients:
-        if gradient is not None:
-            dist.broadcast(gradient, rank)
-    return gradients
+def _exchanged(gradient: Tensor | None, parameter: Tensor, form: Form, rank: int) -> Tensor | None:
+    """Return the gradient of a process, in every process.
+
+    Args:
+        gradient: The gradient in that process; None in others.
+        parameter: The parameter.
+        form: The form of the gradient.
+        rank: The rank of the process.
+    """
+    if form is None:
+        return None
+    if not form:
+        return _from_rank(torch.empty_like(parameter) if gradient is None else gradient, rank)
+    dimensions, entries = form
+    if gradient is None:
+        indices = torch.empty(dimensions, entries, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(entries, *parameter.shape[dimensions:])
+    else:
+        indices, values = gradient.indices(), gradient.values()
+    indices, values = _from_rank(indices, rank), _from_rank(values, rank)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
+
+
+def _from_rank(tensor: Tensor, rank: int) -> Tensor:
+    """Return the tensor of a process, in every process."""
+    # A broadcast sends memory in its order; where a copy is sent, it is copied back.
+    sent = tensor.detach().contiguous()
+    dist.broadcast(sent, rank)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)
+    return tensor

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.loaders import with_collated_batches, with_sampler
+from equipoise.parallel.batches.dealing import deal_batches
 from equipoise.parallel.batches.sampling import NO_BATCH, Collate, SameOrder
 from equipoise.parallel.batches.shares import even_sizes
+from equipoise.parallel.batches.splitting import split
 from equipoise.parallel.batches.whole_steps import WholeSteps
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes
 
-__all__ = ["Parts", "part_loader", "seed_generators"]
+__all__ = ["Part", "Parts", "evaluation_loader", "part_loader", "seed_generators", "state_key"]
 
 # Numpy takes seeds of 32 bits.
 _SEEDS_OF_NUMPY = 2**32
@@ -39,20 +41,41 @@ def seed_generators(*key: Any) -> None:
         numpy.seed(seed % _SEEDS_OF_NUMPY)
 
 
-class Parts(tuple[Any, ...]):
-    """The parts of a batch that were collated one by one."""
+def state_key() -> str:
+    """Return a key that follows from the present state of torch's generator, the same in all processes."""
+    return hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).hexdigest()
 
 
-class _Sample(NamedTuple):
-    """A sample to be read, or its data.
+class Part(NamedTuple):
+    """A part of a step.
 
     Attributes:
-        value: The index of the sample, or what the data set returned for it.
-        key: What random numbers of the sample depend on.
+        batch: Its batch.
+        size: The number of its samples.
     """
 
-    value: Any
-    key: tuple[int, ...]
+    batch: Any
+    size: int
+
+
+class Parts(list[Part]):
+    """The parts of a step that one process computes, as its loader returns them."""
+
+
+class _Keyed(list[Any]):
+    """Indices of samples that are read and collated together.
+
+    Attributes:
+        key: What their random numbers depend on.
+    """
+
+    key: tuple[Any, ...] = ()
+
+
+def _keyed(indices: Sequence[Any], *key: Any) -> _Keyed:
+    keyed = _Keyed(indices)
+    keyed.key = key
+    return keyed
 
 
 def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank: int, seed: int) -> DataLoader[Any]:
@@ -83,71 +106,120 @@ def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank
     else:
         order = order_of_processes(loader, seed)
         steps = WholeSteps(BatchSampler(order, loader.batch_size, loader.drop_last), size=loader.batch_size)
-    batches = _PartBatches(steps, count, ranges[rank])
-    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
-        # Nothing draws random numbers, and rows are taken together.
-        batches.keyed = False
-        plain = with_collated_batches(loader, loader.dataset, Collate(loader.collate_fn))
+    batches = _PartBatches(steps, count, ranges[rank], seed)
+    if _draws_nothing(loader):
+        # Rows are taken together.
+        batches.are_joined = True
+        plain = with_collated_batches(loader, loader.dataset, _PartsOfRows(ranges[rank]))
         return with_sampler(plain, batches, batches=True)
-    first, end = ranges[rank]
-    collate = _PartCollate(loader.collate_fn, end - first)
-    return with_sampler(
-        with_collated_batches(loader, _KeyedSamples(loader.dataset, seed), collate), batches, batches=True
-    )
+    return with_sampler(_read_by_key(loader), batches, batches=True)
+
+
+def evaluation_loader(loader: DataLoader[Any], rank: int, processes: int) -> DataLoader[Any]:
+    """Return a loader over the batches that one process evaluates, each with random numbers of its own.
+
+    Args:
+        loader: The user's loader, over a data set of known length and with a batch sampler.
+        rank: The rank of this process.
+        processes: The number of processes.
+    """
+    dealt: DataLoader[Any] = deal_batches(loader, rank, processes)
+    if _draws_nothing(loader):
+        return dealt
+    batches = _DealtBatches(dealt.batch_sampler, rank, processes)
+    return with_sampler(_read_by_key(dealt), batches, batches=True)
+
+
+def _draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Return whether samples of a loader are rows of tensors in memory, which are only stacked."""
+    return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+
+
+def _read_by_key(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return with_collated_batches(loader, _KeyedBatches(loader), _as_it_is)
 
 
 class _PartBatches(Sampler[list[Any]]):
-    """The samples of one process in each step, with the keys of their random numbers.
+    """The parts of one process in each step, with the keys of their random numbers.
 
     Args:
         steps: A batch sampler whose batches are whole steps, the same in all processes.
         count: The number of parts of a step.
         parts: The first part of this process and the part after its last one.
+        seed: The seed of the run.
 
     Attributes:
-        keyed: Whether samples come with keys. Default: True.
+        are_joined: Whether the indices of all parts stand in one list, without keys. Default: False.
     """
 
-    keyed: bool = True
+    are_joined = False
 
-    def __init__(self, steps: WholeSteps, count: int, parts: tuple[int, int]) -> None:
+    def __init__(self, steps: WholeSteps, count: int, parts: tuple[int, int], seed: int) -> None:
         self.batch_sampler = steps
         self.sampler: Any = steps.sampler
         self._count = count
-        self._first, self._end = parts
+        self._range = range(*parts)
+        self._seed = seed
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Immediately, not with the first batch: some samplers draw their order here.
         steps = iter(self.batch_sampler)
         epoch = getattr(self.sampler, "epoch", 0)
-        return self._parts(steps, epoch)
+        return self._batches(steps, epoch)
 
-    def _parts(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
+    def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
         for number, step in enumerate(steps):
             sizes = even_sizes(len(step), self._count)
-            begin = sum(sizes[: self._first])
-            end = begin + sum(sizes[self._first : self._end])
-            indices = step[begin:end]
-            if self.keyed:
-                yield [_Sample(index, (epoch, number, begin + place)) for place, index in enumerate(indices)]
-            else:
-                yield indices
+            parts = []
+            for part in self._range:
+                begin = sum(sizes[:part])
+                if sizes[part]:
+                    parts.append(_keyed(step[begin : begin + sizes[part]], self._seed, "data", epoch, number, part))
+            yield [index for part in parts for index in part] if self.are_joined else parts
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
 
-class _KeyedSamples(Dataset[Any]):
-    """A data set whose samples draw random numbers that do not depend on the process that reads them.
+class _DealtBatches(Sampler[list[Any]]):
+    """Batches that were dealt to a process in turn, with the keys of their random numbers.
 
     Args:
-        dataset: The data set.
-        seed: The seed of the run.
+        batches: The batch sampler of this process.
+        rank: The rank of this process.
+        processes: The number of processes.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+    def __init__(self, batches: Any, rank: int, processes: int) -> None:
+        self.batch_sampler = batches
+        self.sampler: Any = batches.sampler
+        self._rank = rank
+        self._processes = processes
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Immediately, not with the first batch: all processes have the same state here.
+        return self._batches(iter(self.batch_sampler), state_key())
+
+    def _batches(self, batches: Iterator[list[Any]], key: str) -> Iterator[list[Any]]:
+        for number, indices in enumerate(batches):
+            yield _keyed(indices, "evaluated", key, number * self._processes + self._rank)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+class _KeyedBatches(Dataset[Any]):
+    """Collated batches of a data set, whose random numbers do not depend on the process that reads them.
+
+    Samples of a part are collated by themselves, so they are padded alike in whichever process they are.
+
+    Args:
+        loader: The user's loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset: Any = loader.dataset
+        self.collate = loader.collate_fn
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -158,42 +230,47 @@ class _KeyedSamples(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitems__(self, samples: list[_Sample]) -> list[_Sample]:
-        """Return the data of samples."""
-        read = []
+    def __getitems__(self, indices: list[Any]) -> Any:
+        """Return the batch of indices with a key, or the parts of a list of such."""
+        if not indices:
+            return NO_BATCH
         with isolated():
-            for index, key in samples:
-                seed_generators(self.seed, "sample", *key)
-                read.append(_Sample(self.dataset[index], key))
-        return read
+            if isinstance(indices, _Keyed):
+                return self._read(indices)
+            return Parts(Part(self._read(part), len(part)) for part in indices)
+
+    def _read(self, indices: _Keyed) -> Any:
+        seed_generators(*indices.key)
+        read = getattr(self.dataset, "__getitems__", None)
+        samples = read(list(indices)) if read else [self.dataset[index] for index in indices]
+        return self.collate(samples)
 
 
-class _PartCollate:
-    """Collates the samples of each part by themselves: they are padded alike in whichever process they are.
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _PartsOfRows(Collate):
+    """Divides rows that were taken together into parts.
 
     Args:
-        collate: The function of the user's loader.
-        parts: The number of parts of this process.
+        parts: The first part of this process and the part after its last one.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], parts: int) -> None:
-        self.collate = collate
-        self.parts = parts
+    def __init__(self, parts: tuple[int, int]) -> None:
+        super().__init__(default_collate)
+        first, end = parts
+        self._count = end - first
 
-    def __call__(self, samples: list[_Sample]) -> Any:
-        """Return the parts, or the batch as a whole where samples are only stacked."""
-        if not samples:
-            return NO_BATCH
-        data = [sample.value for sample in samples]
-        if self.collate is default_collate:
-            return default_collate(data)
-        parts = []
-        first = 0
-        with isolated():
-            for size in even_sizes(len(samples), self.parts):
-                if not size:
-                    break
-                seed_generators("collate", *samples[first].key)
-                parts.append(self.collate(data[first : first + size]))
-                first += size
-        return Parts(parts)
+    def __call__(self, samples: Any) -> Any:
+        """Return the parts of samples, or `NO_BATCH`."""
+        return self.divide(super().__call__(samples))
+
+    def divide(self, batch: Any) -> Any:
+        """Return the parts of a batch; see `Collate.divide`."""
+        # Few samples are read one by one, and were divided.
+        if batch is NO_BATCH or isinstance(batch, Parts):
+            return batch
+        # Parts of a step differ by one sample at most, larger ones first; so do those of each process.
+        sizes = [size for size in even_sizes(len(batch[0]), self._count) if size]
+        return Parts(map(Part, split(batch, sizes), sizes))

@@ -1,6 +1,6 @@
 """The steps of the virtual devices of a process, one after another, and what all processes make of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,17 +8,16 @@ from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
-from equipoise.extensions.virtual.gradient_tree import GradientTree
+from equipoise.extensions.virtual.gradient_tree import Gradients, GradientTree, added, take_gradients
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import seed_generators
+from equipoise.extensions.virtual.part_batches import Part, seed_generators
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
-from equipoise.parallel.batches.shares import even_sizes
-from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.snapshot.buffers import Buffers
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
@@ -46,7 +45,7 @@ class PartSteps:
 
     Args:
         module: The user's module.
-        splitter: Divides batches of the module.
+        size_of: The module's own function that returns the number of samples of a batch; None if it has none.
         weights: Receives the weights of the parts of the present window, of all processes, in their order.
         count: The number of parts of a step.
         ranges: The first part of each process and the part after its last one, by rank.
@@ -58,7 +57,7 @@ class PartSteps:
     def __init__(
         self,
         module: nn.Module,
-        splitter: Splitter,
+        size_of: Callable[[Any], int | None] | None,
         weights: list[int | float],
         count: int,
         ranges: Sequence[tuple[int, int]],
@@ -68,77 +67,71 @@ class PartSteps:
     ) -> None:
         self._weights = weights
         self._module = module
+        self._size_of = size_of
         self._first, self._end = ranges[processes.rank]
         self._processes = processes
         self._device = device
         self._metrics = metrics
-        self._splitter = splitter
         self._tree = GradientTree(count, ranges, processes)
 
-    def divide(self, batch: Any) -> Sequence[Any]:
-        """Return the parts of a batch of this process.
-
-        Parts of a step differ by one sample at most, larger ones first; so do those of each process.
-        """
-        size = self._splitter.size_to_cut(batch)
-        sizes = [size_of_part for size_of_part in even_sizes(size, self._end - self._first) if size_of_part]
-        if len(sizes) <= 1:
-            return [batch]
-        return self._splitter.parts(batch, sizes)
-
-    def run(self, step: TrainingStep, parts: Sequence[Any]) -> StepResult:
+    def run(self, step: TrainingStep, parts: Sequence[Part]) -> StepResult:
         """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
 
         Args:
             step: The user's training step.
             parts: The parts of this process; it may have fewer than virtual devices.
+
+        Returns:
+            The mean loss of the whole step, and what the step of this process's first part returned.
         """
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         # 1. Gradients of earlier batches of the window are put aside.
-        earlier: list[Tensor | None] = [None] * len(parameters)
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        earlier: Gradients = [None] * len(parameters)
         if step.begins_window:
             # The first backward zeroes the gradients of the last window.
             self._weights.clear()
         else:
-            for index, parameter in enumerate(parameters):
-                earlier[index] = parameter.grad
-                parameter.grad = None
+            earlier = [parameter.grad for parameter in parameters]
+            _give(parameters, [None] * len(parameters))
 
         # 2. The parts of this process; then one exchange with the others.
+        buffers = Buffers(self._module)
+        buffers.mark()
         self._metrics.begin()
         try:
-            results, sizes, reports = self._run_parts(step, parts, parameters)
+            outputs, reports = self._run_parts(step, parts, parameters, buffers)
+            exchanged = self._processes.gather_objects((self._tree.forms(), reports))
+            total = self._tree.total(parameters, [forms for forms, _ in exchanged])
         except BaseException:
+            # A checkpoint after an error holds the state before the batch.
             self._metrics.restore()
+            buffers.restore()
+            self._tree.clear()
+            _give(parameters, earlier)
             raise
-        exchanged = self._processes.gather_objects((self._tree.masks(), reports))
-        total = self._tree.total(parameters, [masks for masks, _ in exchanged])
         if self._processes.world_size > 1:
             copy_from_first(self._module.buffers())
 
         # 3. The gradients of the step are added to the earlier ones.
-        for parameter, before, gradient in zip(parameters, earlier, total, strict=True):
-            if before is not None and gradient is not None:
-                gradient = before.add_(gradient)
-            parameter.grad = before if gradient is None else gradient
-        return self._merge(step, results, sizes, [report for _, of_process in exchanged for report in of_process])
+        _give(parameters, added(earlier, total))
+        return self._merge(step, outputs, [report for _, of_process in exchanged for report in of_process])
 
     def _run_parts(
-        self, step: TrainingStep, parts: Sequence[Any], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[StepResult], list[int], list[_PartReport]]:
+        self, step: TrainingStep, parts: Sequence[Part], parameters: Sequence[nn.Parameter], buffers: Buffers
+    ) -> tuple[Any, list[_PartReport]]:
         """Compute the parts of this process, and put their gradients into the tree.
 
         Returns:
-            The result of each part, its size, and what the other processes need to know of it.
+            What the step of the first part returned, and what the other processes need to know of each part.
         """
-        buffers = list(self._module.buffers())
-        before = _clones(buffers)
-        after_first_part = before
-        results: list[StepResult] = []
-        sizes: list[int] = []
+        after_first_part = buffers
+        outputs: Any = None
         reports: list[_PartReport] = []
         seed = seed_of_order()
         epoch = getattr(self._module, "current_epoch", 0)
+        if not parts:
+            # Others have a batch in this step, and the first step fixes the weight to which others are relative.
+            step.backward(StepResult(None, 0, None))
         with isolated():
             for number in range(self._first, self._end):
                 index = number - self._first
@@ -147,44 +140,58 @@ class PartSteps:
                     continue
                 # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
                 seed_generators(seed, "part", epoch, step.batch_idx, number)
-                size = self._splitter.size_to_cut(parts[index])
-                result = self._run_part(step, parts[index], size)
-                results.append(_detached(result))
-                sizes.append(size)
+                size = self._weight_of(parts[index])
+                result = self._run_part(step, parts[index].batch, size)
                 reports.append(self._report_of(result, size))
+                outputs = outputs if index else result.outputs
 
                 # 2. Its gradients. Buffers are those of the first part, and each part begins with the same.
-                self._tree.add(number, [parameter.grad for parameter in parameters])
-                for parameter in parameters:
-                    parameter.grad = None
+                self._tree.add(number, take_gradients(parameters))
                 if number == 0:
-                    after_first_part = _clones(buffers)
-                _copy(before, buffers)
-        _copy(after_first_part, buffers)
-        return results, sizes, reports
+                    after_first_part = self._buffers_like(buffers)
+                buffers.restore()
+        after_first_part.restore()
+        return outputs, reports
 
-    def _run_part(self, step: TrainingStep, part: Any, size: int) -> StepResult:
+    def _buffers_like(self, before: Buffers) -> Buffers:
+        """Return the present buffers, of which other processes have copies of the same shapes.
+
+        Raises:
+            StepError: If a buffer has changed its shape.
+        """
+        present = Buffers(self._module)
+        present.mark()
+        if present.shapes() != before.shapes():
+            raise StepError(
+                "`training_step` gives a buffer another shape, or registers one, but under strategy='virtual' all"
+                " processes receive the buffers of the first part. Give buffers their shapes in the constructor, or"
+                " take strategy='ddp'."
+            )
+        return present
+
+    def _weight_of(self, part: Part) -> int:
+        """Return the number of samples of a part, by which it weighs."""
+        size = None if self._size_of is None else self._size_of(part.batch)
+        return part.size if size is None else size
+
+    def _run_part(self, step: TrainingStep, batch: Any, size: int) -> StepResult:
         """Run the step and the backward of a part."""
         step.begin_micro_batch(size, size)
-        if self._processes.world_size == 1:
-            result = step.run_on(self._module, part, size)
-            step.backward(result)
-            return result
-        collectives_before = collective_count()
-        result = step.run_on(self._module, part, size)
-        _check_collectives(collectives_before)
+        collectives_before = collective_count() if self._processes.world_size > 1 else None
+        result = step.run_on(self._module, batch, size)
+        if collectives_before is not None:
+            _check_collectives(collectives_before)
+        # Numbers are divided alike in all processes, tensors on a device are not.
+        result = result._replace(weight=0 if result.weight is None else _number(result.weight))
         step.backward(result)
         return result
 
     def _report_of(self, result: StepResult, size: int) -> _PartReport:
         loss = None if result.loss is None else result.loss.detach().cpu()
-        weight = 0 if result.weight is None else _number(result.weight)
         logged = logged_on_cpu(self._metrics.named(result.logged), size)
-        return _PartReport(loss, weight, logged, self._metrics.take())
+        return _PartReport(loss, _number(result.weight or 0), logged, self._metrics.take())
 
-    def _merge(
-        self, step: TrainingStep, results: list[StepResult], sizes: list[int], reports: list[_PartReport]
-    ) -> StepResult:
+    def _merge(self, step: TrainingStep, outputs: Any, reports: list[_PartReport]) -> StepResult:
         """Return the result of the whole step, and log what its parts logged, the same in all processes."""
         weights = [report.weight for report in reports]
         self._weights += weights
@@ -192,11 +199,7 @@ class PartSteps:
         logged = [self._metrics.found(report.logged) for report in reports]
         step.log_together(logged, weights, self._device, original=_itself)
         loss, total = weighted_mean([report.loss for report in reports], weights, self._device)
-        if not results:
-            return StepResult(loss, total, None)
-        without_logs = [result._replace(logged=()) for result in results]
-        merged = step.merge(without_logs, sizes, self._device, original=_itself)
-        return merged._replace(loss=loss, weight=total)
+        return StepResult(loss, total, outputs)
 
 
 def _check_collectives(before: int) -> None:
@@ -213,24 +216,13 @@ def _check_collectives(before: int) -> None:
         )
 
 
-def _detached(result: StepResult) -> StepResult:
-    """Return a result without its graph."""
-    loss = None if result.loss is None else result.loss.detach()
-    return result._replace(loss=loss, outputs=loss)
+def _give(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _number(weight: Weight) -> int | float:
     return weight.item() if isinstance(weight, Tensor) else weight
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def _copy(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for value, target in zip(values, targets, strict=True):
-            target.copy_(value)
 
 
 def _itself(metric: Any) -> Any:

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Parts, part_loader
+from equipoise.extensions.virtual.part_batches import Part, Parts, evaluation_loader, part_loader
 from equipoise.extensions.virtual.part_steps import PartSteps
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
@@ -21,6 +22,7 @@ from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
+from equipoise.strategies.distributed.loaders import has_distributed_sampler
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
@@ -43,6 +45,22 @@ class _NoRecovery(RecoverySupport):
 
 
 _NO_RECOVERY = _NoRecovery()
+
+
+class _PlacedParts(tuple[Any]):
+    """The batch of the first part, which hooks receive, and all parts of this process.
+
+    Args:
+        parts: The parts, on the device.
+    """
+
+    parts: Sequence[Part]
+
+    def __new__(cls, parts: Sequence[Part]) -> "_PlacedParts":
+        """Return the batch with all parts."""
+        placed = super().__new__(cls, (parts[0].batch,))
+        placed.parts = parts
+        return placed
 
 
 class VirtualDevicesStrategy(ProcessStrategy):
@@ -77,6 +95,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     name: ClassVar[str] = "virtual"
     has_one_state: ClassVar[bool] = True
+
+    # State of a run, once it is set up.
+    _metrics: MetricExchange | None = None
+    _threads_before: int | None = None
 
     def __init__(
         self,
@@ -142,7 +164,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         device = self.root_device
         metrics = MetricExchange(module)
         self._metrics = metrics
-        self._steps = PartSteps(module, splitter, self._weights, self.count, self._ranges(), processes, device, metrics)
+        size_of = splitter.size if splitter.asks_module else None
+        self._steps = PartSteps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
         self._rounds = EvaluationRounds(processes, device, splitter.size, metrics)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
@@ -167,9 +190,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Use as many threads as before; see `Strategy.teardown`."""
-        if self._module is not None:
+        if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+        if self._metrics is not None:
             self._metrics.close()
+            self._metrics = None
         super().teardown(error)
 
     def _ranges(self) -> list[tuple[int, int]]:
@@ -191,25 +217,39 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def shard(self, loader: Any, stage: str) -> Shard:
         """Return this process's part of a loader; see `Strategy.shard`."""
-        if stage != "train":
+        processes = self.processes
+        rank = processes.rank
+        if stage == "train":
+            part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
+            return Shard(part, rank, processes.world_size, in_turn=False)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return super().shard(loader, stage)
-        rank = self.processes.rank
-        part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
-        return Shard(part, rank, self.processes.world_size, in_turn=False)
+        if loader.batch_sampler is None or has_distributed_sampler(loader):
+            return super().shard(loader, stage)
+        return Shard(evaluation_loader(loader, rank, processes.world_size), rank, processes.world_size)
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
-        """Copy a batch, or its parts where they were collated one by one; see `Strategy.batch_to_devices`."""
+        """Copy a batch, or the parts of a step; see `Strategy.batch_to_devices`."""
         if isinstance(batch, Parts):
-            return Parts(transfer(part, self.devices[0]) for part in batch)
+            return _PlacedParts([part._replace(batch=transfer(part.batch, self.devices[0])) for part in batch])
         return super().batch_to_devices(batch, transfer)
 
     # Computation.
 
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
-        """Compute the parts of this process, one after another, and add the gradients of all."""
-        if parts and not isinstance(parts, Parts):
-            parts = self._steps.divide(parts[0])
-        return self._steps.run(step, parts)
+        """Compute the parts of this process, one after another, and add the gradients of all.
+
+        Raises:
+            ConfigurationError: If several training loaders are read together.
+        """
+        if not parts:
+            return self._steps.run(step, ())
+        if not isinstance(parts, _PlacedParts):
+            raise ConfigurationError(
+                "strategy='virtual' divides the batches of one training loader, but several are read together. Take one"
+                " loader over a data set that returns what belongs together, or strategy='ddp'."
+            )
+        return self._steps.run(step, parts.parts)
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
@@ -221,9 +261,17 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return PortableState(self._own_state, self._load_own_state)
 
     def _own_state(self) -> dict[str, Any]:
-        return {"count": self.count, "weights": list(self._weights)}
+        return {"virtual_devices": self.count, "weights": list(self._weights)}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
+        # Other strategies have states of their own.
+        count = state.get("virtual_devices", self.count)
+        if count != self.count:
+            raise ConfigurationError(
+                f"The checkpoint is of a run with {count} virtual devices, and this one has"
+                f" VirtualDevicesStrategy(count={self.count}), which would continue with other numbers. Take"
+                f" count={count}, or load the weights alone for another run."
+            )
         self._weights[:] = state.get("weights", ())
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:

@@ -70,6 +70,10 @@ class Buffers:
         for group in self._groups:
             group.mark(self._buffers)
 
+    def shapes(self) -> list[tuple[str, torch.Size]]:
+        """Return the name and the shape of each buffer at the last mark."""
+        return [(name, buffer.shape) for name, buffer in zip(self._names, self._buffers, strict=True)]
+
     def restore(self) -> None:
         """Restore the values, and then the tensors themselves, which a step may have replaced."""
         with torch.no_grad():

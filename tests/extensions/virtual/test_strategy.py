@@ -98,6 +98,7 @@ def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **opt
     names = ("collate_fn", "num_workers", "persistent_workers", "sampler", "shuffle", "batch_size")
     of_loader = {"shuffle": True, "batch_size": 24} | {name: options.pop(name) for name in names if name in options}
     fixed = TensorDataset(features, features.sum(1, keepdim=True))
+    val_loader = options.pop("val", None)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -106,7 +107,7 @@ def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **opt
     }
     strategy = VirtualDevicesStrategy(count=options.pop("count", 8), shares=options.pop("shares", None))
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    loaders = DataLoader(data, **of_loader), DataLoader(fixed, batch_size=10)
+    loaders = DataLoader(data, **of_loader), val_loader or DataLoader(fixed, batch_size=10)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     state = {**module.state_dict(), **trainer.callback_metrics}
     assert {
