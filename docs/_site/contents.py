@@ -29,6 +29,7 @@ GROUPS = {
         "docs/pipeline_processes",
         "docs/ensemble",
         "docs/hogwild",
+        "docs/virtual_devices",
     ],
     "Memory and recovery": [
         "docs/memory",
@@ -99,6 +100,7 @@ TITLES = {
     "docs/pipeline_processes": "pipeline over processes",
     "docs/ensemble": "ensemble: several members",
     "docs/hogwild": "hogwild: shared weights",
+    "docs/virtual_devices": "virtual: one result on any devices",
     "docs/evaluation": "Evaluations",
     "docs/several_machines": "Several machines",
     "docs/tuning": "Batch size and learning rate",

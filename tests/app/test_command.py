@@ -34,7 +34,7 @@ def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd):
         equipoise("fit", "-h")
     assert ended.value.code == 0
     shown = capfd.readouterr().out
-    assert "strategy: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device" in shown
+    assert "strategy: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device, virtual" in shown
     assert "experiment: short" in shown
     assert "early_stopping" in shown
     assert "  lr: 0.1" in shown  # the present values

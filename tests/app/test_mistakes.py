@@ -21,7 +21,7 @@ MISTAKES = [
     (
         "fit strategy.foo=1",
         "no key 'strategy.foo'",
-        "there are: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device",
+        "there are: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device, virtual",
     ),
     ("fit experiment=typo", "In experiment/typo.yaml", "did you mean 'trainer.max_epochs'?"),
     # groups and options

@@ -114,14 +114,14 @@ def check_refused_strategies() -> None:
     from equipoise import HogwildStrategy, PipelineStrategy, Trainer, predict_memory
     from tests.platforms.training import QUIET, Perceptron
 
-    for strategy in ("ddp", "fsdp", "hogwild", "ddp_spawn", HogwildStrategy(processes=2)):
+    for strategy in ("ddp", "fsdp", "hogwild", "virtual", "ddp_spawn", HogwildStrategy(processes=2)):
         message = message_of(Trainer, strategy=strategy, devices=2, **QUIET)
         assert message.startswith(f"A run in 2 processes {REASON} Take strategy='single_device', or 'dp'"), message
         assert "WSL 2" in message
     message = message_of(Trainer, strategy=PipelineStrategy(engine="processes"), devices=2, **QUIET)
     assert message.startswith(f"engine='processes' {REASON} Take engine='threads'"), message
     # In one process all of them are there.
-    for strategy in ("ddp", "fsdp", "hogwild", "pipeline", "balanced", "ensemble"):
+    for strategy in ("ddp", "fsdp", "hogwild", "virtual", "pipeline", "balanced", "ensemble"):
         Trainer(strategy=strategy, devices=1, **QUIET)
     Trainer(strategy="pipeline", devices=2, **QUIET)
     assert REASON in message_of(predict_memory, module=Perceptron(), data=None)

@@ -14,7 +14,7 @@ from equipoise.strategies.strategy import Strategy
 # What every strategy can override or set. A duty that only one family of strategies has belongs to a collaborator:
 # `processes`, `recovery`, `portable`, `Shard` or `StrategyOptimizer`.
 MEMBERS = {
-    *("name", "devices", "keeps_batches_whole"),
+    *("name", "devices", "keeps_batches_whole", "has_one_state"),
     *("processes", "recovery", "portable"),
     *(
         "default_devices",
@@ -33,7 +33,7 @@ MEMBERS = {
 
 def test_members() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
-    assert len(MEMBERS) <= 24
+    assert len(MEMBERS) <= 25
 
 
 def test_copies_have_the_options_alone() -> None:
@@ -60,6 +60,6 @@ def test_copies_of_subclasses_keep_their_methods() -> None:
 
 @pytest.mark.whole_package
 def test_built_in_strategies_are_found_by_their_names() -> None:
-    built_in = ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline", "ensemble", "hogwild"]
+    built_in = ["single_device", "dp", "balanced", "ddp", "fsdp", "pipeline", "ensemble", "hogwild", "virtual"]
     assert strategy_names()[: len(built_in)] == built_in
     assert all(make_strategy(name).name == name for name in built_in)

@@ -97,11 +97,12 @@ class EvaluationRounds:
 
     def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""
-        reports = [each for each in self._processes.gather_objects(report) if each is not None]
-        for each in reports:
+        gathered = self._processes.gather_objects(report)
+        reports = [batch_report for batch_report in gathered if batch_report is not None]
+        for batch_report in reports:
             self._metrics.begin()
-            self._metrics.merge([each.metrics], [1])
-            step.log_together([self._metrics.found(each.logged)], [1], self._device, original=_itself)
+            self._metrics.merge([batch_report.metrics], [1])
+            step.log_together([self._metrics.found(batch_report.logged)], [1], self._device, original=_itself)
         return bool(reports)
 
 
@@ -113,10 +114,12 @@ def logged_on_cpu(logged: Sequence[Any], size: int) -> list[Any]:
         size: The number of its samples: without it a value would weigh as much as the batch of the process that logs.
     """
     sent = []
-    for each in logged:
-        value = each.value.detach().cpu() if isinstance(each.value, Tensor) else each.value
-        batch_size = size if each.batch_size is None else each.batch_size
-        sent.append(each._replace(value=value, batch_size=batch_size))
+    for entry in logged:
+        value = entry.value
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+        batch_size = size if entry.batch_size is None else entry.batch_size
+        sent.append(entry._replace(value=value, batch_size=batch_size))
     return sent
 
 

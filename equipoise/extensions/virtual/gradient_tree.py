@@ -6,6 +6,7 @@ or its only child. A process adds what lies within its parts; the nodes that rem
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -137,17 +138,18 @@ class GradientTree:
             like: The parameters.
             forms: The `forms` of each process, by rank.
         """
-        own = self._sums
+        local_sums = self._sums
         self._sums = []
         if self._processes.world_size == 1:
-            ((_, total),) = own
+            ((_, total),) = local_sums
             return total
+        # Each process adds the nodes of all, as one process would go on from there.
         for rank, (first, end) in enumerate(self._ranges):
             for number, node in enumerate(remaining_nodes(first, end, self._leaves)):
-                known: Gradients = [None] * len(like)
+                gradients: Gradients = [None] * len(like)
                 if rank == self._processes.rank:
-                    known = own[number][1]
-                columns = zip(known, like, forms[rank][number], strict=True)
+                    gradients = local_sums[number][1]
+                columns = zip(gradients, like, forms[rank][number], strict=True)
                 self._add_node(node, [_exchanged(*column, rank) for column in columns])
         ((_, total),) = self._sums
         self._sums = []
@@ -160,7 +162,7 @@ def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
     A dense one is laid out as its parameter, since the order of a later sum follows the memory. A sparse one has one
     entry for each index.
     """
-    taken: Gradients = []
+    gradients: Gradients = []
     for parameter in parameters:
         gradient = parameter.grad
         parameter.grad = None
@@ -168,8 +170,8 @@ def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
             gradient = gradient.coalesce()
         elif gradient is not None and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        taken.append(gradient)
-    return taken
+        gradients.append(gradient)
+    return gradients
 
 
 def added(left: Gradients, right: Gradients) -> Gradients:
@@ -186,7 +188,8 @@ def added(left: Gradients, right: Gradients) -> Gradients:
         if one.is_sparse and other.is_sparse:
             sums[index] = (one + other).coalesce()
             continue
-        dense, value = (other, one) if one.is_sparse else (one, other)
+        # A sparse gradient is added to a dense one, whichever is on the left.
+        dense, value = sorted((one, other), key=attrgetter("is_sparse"))
         sums[index] = dense
         targets.append(dense)
         values.append(value)
@@ -213,8 +216,13 @@ def _exchanged(gradient: Tensor | None, parameter: Tensor, form: Form, rank: int
     """
     if form is None:
         return None
+    # 1. A dense gradient.
     if not form:
-        return _from_rank(torch.empty_like(parameter) if gradient is None else gradient, rank)
+        if gradient is None:
+            gradient = torch.empty_like(parameter)
+        return _from_rank(gradient, rank)
+
+    # 2. The indices and the values of a sparse one.
     dimensions, entries = form
     if gradient is None:
         indices = torch.empty(dimensions, entries, dtype=torch.int64, device=parameter.device)

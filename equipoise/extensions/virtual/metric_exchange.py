@@ -93,7 +93,7 @@ class MetricExchange:
         Raises:
             StepError: If a metric is no attribute of the module.
         """
-        return [each._replace(value=self._named(each)) for each in logged]
+        return [entry._replace(value=self._named(entry)) for entry in logged]
 
     def _named(self, logged: Any) -> Any:
         if not isinstance(logged.value, Metric):
@@ -108,13 +108,13 @@ class MetricExchange:
 
     def found(self, logged: Iterable[Any]) -> list[Any]:
         """Return logged values with metrics in the place of names."""
-        found = []
-        for each in logged:
-            value = each.value
+        entries = []
+        for entry in logged:
+            value = entry.value
             if isinstance(value, _MetricName):
                 value = self._by_name[value.name]
-            found.append(each._replace(value=value))
-        return found
+            entries.append(entry._replace(value=value))
+        return entries
 
 
 def _never() -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -65,17 +66,14 @@ class Parts(list[Part]):
 class _Keyed(list[Any]):
     """Indices of samples that are read and collated together.
 
-    Attributes:
+    Args:
+        indices: The indices.
         key: What their random numbers depend on.
     """
 
-    key: tuple[Any, ...] = ()
-
-
-def _keyed(indices: Sequence[Any], *key: Any) -> _Keyed:
-    keyed = _Keyed(indices)
-    keyed.key = key
-    return keyed
+    def __init__(self, indices: Sequence[Any], *key: Any) -> None:
+        super().__init__(indices)
+        self.key = key
 
 
 def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank: int, seed: int) -> DataLoader[Any]:
@@ -106,13 +104,11 @@ def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank
     else:
         order = order_of_processes(loader, seed)
         steps = WholeSteps(BatchSampler(order, loader.batch_size, loader.drop_last), size=loader.batch_size)
-    batches = _PartBatches(steps, count, ranges[rank], seed)
+    # Rows are taken together, and divided then.
     if _draws_nothing(loader):
-        # Rows are taken together.
-        batches.are_joined = True
-        plain = with_collated_batches(loader, loader.dataset, _PartsOfRows(ranges[rank]))
-        return with_sampler(plain, batches, batches=True)
-    return with_sampler(_read_by_key(loader), batches, batches=True)
+        rows = with_collated_batches(loader, loader.dataset, _PartsOfRows(ranges[rank]))
+        return with_sampler(rows, _JoinedParts(steps, count, ranges[rank], seed), batches=True)
+    return with_sampler(_read_by_key(loader), _PartBatches(steps, count, ranges[rank], seed), batches=True)
 
 
 def evaluation_loader(loader: DataLoader[Any], rank: int, processes: int) -> DataLoader[Any]:
@@ -147,12 +143,7 @@ class _PartBatches(Sampler[list[Any]]):
         count: The number of parts of a step.
         parts: The first part of this process and the part after its last one.
         seed: The seed of the run.
-
-    Attributes:
-        are_joined: Whether the indices of all parts stand in one list, without keys. Default: False.
     """
-
-    are_joined = False
 
     def __init__(self, steps: WholeSteps, count: int, parts: tuple[int, int], seed: int) -> None:
         self.batch_sampler = steps
@@ -169,16 +160,25 @@ class _PartBatches(Sampler[list[Any]]):
 
     def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
         for number, step in enumerate(steps):
+            # A part may be empty where a step has fewer samples than parts.
             sizes = even_sizes(len(step), self._count)
             parts = []
             for part in self._range:
                 begin = sum(sizes[:part])
                 if sizes[part]:
-                    parts.append(_keyed(step[begin : begin + sizes[part]], self._seed, "data", epoch, number, part))
-            yield [index for part in parts for index in part] if self.are_joined else parts
+                    parts.append(_Keyed(step[begin : begin + sizes[part]], self._seed, "data", epoch, number, part))
+            yield parts
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+
+class _JoinedParts(_PartBatches):
+    """The samples of all parts of one process in one list, without keys."""
+
+    def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
+        for parts in super()._batches(steps, epoch):
+            yield list(chain.from_iterable(parts))
 
 
 class _DealtBatches(Sampler[list[Any]]):
@@ -202,7 +202,7 @@ class _DealtBatches(Sampler[list[Any]]):
 
     def _batches(self, batches: Iterator[list[Any]], key: str) -> Iterator[list[Any]]:
         for number, indices in enumerate(batches):
-            yield _keyed(indices, "evaluated", key, number * self._processes + self._rank)
+            yield _Keyed(indices, "evaluated", key, number * self._processes + self._rank)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -241,9 +241,11 @@ class _KeyedBatches(Dataset[Any]):
 
     def _read(self, indices: _Keyed) -> Any:
         seed_generators(*indices.key)
+        # As torch's loaders read: all together, if the data set has a method for it.
         read = getattr(self.dataset, "__getitems__", None)
-        samples = read(list(indices)) if read else [self.dataset[index] for index in indices]
-        return self.collate(samples)
+        if read is not None:
+            return self.collate(read(list(indices)))
+        return self.collate([self.dataset[index] for index in indices])
 
 
 def _as_it_is(batch: Any) -> Any:

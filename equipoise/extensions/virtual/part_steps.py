@@ -143,7 +143,8 @@ class PartSteps:
                 size = self._weight_of(parts[index])
                 result = self._run_part(step, parts[index].batch, size)
                 reports.append(self._report_of(result, size))
-                outputs = outputs if index else result.outputs
+                if not index:
+                    outputs = result.outputs
 
                 # 2. Its gradients. Buffers are those of the first part, and each part begins with the same.
                 self._tree.add(number, take_gradients(parameters))
@@ -171,18 +172,18 @@ class PartSteps:
 
     def _weight_of(self, part: Part) -> int:
         """Return the number of samples of a part, by which it weighs."""
-        size = None if self._size_of is None else self._size_of(part.batch)
-        return part.size if size is None else size
+        if self._size_of is None:
+            return part.size
+        return self._size_of(part.batch) or 0
 
     def _run_part(self, step: TrainingStep, batch: Any, size: int) -> StepResult:
         """Run the step and the backward of a part."""
         step.begin_micro_batch(size, size)
-        collectives_before = collective_count() if self._processes.world_size > 1 else None
+        collectives_before = collective_count()
         result = step.run_on(self._module, batch, size)
-        if collectives_before is not None:
-            _check_collectives(collectives_before)
+        _check_collectives(collectives_before)
         # Numbers are divided alike in all processes, tensors on a device are not.
-        result = result._replace(weight=0 if result.weight is None else _number(result.weight))
+        result = result._replace(weight=_number(result.weight or 0))
         step.backward(result)
         return result
 
@@ -194,6 +195,7 @@ class PartSteps:
     def _merge(self, step: TrainingStep, outputs: Any, reports: list[_PartReport]) -> StepResult:
         """Return the result of the whole step, and log what its parts logged, the same in all processes."""
         weights = [report.weight for report in reports]
+        # The sum of a window is that of all its parts, in their order.
         self._weights += weights
         self._metrics.merge([report.metrics for report in reports], weights)
         logged = [self._metrics.found(report.logged) for report in reports]

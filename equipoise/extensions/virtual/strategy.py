@@ -204,8 +204,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         numbers = even_sizes(self.count, processes)
         if self.shares is not None:
             # Each device has one; the others are shared out.
-            others = sizes_by_shares(self.count - processes, self.shares)
-            numbers = [1 + number for number in others]
+            further = sizes_by_shares(self.count - processes, self.shares)
+            numbers = [1 + number for number in further]
         ranges = []
         first = 0
         for number in numbers:

@@ -185,6 +185,15 @@ def test_stages_keep_what_is_theirs(little: Path, equipoise: Any) -> None:
     assert 0 < pipeline["idle"] < 1
 
 
+@pytest.mark.slow
+def test_virtual_devices_divide_the_batch(little: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("compare", "--strategies=single_device,virtual", "--json", "--steps=1", DEVICES)
+    assert code == 0, err
+    _, virtual = json.loads(out)["rows"]
+    assert virtual["reason"] is None
+    assert virtual["distance"] < 1e-2
+
+
 @pytest.mark.usefixtures("without_processes")
 def test_what_the_user_sees(little: Path, equipoise: Any) -> None:
     code, out, err = equipoise(

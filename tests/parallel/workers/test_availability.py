@@ -17,7 +17,7 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "get_all_start_methods", lambda: ["spawn"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "virtual"])
 def test_strategies_of_several_processes(strategy: str) -> None:
     refuses(lambda: trainer(strategy=strategy, devices=2), "2 processes", REASON, "'single_device', or 'dp'", "WSL 2")
 
@@ -35,6 +35,6 @@ def test_predictions() -> None:
     refuses(lambda: predict_memory(Small(), None), REASON, "Set the batch size by hand", "WSL 2")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "pipeline", "dp", "balanced"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "virtual", "pipeline", "dp", "balanced"])
 def test_one_process_is_always_there(strategy: str) -> None:
     assert trainer(strategy=strategy, devices=1).world_size == 1

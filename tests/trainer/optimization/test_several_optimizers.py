@@ -140,6 +140,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "devices": ["cpu"] * 4,
         "processes": 2,
     },
+    "virtual": {"strategy": "virtual", "devices": ["cpu", "cpu"]},
     "hogwild": {"strategy": HogwildStrategy(processes=1)},
     "hogwild, shared": {"strategy": HogwildStrategy(processes=1, optimizer_state="shared")},
 }

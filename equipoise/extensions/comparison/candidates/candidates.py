@@ -18,6 +18,8 @@ CANDIDATES = (
     Candidate("fsdp", "fsdp", "equipoise.FSDPStrategy", has_processes=True),
     Candidate("pipeline", "pipeline", "equipoise.PipelineStrategy", last_is_root=True),
     Candidate("hogwild", "hogwild", "equipoise.HogwildStrategy", has_processes=True, is_default=False),
+    # Processes divide the batch themselves.
+    Candidate("virtual", "virtual", "equipoise.VirtualDevicesStrategy", is_default=False),
 )
 
 

@@ -26,7 +26,7 @@ from equipoise.strategies.by_name import make_strategy, strategy_names
 __all__ = ["make_plan"]
 
 # Strategies whose devices hold something else than a step of the module.
-_OTHER_STRATEGIES = ("ensemble", "hogwild")
+_OTHER_STRATEGIES = ("ensemble", "hogwild", "virtual")
 # Measured; see docs/planning.md.
 _COMPILED = (
     "trainer.compile is not part of the prediction, which is that of eager steps. Where compiled ones were measured,"

@@ -328,7 +328,13 @@ def test_the_choice_of_blocks() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ensemble", "hogwild", PipelineStrategy(engine="processes"), PipelineStrategy(schedule="interleaved_zero_bubble")],
+    [
+        "ensemble",
+        "hogwild",
+        "virtual",
+        PipelineStrategy(engine="processes"),
+        PipelineStrategy(schedule="interleaved_zero_bubble"),
+    ],
 )
 def test_strategies_that_call_no_blocks(strategy: Any) -> None:
     processes = 1 if strategy == "ensemble" else 2

@@ -1,0 +1,210 @@
+"""Programs drawn from their number, and what remains of them."""
+
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from benchmarks.virtual_devices.networks import NETWORKS
+from equipoise import LightningModule, Trainer, VirtualDevicesStrategy
+
+__all__ = ["Program", "draw", "run"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training.
+
+    Attributes:
+        seed: Its number, from which all else is drawn.
+        network: The name of the network.
+        data: "shuffled", "weighted" or "augmented".
+        count: The number of virtual devices.
+        samples: The number of samples.
+        batch_size: The number of samples of a step.
+        window: The number of batches of an accumulation window.
+        precision: The precision of the trainer.
+        clip: The largest norm of gradients; None: any.
+        processes: The numbers of processes, one for each run that continues the last.
+        stops: The numbers of batches after which a run stops and another one continues.
+        shares: Whether devices have random shares.
+    """
+
+    seed: int
+    network: str
+    data: str
+    count: int
+    samples: int
+    batch_size: int
+    window: int
+    precision: str
+    clip: float | None
+    processes: tuple[int, ...]
+    stops: tuple[int, ...]
+    shares: bool
+
+
+def draw(seed: int) -> Program:
+    """Return the program of a number."""
+    choice = random.Random(seed)
+    stops = tuple(sorted(choice.sample(range(1, 9), choice.choice((0, 0, 1, 2)))))
+    batch_size = choice.choice((20, 24, 30))
+    network = choice.choice(sorted(NETWORKS))
+    # Torch has no norm of sparse gradients.
+    clip = choice.choice((None, None if network == "sparse embedding" else 0.5))
+    return Program(
+        seed=seed,
+        network=network,
+        data=choice.choice(("shuffled", "weighted", "augmented")),
+        count=choice.choice((4, 5, 8)),
+        # Each part has two samples for the statistics of a batch, also in an uneven last batch.
+        samples=4 * batch_size + choice.choice((0, 17, 19)),
+        batch_size=batch_size,
+        window=choice.choice((1, 3)),
+        precision=choice.choice(("32-true", "bf16-mixed")),
+        clip=clip,
+        processes=tuple(choice.choice((1, 2, 3, 4)) if stops else choice.choice((2, 3, 4)) for _ in (0, *stops)),
+        stops=stops,
+        shares=choice.random() < 0.3,
+    )
+
+
+class Task(LightningModule):
+    """Trains a network, and logs what it sees.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.network = NETWORKS[program.network]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss on a part."""
+        features, targets = batch
+        noisy = features * random.uniform(0.9, 1.1) + 0.05 * float(np.random.randn())
+        loss = nn.functional.mse_loss(self.network(noisy).float(), targets)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", features.max(), reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss on a batch, beside a random number."""
+        features, targets = batch
+        loss = nn.functional.mse_loss(self.network(features).float(), targets)
+        self.log_dict({"val_loss": loss, "val_random": torch.rand(())})
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimiser and a schedule by step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.program.network == "sparse embedding":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Augmented(Dataset[Any]):
+    """Samples that are changed by three generators.
+
+    Args:
+        data: The samples.
+    """
+
+    def __init__(self, data: Dataset[Any]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features, target = self.data[index]
+        return features * random.uniform(0.8, 1.2) + 0.1 * torch.randn(8) + 0.01 * float(np.random.rand()), target
+
+
+class SaveAndStop(L.Callback):
+    """Saves a checkpoint after a batch of the run, counted over all epochs, and ends it.
+
+    Args:
+        batches: The number of the batch, from 1.
+        path: The path of the checkpoint.
+    """
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches = batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        """Save at the batch."""
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.batches:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def _loaders(program: Program) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    numbers = torch.Generator().manual_seed(program.seed)
+    features = torch.randn(program.samples, 8, generator=numbers)
+    data: Dataset[Any] = TensorDataset(features, features.sin().sum(1, keepdim=True))
+    evaluated = DataLoader(data, batch_size=14)
+    options: dict[str, Any] = {"shuffle": True}
+    if program.data == "weighted":
+        weights = torch.arange(1.0, program.samples + 1).tolist()
+        options = {"sampler": WeightedRandomSampler(weights, program.samples)}
+    elif program.data == "augmented":
+        data = Augmented(data)
+        options |= {"num_workers": 2}
+    return DataLoader(data, batch_size=program.batch_size, **options), evaluated
+
+
+def run(program: Program, processes: tuple[int, ...], stops: tuple[int, ...]) -> dict[str, Any]:
+    """Train, and return everything that must be equal.
+
+    Args:
+        program: The program.
+        processes: The number of processes of each run.
+        stops: The numbers of batches after which a run stops and the next one continues.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path: Path | None = None
+        for index, number in enumerate(processes):
+            next_path = Path(folder, f"{index}.ckpt")
+            callbacks: list[Any] = [ModelCheckpoint(folder, monitor="val_loss", filename="best-{epoch}")]
+            if index < len(stops):
+                callbacks.append(SaveAndStop(stops[index], next_path))
+            trainer = _fit(program, number, path, callbacks)
+            path = next_path
+        best: Any = callbacks[0]
+        module: Any = trainer.lightning_module
+        states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
+        for index, entries in trainer.optimizers[0].state_dict()["state"].items():
+            states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
+        return states
+
+
+def _fit(program: Program, processes: int, path: Path | None, callbacks: list[Any]) -> Trainer:
+    L.seed_everything(program.seed, verbose=False)
+    shares = random.Random(processes).choices((1, 2, 5), k=processes) if program.shares else None
+    trainer = Trainer(
+        strategy=VirtualDevicesStrategy(count=program.count, shares=shares),
+        accelerator="cpu",
+        devices=processes,
+        max_epochs=2,
+        accumulate_grad_batches=program.window,
+        precision=program.precision,
+        gradient_clip_val=program.clip,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Task(program), *_loaders(program), ckpt_path=path)
+    return trainer
