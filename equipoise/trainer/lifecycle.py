@@ -293,7 +293,9 @@ def _separate_random_numbers(context: RunContext) -> None:
     Rank 0 and its first device continue as one process does.
     """
     rank = context.strategy.processes.rank
-    if rank and not context.strategy.has_one_state:
+    if context.strategy.has_one_state:
+        _unite_random_numbers(context)
+    elif rank:
         random_state.fork(rank)
     devices = {device: None for device in context.strategy.devices if device.type == "cuda"}
     for number, device in enumerate(devices):

@@ -69,9 +69,13 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
         from equipoise.trainer.data.dataloader_iter import checking_batches
 
         size_of = checking_batches(size_of)
-    reduction = None
+    reduction: Any = None
     processes = strategy.processes
-    if processes.world_size > 1 and not strategy.has_one_state:
+    if processes.world_size > 1 and strategy.has_one_state:
+        from equipoise.trainer.logging.agreement import LogAgreement
+
+        reduction = LogAgreement(processes.gather_objects, module)
+    elif processes.world_size > 1:
         from equipoise.trainer.logging.cross_process import LogReduction
 
         reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)

@@ -26,6 +26,7 @@ class RunSteps:
         seed: Seed of the order that several processes share. Default: that of `seed_everything`.
         batch_sizes: The `batch_size` of each training loader then; None if it is not known any more.
         step_sizes: Number of samples in a step of each loader; None if it is not known any more.
+        has_one_state: Whether its processes have one state; see `Strategy`. Default: None, the run begins now.
 
     Attributes:
         obstacle: Reason why the steps of a run with another number of processes could not be kept. Empty: they are.
@@ -37,12 +38,16 @@ class RunSteps:
         seed: int | None = None,
         batch_sizes: list[int | None] | None = None,
         step_sizes: list[int | None] | None = None,
+        has_one_state: bool | None = None,
     ) -> None:
         self.processes = processes
         self.seed = seed_of_order() if seed is None else seed
         self.batch_sizes = batch_sizes
         self.step_sizes = step_sizes
+        self.has_one_state = has_one_state
         self.obstacle = ""
+        # Whether a strategy of the other kind continues the run.
+        self._is_of_other_kind = False
 
     # State.
 
@@ -53,6 +58,7 @@ class RunSteps:
             "seed": self.seed,
             "batch_sizes": self.batch_sizes,
             "step_sizes": self.step_sizes,
+            "has_one_state": self.has_one_state,
         }
 
     @classmethod
@@ -65,12 +71,22 @@ class RunSteps:
         """
         steps = entry.get("steps")
         if steps is not None:
-            return cls(steps["processes"], steps["seed"], steps["batch_sizes"], steps["step_sizes"])
+            sizes = steps["batch_sizes"], steps["step_sizes"]
+            return cls(steps["processes"], steps["seed"], *sizes, steps.get("has_one_state", False))
         if entry.get("position") is None:
             return cls()
-        return cls(len(entry.get("positions", ())) or 1)
+        return cls(len(entry.get("positions", ())) or 1, has_one_state=False)
 
     # Loaders.
+
+    def note_states(self, *, one: bool) -> None:
+        """Note whether the processes of the strategy have one state; called before `keep`.
+
+        Args:
+            one: Its `has_one_state`.
+        """
+        self._is_of_other_kind = self.has_one_state not in (None, one)
+        self.has_one_state = one
 
     def keep(self, loaders: list[Any], processes: Processes, *, share: bool = True) -> list[Any]:
         """Return the training loaders, with whole steps where the number of processes has changed.
@@ -82,7 +98,12 @@ class RunSteps:
         """
         count = processes.world_size
         self.obstacle = ""
-        if self.processes is not None and self.processes != count:
+        if self._is_of_other_kind:
+            self.obstacle = "its strategy orders and divides samples in another way"
+        elif self.has_one_state:
+            # Its steps are the same for any number of processes.
+            pass
+        elif self.processes is not None and self.processes != count:
             self.obstacle = self._find_obstacle(loaders, share=share)
             if not self.obstacle:
                 return self._kept(loaders, processes)

@@ -203,10 +203,11 @@ class Entry:
     def from_state_dict(cls, state: dict[str, Any], metrics: dict[str, Any]) -> "Entry":
         """Return an entry that continues a saved one."""
         entry = cls.like(state, metrics)
-        entry._load_values(state)
+        entry.load_values(state)
         return entry
 
-    def _load_values(self, state: dict[str, Any]) -> None:
+    def load_values(self, state: dict[str, Any]) -> None:
+        """Take the values of a saved entry."""
         self.total = state["total"]
         self.step = state["step"]
         self.weight = state["weight"]

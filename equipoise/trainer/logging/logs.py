@@ -29,6 +29,7 @@ from equipoise.trainer.logging.collection import Captures, Collection, Logged
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
 
 if TYPE_CHECKING:
+    from equipoise.trainer.logging.agreement import LogAgreement
     from equipoise.trainer.logging.cross_process import LogReduction
 
 __all__ = ["Logs"]
@@ -59,7 +60,7 @@ class Logs:
     def __init__(self) -> None:
         # 1. Parts of the run; see `connect_run`.
         self._size_of: Callable[[Any], int | None] = infer_batch_size
-        self._reduction: LogReduction | None = None
+        self._reduction: LogReduction | LogAgreement | None = None
         # 2. The present loop.
         self.collection: Collection | None = None
         self.dataloader_idx: int | None = None
@@ -78,7 +79,9 @@ class Logs:
 
     # The run.
 
-    def connect_run(self, size_of: Callable[[Any], int | None], reduction: "LogReduction | None" = None) -> None:
+    def connect_run(
+        self, size_of: Callable[[Any], int | None], reduction: "LogReduction | LogAgreement | None" = None
+    ) -> None:
         """Begin a run.
 
         Args:

@@ -205,9 +205,9 @@ class Resumption:
         if self.position is None or not obstacle or not self.in_epoch or self.fit.batches_done():
             return
         raise ConfigurationError(
-            "The checkpoint was written in the middle of an epoch by another number of processes, and some samples of"
-            f" the epoch would be lost, others seen twice: {obstacle}. Resume with as many processes, or from a"
-            " checkpoint of an epoch's end."
+            "The checkpoint was written in the middle of an epoch by another number of processes or another strategy,"
+            f" and some samples of the epoch would be lost, others seen twice: {obstacle}. Resume with as many"
+            " processes and the same strategy, or from a checkpoint of an epoch's end."
         )
 
     def restore_loaders(self) -> None:

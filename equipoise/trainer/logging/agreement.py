@@ -1,0 +1,96 @@
+"""Check that processes with one state have logged the same values."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from equipoise.errors import StepError
+from equipoise.interop.module_metrics import named_metrics
+from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.logging.entry import Entry
+
+__all__ = ["LogAgreement"]
+
+# Where hooks give the batches of processes other weights, equal values have means that differ by rounding.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class LogAgreement:
+    """Agreement on logged values, for strategies with `has_one_state`. It has the methods of a `LogReduction`.
+
+    Steps log the same in all processes. What hooks log may follow from the batches of one process; that is refused.
+
+    Attributes:
+        gather: Return the objects that all processes pass to it, by rank.
+        module: The user's module, whose metrics are identified by their names.
+    """
+
+    gather: Callable[[Any], list[Any]]
+    module: nn.Module
+
+    @property
+    def reduce(self) -> None:
+        """No reduction: each process has the values of all."""
+        return None
+
+    def reduce_epoch_values(self, collection: Collection, dataloader_idx: int | None) -> None:
+        """Check the values of the epoch, and give all processes those of rank 0.
+
+        Args:
+            collection: What this process has logged.
+            dataloader_idx: The loader whose values are checked; None if there is one loader.
+
+        Raises:
+            StepError: In all processes, if values differ.
+        """
+        live = [entry for entry in collection.entries.values() if entry.live and entry.dataloader_idx == dataloader_idx]
+        names: dict[int, str] = {}
+        if any(entry.metric is not None for entry in live):
+            names = {id(metric): name for name, metric in named_metrics(self.module).items()}
+        gathered = self.gather({entry.key: entry.state_dict(names) for entry in live})
+        for key in dict.fromkeys(key for states in gathered for key in states):
+            states = [states.get(key) for states in gathered]
+            first = next(state for state in states if state is not None)
+            entry = collection.entries.get(key) or Entry.like(first, named_metrics(self.module))
+            if entry.options.on_epoch and not entry.options.rank_zero_only:
+                _check(entry, states)
+            collection.add(entry)
+            if entry.metric is None:
+                entry.load_values(first)
+
+    def sync_step_values(self, collection: Collection) -> None:
+        """Do nothing: loggers write in rank 0, whose hooks receive what those of one process do."""
+
+
+def _check(entry: Entry, states: list[Any]) -> None:
+    """Compare the values of a name in all processes."""
+    hook, name, _ = entry.key
+    first = states[0]
+    for state in states:
+        if state is None or first is None:
+            raise _differs(name, hook)
+        if entry.metric is None and not _are_equal(first, state, entry.is_mean):
+            raise _differs(name, hook)
+
+
+def _are_equal(one: dict[str, Any], other: dict[str, Any], is_mean: bool) -> bool:
+    totals = [_number(one["total"]), _number(other["total"])]
+    if not is_mean or one["weight"] == other["weight"]:
+        return repr(totals[0]) == repr(totals[1])
+    return math.isclose(totals[0] / one["weight"], totals[1] / other["weight"], rel_tol=_ROUNDING)
+
+
+def _number(value: Any) -> Any:
+    return None if value is None else value.item()
+
+
+def _differs(name: str, hook: str) -> StepError:
+    return StepError(
+        f"`{hook}` logs {name!r} with another value in each process, or not in all of them: it depends on the batches"
+        " of one process. Log it in the step, or update a torchmetrics Metric there; pass batch_size= if only the"
+        " weights differ."
+    )
