@@ -5,14 +5,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.part_batches import seed_generators, state_key
+from equipoise.extensions.virtual.refusals import checking_part
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.communication.processes import Processes
-from equipoise.parallel.snapshot.random_state import isolated
+from equipoise.parallel.snapshot.random_state import RandomState, capture_host, fork, isolated
 from equipoise.parallel.step_protocols import EvaluationStep
+from equipoise.strategies.strategy import Transfer
 
 __all__ = ["EvaluationRounds", "logged_on_cpu"]
 
@@ -33,6 +35,7 @@ class EvaluationRounds:
     """Lets all processes log what one process would.
 
     Args:
+        module: The user's module.
         processes: The processes.
         device: Where this process computes.
         size_of: Function that returns the number of samples of a batch; None if it is unknown.
@@ -41,11 +44,13 @@ class EvaluationRounds:
 
     def __init__(
         self,
+        module: nn.Module,
         processes: Processes,
         device: torch.device,
         size_of: Callable[[Any], int | None],
         metrics: MetricExchange,
     ) -> None:
+        self._module = module
         self._processes = processes
         self._device = device
         self._size_of = size_of
@@ -53,6 +58,28 @@ class EvaluationRounds:
         # The rounds of the present pass over a loader, and what the random numbers of the pass depend on.
         self._rounds = 0
         self._key = ""
+        self._state: RandomState | None = None
+        # The same of the transfers of batches, which may be read ahead.
+        self._transfers = 0
+        self._key_of_transfers = ""
+
+    def drawing_alike(self, transfer: Transfer) -> Transfer:
+        """Return a function that copies a batch, with random numbers that follow from the number of the batch.
+
+        Args:
+            transfer: The function that copies.
+        """
+
+        def copied(part: Any, device: torch.device) -> Any:
+            if not self._transfers:
+                self._key_of_transfers = state_key()
+            number = self._transfers * self._processes.world_size + self._processes.rank
+            self._transfers += 1
+            with isolated():
+                seed_generators("transfer", self._key_of_transfers, number)
+                return transfer(part, device)
+
+        return copied
 
     def run(self, step: EvaluationStep, part: Any) -> Any:
         """Evaluate a batch of this process, and log the values of this round.
@@ -66,11 +93,12 @@ class EvaluationRounds:
         """
         if not self._rounds:
             self._key = state_key()
+            self._state = capture_host()
         number = self._rounds * self._processes.world_size + self._processes.rank
         self._rounds += 1
         self._metrics.begin()
         try:
-            with isolated():
+            with isolated(), checking_part(self._module, "An evaluation step", buffers=True):
                 seed_generators("evaluation", self._key, number)
                 output, logged = step.capture_logs(partial(step, part))
             report = _BatchReport(self._sent(logged, part), self._metrics.take())
@@ -91,9 +119,13 @@ class EvaluationRounds:
         """
         while self._log_round(step, None):
             pass
-        # The next pass has other random numbers, in all processes.
-        self._rounds = 0
-        torch.rand(())
+        # The next pass has other random numbers, the same in all processes, however many batches their hooks have seen.
+        state = self._processes.broadcast(None if self._state is None else self._state.state_dict())
+        if state is not None:
+            RandomState.from_state_dict(state).restore()
+        fork(1)
+        self._rounds = self._transfers = 0
+        self._state = None
 
     def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""

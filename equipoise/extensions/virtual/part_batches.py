@@ -4,7 +4,6 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.loaders import with_collated_batches, with_sampler
 from equipoise.parallel.batches.dealing import deal_batches
-from equipoise.parallel.batches.sampling import NO_BATCH, Collate, SameOrder
+from equipoise.parallel.batches.sampling import NO_BATCH, SameOrder
 from equipoise.parallel.batches.shares import even_sizes
-from equipoise.parallel.batches.splitting import split
 from equipoise.parallel.batches.whole_steps import WholeSteps
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.strategies.distributed.loaders import has_distributed_sampler, order_of_processes
@@ -53,10 +51,12 @@ class Part(NamedTuple):
     Attributes:
         batch: Its batch.
         size: The number of its samples.
+        key: What its random numbers depend on.
     """
 
     batch: Any
     size: int
+    key: tuple[Any, ...] = ()
 
 
 class Parts(list[Part]):
@@ -104,10 +104,6 @@ def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank
     else:
         order = order_of_processes(loader, seed)
         steps = WholeSteps(BatchSampler(order, loader.batch_size, loader.drop_last), size=loader.batch_size)
-    # Rows are taken together, and divided then.
-    if _draws_nothing(loader):
-        rows = with_collated_batches(loader, loader.dataset, _PartsOfRows(ranges[rank]))
-        return with_sampler(rows, _JoinedParts(steps, count, ranges[rank], seed), batches=True)
     return with_sampler(_read_by_key(loader), _PartBatches(steps, count, ranges[rank], seed), batches=True)
 
 
@@ -173,14 +169,6 @@ class _PartBatches(Sampler[list[Any]]):
         return len(self.batch_sampler)
 
 
-class _JoinedParts(_PartBatches):
-    """The samples of all parts of one process in one list, without keys."""
-
-    def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
-        for parts in super()._batches(steps, epoch):
-            yield list(chain.from_iterable(parts))
-
-
 class _DealtBatches(Sampler[list[Any]]):
     """Batches that were dealt to a process in turn, with the keys of their random numbers.
 
@@ -220,6 +208,7 @@ class _KeyedBatches(Dataset[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset: Any = loader.dataset
         self.collate = loader.collate_fn
+        self._are_rows = _draws_nothing(loader)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -234,10 +223,17 @@ class _KeyedBatches(Dataset[Any]):
         """Return the batch of indices with a key, or the parts of a list of such."""
         if not indices:
             return NO_BATCH
+        if self._are_rows:
+            return Parts(Part(self._rows(part), len(part), part.key) for part in indices)
         with isolated():
             if isinstance(indices, _Keyed):
                 return self._read(indices)
-            return Parts(Part(self._read(part), len(part)) for part in indices)
+            return Parts(Part(self._read(part), len(part), part.key) for part in indices)
+
+    def _rows(self, indices: _Keyed) -> list[Any]:
+        # Memory of its own for each part: kernels round by how it is aligned, which differs between views.
+        rows = torch.tensor(indices)
+        return [tensor[rows] for tensor in self.dataset.tensors]
 
     def _read(self, indices: _Keyed) -> Any:
         seed_generators(*indices.key)
@@ -250,29 +246,3 @@ class _KeyedBatches(Dataset[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-class _PartsOfRows(Collate):
-    """Divides rows that were taken together into parts.
-
-    Args:
-        parts: The first part of this process and the part after its last one.
-    """
-
-    def __init__(self, parts: tuple[int, int]) -> None:
-        super().__init__(default_collate)
-        first, end = parts
-        self._count = end - first
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the parts of samples, or `NO_BATCH`."""
-        return self.divide(super().__call__(samples))
-
-    def divide(self, batch: Any) -> Any:
-        """Return the parts of a batch; see `Collate.divide`."""
-        # Few samples are read one by one, and were divided.
-        if batch is NO_BATCH or isinstance(batch, Parts):
-            return batch
-        # Parts of a step differ by one sample at most, larger ones first; so do those of each process.
-        sizes = [size for size in even_sizes(len(batch[0]), self._count) if size]
-        return Parts(map(Part, split(batch, sizes), sizes))

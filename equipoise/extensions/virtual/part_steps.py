@@ -1,6 +1,8 @@
 """The steps of the virtual devices of a process, one after another, and what all processes make of them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
 from equipoise.extensions.virtual.gradient_tree import Gradients, GradientTree, added, take_gradients
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.part_batches import Part, seed_generators
-from equipoise.interop.distributed.processes import collective_count
+from equipoise.extensions.virtual.refusals import checking_part
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -73,6 +75,8 @@ class PartSteps:
         self._device = device
         self._metrics = metrics
         self._tree = GradientTree(count, ranges, processes)
+        # The number of the batch that was computed last, in this run.
+        self._last_batch: int | None = None
 
     def run(self, step: TrainingStep, parts: Sequence[Part]) -> StepResult:
         """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
@@ -84,13 +88,17 @@ class PartSteps:
         Returns:
             The mean loss of the whole step, and what the step of this process's first part returned.
         """
+        if step.batch_idx == self._last_batch and not step.begins_window:
+            raise StepError(
+                "The optimiser computes a batch again within an accumulation window, as LBFGS does, and"
+                " strategy='virtual' would add it twice. Take accumulate_grad_batches=1, or another optimiser."
+            )
         # 1. Gradients of earlier batches of the window are put aside.
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         earlier: Gradients = [None] * len(parameters)
-        if step.begins_window:
-            # The first backward zeroes the gradients of the last window.
-            self._weights.clear()
-        else:
+        # The first backward of a window zeroes the gradients of the last one.
+        weights_before = [] if step.begins_window else list(self._weights)
+        if not step.begins_window:
             earlier = [parameter.grad for parameter in parameters]
             _give(parameters, [None] * len(parameters))
 
@@ -102,6 +110,8 @@ class PartSteps:
             outputs, reports = self._run_parts(step, parts, parameters, buffers)
             exchanged = self._processes.gather_objects((self._tree.forms(), reports))
             total = self._tree.total(parameters, [forms for forms, _ in exchanged])
+            reports = [report for _, of_process in exchanged for report in of_process]
+            result = self._merge(step, outputs, reports, weights_before)
         except BaseException:
             # A checkpoint after an error holds the state before the batch.
             self._metrics.restore()
@@ -114,7 +124,8 @@ class PartSteps:
 
         # 3. The gradients of the step are added to the earlier ones.
         _give(parameters, added(earlier, total))
-        return self._merge(step, outputs, [report for _, of_process in exchanged for report in of_process])
+        self._last_batch = step.batch_idx
+        return result
 
     def _run_parts(
         self, step: TrainingStep, parts: Sequence[Part], parameters: Sequence[nn.Parameter], buffers: Buffers
@@ -141,7 +152,7 @@ class PartSteps:
                 # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
                 seed_generators(seed, "part", epoch, step.batch_idx, number)
                 size = self._weight_of(parts[index])
-                result = self._run_part(step, parts[index].batch, size)
+                result = self._run_part(step, parts[index].batch, size, is_first=not index)
                 reports.append(self._report_of(result, size))
                 if not index:
                     outputs = result.outputs
@@ -176,46 +187,41 @@ class PartSteps:
             return part.size
         return self._size_of(part.batch) or 0
 
-    def _run_part(self, step: TrainingStep, batch: Any, size: int) -> StepResult:
+    def _run_part(self, step: TrainingStep, batch: Any, size: int, *, is_first: bool) -> StepResult:
         """Run the step and the backward of a part."""
         step.begin_micro_batch(size, size)
-        collectives_before = collective_count()
-        result = step.run_on(self._module, batch, size)
-        _check_collectives(collectives_before)
+        with checking_part(self._module, "`training_step`", buffers=False):
+            result = step.run_on(self._module, batch, size)
         # Numbers are divided alike in all processes, tensors on a device are not.
         result = result._replace(weight=_number(result.weight or 0))
-        step.backward(result)
-        return result
+        # The first backward of all begins with the weight of rank 0, which the others receive.
+        checking = nullcontext() if is_first else checking_part(self._module, "The backward", buffers=False)
+        with checking:
+            # Hooks of the backward log for each part, too.
+            _, logged = step.capture_logs(partial(step.backward, result))
+        return result._replace(logged=[*result.logged, *logged])
 
     def _report_of(self, result: StepResult, size: int) -> _PartReport:
         loss = None if result.loss is None else result.loss.detach().cpu()
         logged = logged_on_cpu(self._metrics.named(result.logged), size)
         return _PartReport(loss, _number(result.weight or 0), logged, self._metrics.take())
 
-    def _merge(self, step: TrainingStep, outputs: Any, reports: list[_PartReport]) -> StepResult:
+    def _merge(
+        self,
+        step: TrainingStep,
+        outputs: Any,
+        reports: list[_PartReport],
+        weights_before: list[int | float],
+    ) -> StepResult:
         """Return the result of the whole step, and log what its parts logged, the same in all processes."""
         weights = [report.weight for report in reports]
-        # The sum of a window is that of all its parts, in their order.
-        self._weights += weights
         self._metrics.merge([report.metrics for report in reports], weights)
         logged = [self._metrics.found(report.logged) for report in reports]
         step.log_together(logged, weights, self._device, original=_itself)
         loss, total = weighted_mean([report.loss for report in reports], weights, self._device)
+        # The sum of a window is that of all its parts, in their order.
+        self._weights[:] = weights_before + weights
         return StepResult(loss, total, outputs)
-
-
-def _check_collectives(before: int) -> None:
-    """Refuse a part that exchanges something with other processes, which may have fewer parts.
-
-    Raises:
-        StepError: If it does.
-    """
-    if collective_count() != before:
-        raise StepError(
-            "`training_step` communicates with other processes, but under strategy='virtual' a process runs it once for"
-            " each of its virtual devices, and others have another number of them. Leave the communication out, or take"
-            " strategy='ddp'."
-        )
 
 
 def _give(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:

@@ -4,21 +4,23 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
 from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Part, Parts, evaluation_loader, part_loader
+from equipoise.extensions.virtual.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
 from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.shares import are_shares, even_sizes, sizes_by_shares
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
@@ -26,7 +28,7 @@ from equipoise.strategies.distributed.loaders import has_distributed_sampler
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
-from equipoise.strategies.portable_state import PortableState
+from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Transfer
 from equipoise.validation import is_whole
@@ -45,6 +47,24 @@ class _NoRecovery(RecoverySupport):
 
 
 _NO_RECOVERY = _NoRecovery()
+
+
+class _WholeWindow(PortableState):
+    """Full states, with the gradients of a window that all processes have.
+
+    Args:
+        is_open: Whether a part of any process has a weight in the window.
+        own_state: See `PortableState`.
+        load_own_state: See `PortableState`.
+    """
+
+    def __init__(self, is_open: bool, own_state: SaveState, load_own_state: LoadState) -> None:
+        super().__init__(own_state, load_own_state)
+        self._is_open = is_open
+
+    def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:
+        """Return the gradients of an unfinished window; see `PortableState`."""
+        return super().gradients(optimizers, window_is_open=self._is_open)
 
 
 class _PlacedParts(tuple[Any]):
@@ -121,6 +141,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         self.threads = threads
         # The weights of the parts of the present window, of all processes, in their order.
         self._weights: list[int | float] = []
+        # Whether gradients of a window wait for more.
+        self._window_is_open = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
@@ -149,7 +171,17 @@ class VirtualDevicesStrategy(ProcessStrategy):
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse manual optimisation; see `Strategy.check_module`."""
+        """Refuse manual optimisation and steps that pull batches; see `Strategy.check_module`."""
+        # The first call of a run in its process: layers that the module creates in it are initialised alike.
+        if self._threads_before is None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+        pulling = [step for step in ("validation_step", "test_step") if takes_iterator(module, step)]
+        if pulling:
+            raise ConfigurationError(
+                f"{pulling[0]}(dataloader_iter) pulls batches by itself, but under strategy={self.name!r} processes log"
+                " the values of each batch together. Let it take a batch."
+            )
         if training and not getattr(module, "automatic_optimization", True):
             raise ConfigurationError(
                 f"{type(module).__name__} optimises by hand, but under strategy={self.name!r} `training_step` runs once"
@@ -166,9 +198,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
         self._steps = PartSteps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
-        self._rounds = EvaluationRounds(processes, device, splitter.size, metrics)
-        self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
+        self._rounds = EvaluationRounds(module, processes, device, splitter.size, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Refuse statistics over all processes; see `Strategy.share_batch_statistics`."""
@@ -222,17 +252,28 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if stage == "train":
             part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
             return Shard(part, rank, processes.world_size, in_turn=False)
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return super().shard(loader, stage)
-        if loader.batch_sampler is None or has_distributed_sampler(loader):
-            return super().shard(loader, stage)
+        is_known = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not is_known or loader.batch_sampler is None or has_distributed_sampler(loader):
+            if processes.world_size == 1:
+                return super().shard(loader, stage)
+            raise ConfigurationError(
+                "strategy='virtual' deals the batches of an evaluation to several processes, so each loader must be a"
+                " DataLoader over a data set of known length, with a batch size and no DistributedSampler. Take such a"
+                " loader, or one device."
+            )
         return Shard(evaluation_loader(loader, rank, processes.world_size), rank, processes.world_size)
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch, or the parts of a step; see `Strategy.batch_to_devices`."""
         if isinstance(batch, Parts):
-            return _PlacedParts([part._replace(batch=transfer(part.batch, self.devices[0])) for part in batch])
-        return super().batch_to_devices(batch, transfer)
+            # Hooks of the transfer may draw, too.
+            with isolated():
+                return _PlacedParts([self._placed(part, transfer) for part in batch])
+        return super().batch_to_devices(batch, self._rounds.drawing_alike(transfer))
+
+    def _placed(self, part: Part, transfer: Transfer) -> Part:
+        seed_generators("transfer", *part.key)
+        return part._replace(batch=transfer(part.batch, self.devices[0]))
 
     # Computation.
 
@@ -242,26 +283,29 @@ class VirtualDevicesStrategy(ProcessStrategy):
         Raises:
             ConfigurationError: If several training loaders are read together.
         """
-        if not parts:
-            return self._steps.run(step, ())
-        if not isinstance(parts, _PlacedParts):
+        if parts and not isinstance(parts, _PlacedParts):
             raise ConfigurationError(
                 "strategy='virtual' divides the batches of one training loader, but several are read together. Take one"
                 " loader over a data set that returns what belongs together, or strategy='ddp'."
             )
-        return self._steps.run(step, parts.parts)
+        result = self._steps.run(step, parts.parts if isinstance(parts, _PlacedParts) else ())
+        self._window_is_open = True
+        return result
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
+        self._window_is_open = False
         return average_gradients(window, optimizer, sum(self._weights), 1)
 
     @property
     def portable(self) -> PortableState:
         """Full states, and the weights of an open window; see `Strategy.portable`."""
-        return PortableState(self._own_state, self._load_own_state)
+        is_open = self._window_is_open and sum(self._weights) != 0
+        return _WholeWindow(is_open, self._own_state, self._load_own_state)
 
     def _own_state(self) -> dict[str, Any]:
-        return {"virtual_devices": self.count, "weights": list(self._weights)}
+        weights = self._weights if self._window_is_open else ()
+        return {"virtual_devices": self.count, "seed": seed_of_order(), "weights": list(weights)}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         # Other strategies have states of their own.
@@ -272,7 +316,15 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 f" VirtualDevicesStrategy(count={self.count}), which would continue with other numbers. Take"
                 f" count={count}, or load the weights alone for another run."
             )
+        seed = state.get("seed", seed_of_order())
+        if seed != seed_of_order():
+            raise ConfigurationError(
+                f"The checkpoint is of a run with the seed {seed}, from which the order of samples and the numbers that"
+                f" parts draw follow, and this one has {seed_of_order()}. Call `seed_everything({seed})` before, or"
+                " load the weights alone for another run."
+            )
         self._weights[:] = state.get("weights", ())
+        self._window_is_open = bool(self._weights)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step, and log what all processes log; see `Strategy.evaluate`."""

@@ -1,0 +1,57 @@
+"""What a step may not do, since it runs as often as a process has parts or batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from torch import Tensor, nn
+
+from equipoise.errors import StepError
+from equipoise.interop.distributed.processes import collective_count
+from equipoise.interop.torch.modules import versions
+
+__all__ = ["checking_part"]
+
+
+@contextmanager
+def checking_part(module: nn.Module, step: str, *, buffers: bool) -> Iterator[None]:
+    """Refuse, at the end of a `with` block, what would depend on the number of processes.
+
+    Args:
+        module: The user's module.
+        step: The step, as the subject of a sentence.
+        buffers: Whether the step may not change buffers either.
+
+    Raises:
+        StepError: If the step communicates with other processes, or changes what it may not change.
+    """
+    collectives = collective_count()
+    noted = _noted(module, buffers)
+    yield
+    if collective_count() != collectives:
+        raise StepError(
+            f"{step} communicates with other processes, but under strategy='virtual' a process runs it once for each of"
+            " its virtual devices or batches, and others have another number of them. Leave the communication out, or"
+            " take strategy='ddp'."
+        )
+    present = _noted(module, buffers)
+    if present != noted:
+        changed = min(name for name in {*present, *noted} if present.get(name) != noted.get(name))
+        raise StepError(
+            f"{step} changes {changed!r}, but under strategy='virtual' a process runs it once for each of its virtual"
+            " devices or batches, and others have another number of them. Change it in a hook, such as"
+            " `on_train_batch_end`."
+        )
+
+
+def _noted(module: nn.Module, buffers: bool) -> dict[str, tuple[int, int]]:
+    """Return the memory and the version of each parameter, and of each buffer; new data have other memory."""
+    named = module.named_parameters()
+    tensors = dict(chain(named, module.named_buffers()) if buffers else named)
+    counts = versions(tensors.values()) or [0] * len(tensors)
+    return {name: (_memory(tensor), count) for (name, tensor), count in zip(tensors.items(), counts, strict=True)}
+
+
+def _memory(tensor: Tensor) -> int:
+    # Of subclasses, such as lazy or quantised ones, not all have memory.
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
