@@ -86,6 +86,8 @@ def convolutions() -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    # Reads the rows as the loader returns them.
+    "rows": lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
     "perceptron": perceptron,
     "convolutions": convolutions,
     "attention": Attention,

@@ -20,7 +20,7 @@ __all__ = ["EvaluationRounds", "logged_on_cpu"]
 
 
 class _BatchReport(NamedTuple):
-    """What the other processes need to know of a batch.
+    """A batch, as far as other processes must know of it.
 
     Attributes:
         logged: The values that were logged, on the CPU, with names in the place of metrics.

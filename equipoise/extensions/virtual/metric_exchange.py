@@ -13,6 +13,7 @@ from equipoise.interop.metrics import (
     MetricState,
     link_collections,
     merge_metric_states,
+    other_state,
     restore_metric_state,
     state_on_cpu,
     take_metric_state,
@@ -50,6 +51,8 @@ class MetricExchange:
         for metric in self._metrics:
             metric.distributed_available_fn = _never
         self._before: list[MetricState] = []
+        # Counts that the metrics keep beside their states.
+        self._counts: list[dict[str, Any]] = []
 
     def close(self) -> None:
         """Let torchmetrics exchange states as before."""
@@ -58,12 +61,25 @@ class MetricExchange:
 
     def begin(self) -> None:
         """Put the states aside; the metrics are as new."""
+        self._counts = [other_state(metric) for metric in self._metrics]
         self._before = [take_metric_state(metric) for metric in self._metrics]
 
     def take(self) -> list[MetricState]:
-        """Return the states since `begin` or the last `take`, on the CPU; the metrics are as new."""
+        """Return the states since `begin` or the last `take`, on the CPU; the metrics are as new.
+
+        Raises:
+            StepError: If a metric counts beside its states, which other processes cannot know.
+        """
         if not self._metrics:
             return []
+        for metric, before in zip(self._metrics, self._counts, strict=True):
+            present = other_state(metric)
+            changed = [name for name in present if present[name] != before.get(name)]
+            if changed:
+                raise StepError(
+                    f"{type(metric).__name__} keeps {changed[0]!r} beside its states, and strategy='virtual' merges"
+                    " states alone. Register it by `add_state`, with a reduction."
+                )
         link_collections(self._module)
         return [state_on_cpu(take_metric_state(metric)) for metric in self._metrics]
 

@@ -1,8 +1,7 @@
-"""What a step may not do, since it runs as often as a process has parts or batches."""
+"""Refusals of steps that do more than compute, since they run as often as a process has parts or batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 from torch import Tensor, nn
 
@@ -46,12 +45,15 @@ def checking_part(module: nn.Module, step: str, *, buffers: bool) -> Iterator[No
 
 def _noted(module: nn.Module, buffers: bool) -> dict[str, tuple[int, int]]:
     """Return the memory and the version of each parameter, and of each buffer; new data have other memory."""
-    named = module.named_parameters()
-    tensors = dict(chain(named, module.named_buffers()) if buffers else named)
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    if buffers:
+        tensors |= dict(module.named_buffers())
     counts = versions(tensors.values()) or [0] * len(tensors)
     return {name: (_memory(tensor), count) for (name, tensor), count in zip(tensors.items(), counts, strict=True)}
 
 
 def _memory(tensor: Tensor) -> int:
     # Of subclasses, such as lazy or quantised ones, not all have memory.
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.data_ptr()
+    return id(tensor)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
 
 from equipoise import Trainer
 from equipoise.errors import StepError
@@ -344,3 +345,26 @@ def test_a_batch_that_is_computed_again() -> None:
     quiet_trainer().fit(ByLbfgs(), DataLoader(data, batch_size=16))
     with pytest.raises(StepError, match="computes a batch again"):
         quiet_trainer(accumulate_grad_batches=2).fit(ByLbfgs(), DataLoader(data, batch_size=16))
+
+
+class Counting(MeanMetric):
+    """Counts beside its states."""
+
+    seen = 0
+
+    def update(self, *values: Any) -> None:
+        self.seen += 1
+        super().update(*values)
+
+
+class CountsBeside(Noisy):
+    """Logs such a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = Counting()
+
+
+def test_counts_beside_states_are_refused() -> None:
+    with pytest.raises(StepError, match="keeps 'seen' beside its states"):
+        run(CountsBeside, 1)
