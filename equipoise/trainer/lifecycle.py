@@ -295,7 +295,13 @@ def _separate_random_numbers(context: RunContext) -> None:
 
     Rank 0 and its first device continue as one process does.
     """
-    rank = context.strategy.processes.rank
+    processes = context.strategy.processes
+    if processes.processes_per_batch > 1:
+        # Those that compute one batch together draw the same numbers for it.
+        random_state.RandomState.from_state_dict(
+            processes.broadcast(random_state.capture_host().state_dict())
+        ).restore()
+    rank = processes.data.rank
     if rank:
         random_state.fork(rank)
     devices = {device: None for device in context.strategy.devices if device.type == "cuda"}

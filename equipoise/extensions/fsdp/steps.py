@@ -15,6 +15,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
+from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
@@ -66,6 +67,7 @@ class ShardedSteps:
         self._step: Any = None
         self._stand_in: Any = NO_BATCH
         self._all_have_stand_in = False
+        self._has_compared = True
 
     def close(self) -> None:
         """Release the module and the last batch."""
@@ -81,6 +83,8 @@ class ShardedSteps:
         if not parts and not automatic:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
+        if not self._has_compared:
+            self._compare_batches(parts)
         if not self._all_have_stand_in:
             codes = self._say_what_is_here(parts)
             if max(codes) == _NOTHING:
@@ -183,6 +187,8 @@ class ShardedSteps:
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""
         self._begin_pass(step)
+        if not self._has_compared:
+            self._compare_batches(parts)
         self._share_stand_in(self._say_what_is_here(parts), parts)
         self._stand_in = parts[0]
         with explained(self._sharded), self._calls.watched():
@@ -193,6 +199,8 @@ class ShardedSteps:
     def await_others(self, step: EvaluationStep) -> None:
         """Compute stand-ins until no process has a batch; see `Strategy.await_others`."""
         self._begin_pass(step)
+        if not self._has_compared:
+            self._compare_batches(())
         while True:
             codes = self._say_what_is_here(())
             if _BATCH not in codes:
@@ -213,6 +221,12 @@ class ShardedSteps:
             self._step = step
             self._stand_in = NO_BATCH
             self._all_have_stand_in = False
+            self._has_compared = self._processes.processes_per_batch == 1
+
+    def _compare_batches(self, parts: Sequence[Any]) -> None:
+        """Check, in the first step of a pass, that those which compute a batch together have the same one."""
+        self._has_compared = True
+        check_same_batch(parts[0] if parts else None, self._processes.processes_per_batch)
 
     def _say_what_is_here(self, parts: Sequence[Any]) -> list[int]:
         """Return what each process has at the beginning of this step."""

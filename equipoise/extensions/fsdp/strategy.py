@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torchmetrics import Metric
 
 from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
+from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut
+from equipoise.extensions.fsdp.mesh.grid import DATA, Size, check_size, make_mesh, sizes_of
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.extensions.fsdp.state.folders import ShardFolders
@@ -24,12 +28,15 @@ from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, Shard
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
 from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
-from equipoise.extensions.fsdp.units import choose_units, table_of
+from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.modules import set_device_mesh
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
@@ -80,6 +87,7 @@ class _Run(ProcessRun):
         by_hand: True if the module optimises by hand.
         groups: Further process groups, which are left at the end of a run that has not failed.
         callbacks: The callbacks, which lose their copies of the module at the end.
+        is_cut: True if `configure_model` has cut layers, so that parameters lie on several meshes.
         failed: True if the run ended with an error, after which processes exchange nothing.
     """
 
@@ -91,6 +99,7 @@ class _Run(ProcessRun):
     by_hand: bool
     groups: ExitStack
     callbacks: Sequence[Any]
+    is_cut: bool
     failed: bool = False
 
     def end(self, error: BaseException | None) -> None:
@@ -123,6 +132,9 @@ class _Run(ProcessRun):
 class FSDPStrategy(ProcessStrategy):
     """A process for each device; each holds a shard of all parameters, gradients and optimiser states.
 
+    With `tensor`, so many successive processes compute each batch together, by layers that the module's
+    `configure_model` has cut over `self.device_mesh["tensor_parallel"]`; each part is sharded over the other processes.
+
     A unit of the module, such as a block, is whole in each process only while it computes (torch's `fully_shard`;
     Zhao et al., "PyTorch FSDP", 2023). Gradients are those of one device on all samples of a step. Samples are shared
     out, and processes started, as by `DDPStrategy`. After the run the module is whole again.
@@ -137,6 +149,10 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
+        data: Number of batches that are computed at a time, each by `tensor` processes. Default: "auto", which is the
+            number of processes divided by `tensor`.
+        tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
+            divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -166,12 +182,16 @@ class FSDPStrategy(ProcessStrategy):
     _run: _Run | None = None
     # The layers whose weights are gathered in another form in this run.
     _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
+    # From `configure_model` to the end of the run, in this process.
+    _configuration: Configuration | None = None
 
     def __init__(
         self,
         *,
         units: Sequence[str | type[nn.Module]] | Literal["auto"] = "auto",
         reshard_after_forward: bool | int | None = None,
+        data: Size = "auto",
+        tensor: Size = 1,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
@@ -186,6 +206,11 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
+        check_size("data", data)
+        check_size("tensor", tensor)
+        if tensor != 1 and (replicas != 1 or cpu_offload):
+            given = f"replicas={replicas}" if replicas != 1 else "cpu_offload=True"
+            raise ConfigurationError(f"tensor={tensor!r} and {given} do not go together yet. Leave one of both out.")
         if checkpoints not in ("full", "sharded"):
             raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
         if save_in_background and checkpoints == "full":
@@ -195,6 +220,8 @@ class FSDPStrategy(ProcessStrategy):
             )
         self.units = units if isinstance(units, str) else list(units)
         self.reshard_after_forward = reshard_after_forward
+        self.data = data
+        self.tensor = tensor
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
@@ -206,8 +233,9 @@ class FSDPStrategy(ProcessStrategy):
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        if self.cpu_offload:
-            raise ConfigurationError("cpu_offload=True is not predicted; leave it out for a plan")
+        if self.cpu_offload or self.tensor != 1:
+            option = "cpu_offload=True" if self.cpu_offload else f"tensor={self.tensor!r}"
+            raise ConfigurationError(f"{option} is not predicted; leave it out for a plan")
         patterns = None
         if not isinstance(self.units, str):
             patterns = self.units
@@ -215,6 +243,12 @@ class FSDPStrategy(ProcessStrategy):
         shards = max(1, count // self.replicas)
         frees_units = self.reshard_after_forward is None
         return sharded_loads(count, shards, units, frees_units=frees_units)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options; see `Strategy.__getstate__`."""
+        state = super().__getstate__()
+        state.pop("_configuration", None)
+        return state
 
     # Where it runs.
 
@@ -234,6 +268,16 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
+        _, self.processes.processes_per_batch = sizes_of(self.data, self.tensor, processes, len(devices))
+
+    def begin_configuration(self, module: nn.Module) -> None:
+        """Give the module a `device_mesh`; see `Strategy.begin_configuration`."""
+        # The hook under its former name may have begun it.
+        processes = self.processes
+        if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
+            mesh = make_mesh(self.root_device.type, processes.data.world_size, processes.processes_per_batch)
+            self._configuration = Configuration(module, mesh)
+            set_device_mesh(module, mesh)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
@@ -284,6 +328,8 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.world_size == 1:
             super().setup(module, precision)
             return
+        if self._configuration is not None:
+            self._configuration.note_changes()
         # It comes to its device unit by unit, since it may not fit there.
         precision.convert_module(module)
         self._module = module
@@ -293,15 +339,21 @@ class FSDPStrategy(ProcessStrategy):
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
-        patterns = None if isinstance(self.units, str) else self.units
-        units = choose_units(module, patterns)
-        shards = self.processes.world_size // self.replicas
-        rank_zero_info(f"Units of the module in shards over {shards} processes:\n{table_of(units, shards)}")
+        together = self.processes.processes_per_batch
+        check_cut(module, together)
+        units = self._units(module)
+        batches = self.processes.data.world_size
+        shards = batches // self.replicas
+        rows = f", each batch in {together} of them" if together > 1 else ""
+        count = shards * together
+        rank_zero_info(f"Units of the module in shards over {count} processes{rows}:\n{table_of(units, shards)}")
 
         # 2. The shards. Sums of gradients are divided by Σw at the end of a window.
         automatic = bool(getattr(module, "automatic_optimization", True))
-        divide_by = 1.0 if automatic else float(self.processes.world_size)
-        sharding = Sharding(mesh=self._mesh(), options=self._options(), divide_by=divide_by, forms=self._forms)
+        divide_by = 1.0 if automatic else float(batches)
+        is_cut = self._configuration is not None and self._configuration.has_cut
+        mesh = self._mesh(is_cut=is_cut)
+        sharding = Sharding(mesh=mesh, options=self._options(), divide_by=divide_by, forms=self._forms)
         sharded = ShardedModule(units, sharding)
 
         # 3. All that computes with them.
@@ -324,8 +376,21 @@ class FSDPStrategy(ProcessStrategy):
             by_hand=not automatic,
             groups=groups,
             callbacks=list(getattr(getattr(module, "trainer", None), "callbacks", ())),
-            restores=[synchronise_metrics(module)],
+            is_cut=is_cut,
+            restores=[synchronise_metrics(module, self.processes.processes_per_batch)],
         )
+
+    def _units(self, module: nn.Module) -> list[Unit]:
+        """Return the units: those that `configure_model` has sharded by itself, else those that are chosen."""
+        units = units_of_module(module)
+        if not units:
+            return choose_units(module, None if isinstance(self.units, str) else self.units)
+        if self.units != "auto" or self.replicas != 1:
+            raise ConfigurationError(
+                "`configure_model` has called `fully_shard`, so the units are chosen already. Leave `units` and"
+                " `replicas` out, or the call."
+            )
+        return units
 
     def _folders(self, groups: ExitStack) -> ShardFolders | None:
         """Return what writes checkpoints in shards; None: they are whole.
@@ -339,10 +404,17 @@ class FSDPStrategy(ProcessStrategy):
         if self.save_in_background:
             limit = timedelta(seconds=self.timeout)
             group = groups.enter_context(another_group(limit, local=self.processes.spawns))
-        return ShardFolders(self.processes.rank, group)
+        return ShardFolders(self.processes, group)
 
-    def _mesh(self) -> DeviceMesh:
-        """Return the processes as torch's `fully_shard` takes them."""
+    def _mesh(self, *, is_cut: bool) -> DeviceMesh:
+        """Return the processes as torch's `fully_shard` takes them.
+
+        Args:
+            is_cut: Whether `configure_model` has cut layers over another dimension of them.
+        """
+        if is_cut:
+            assert self._configuration is not None
+            return self._configuration.mesh[DATA]
         kind = self.root_device.type
         processes = self.processes.world_size
         if self.replicas == 1:
@@ -368,10 +440,18 @@ class FSDPStrategy(ProcessStrategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
+        configuration = self._configuration
+        self._configuration = None
         if self._run is not None:
             self._run.end(error)
         self._forms = {}
         super().teardown(error)
+        # The parameters are whole before the layers are.
+        try:
+            super().teardown(error)
+        finally:
+            if configuration is not None:
+                configuration.restore()
 
     # Computation.
 
@@ -399,7 +479,15 @@ class FSDPStrategy(ProcessStrategy):
         """Turn the gradients of a window into their weighted mean over all processes; see the interface."""
         if self._run is None:
             return super().finish_gradients(window, optimizer)
-        return average_gradients(window, optimizer, self._run.weight.total(), 1)
+        # Σw of all processes counts each batch as often as processes compute it together.
+        return average_gradients(window, optimizer, self._run.weight.total(), self.processes.processes_per_batch)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip gradients in place, by the norm over the whole mesh; see `Strategy.clip_gradients`."""
+        if self._run is not None and self._run.is_cut and algorithm == "norm":
+            clip_by_norm(optimizer_parameters(optimizer), value)
+        else:
+            super().clip_gradients(optimizer, value, algorithm)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""

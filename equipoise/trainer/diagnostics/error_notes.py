@@ -103,7 +103,7 @@ def add_note_on_limits(error: BaseException) -> None:
 
 
 def add_note_on_mesh(error: BaseException) -> None:
-    """Add a note to an error of a module that asks for Lightning's `device_mesh`, which is None here.
+    """Add a note to an error of a module that asks for `device_mesh` where it is None.
 
     Args:
         error: Any error of a run.
@@ -114,9 +114,8 @@ def add_note_on_mesh(error: BaseException) -> None:
         owner = frame.f_locals.get("self")
         if is_a(owner, LightningModule) and "device_mesh" in frame.f_code.co_names:
             error.add_note(
-                "`self.device_mesh` is None: only Lightning's ModelParallelStrategy makes one, for modules that cut"
-                " their layers themselves. Leave that part of the module out, and take strategy='fsdp', which shards"
-                " the weights, or strategy='pipeline', which cuts the network."
+                "`self.device_mesh` is None: only strategy='fsdp' makes one, with several devices, for modules that cut"
+                " their layers themselves: FSDPStrategy(tensor=2). Without one, leave that part of the module out."
             )
             return
 
