@@ -252,9 +252,9 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
     # 2. The cells.
     rows = [("unit", "class", "parameters", "whole", "in each process")]
     for unit in units:
-        count = sum(parameter.numel() for parameter in tensors[unit.name])
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in tensors[unit.name])
-        held = sum(part_of(parameter).nbytes for parameter in tensors[unit.name])
+        count = sum(parameter.numel() for parameter in parameters[unit.name])
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters[unit.name])
+        held = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
         row = (
             unit.title,
             type(unit.module).__name__,
