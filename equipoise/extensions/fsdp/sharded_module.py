@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.extensions.fsdp.mesh.grid import part_of
-from equipoise.extensions.fsdp.root_switches import RootSwitches
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards
+from equipoise.extensions.fsdp.state.root_switches import RootSwitches
 from equipoise.extensions.fsdp.units import Unit
 from equipoise.interop.distributed.fully_sharded import (
     begin_as_root,

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,17 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.checked_options import check_callbacks, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut
-from equipoise.extensions.fsdp.mesh.grid import DATA, Size, check_size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.grid import DATA, Size, make_mesh, sizes_of
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
+from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
+from equipoise.extensions.fsdp.state.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
-from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.planning.description.devices import PlannedDevice
@@ -43,7 +42,7 @@ from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
-from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
+from equipoise.strategies.distributed.process_strategy import ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
@@ -52,81 +51,8 @@ __all__ = ["FSDPStrategy"]
 
 preload(__name__)
 
-# Seconds for which a run that has failed waits for the checkpoint that is being written in the background.
-_PATIENCE = 60.0
-
 # It has no state, so all strategies share it.
 _BEFORE_SHARDING = BeforeSharding()
-
-
-# Why no step is repeated, and what to do instead.
-_NOT_REPEATED = (
-    "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
-    " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
-)
-
-
-class _ShardedRecovery(RecoverySupport):
-    """States why no step can be repeated: the other processes wait for this one within the forward."""
-
-    def why_not(self, *, training: bool, leave_out: bool) -> str:
-        """Return the reason; see `RecoverySupport.why_not`."""
-        return _NOT_REPEATED
-
-
-@dataclass(kw_only=True)
-class _Run(ProcessRun):
-    """State of a run in this process, where several compute together.
-
-    Attributes:
-        sharded: The module in shards.
-        steps: Computes steps in all processes together.
-        weight: The exchange of a window's total weight.
-        portable: Full states.
-        recovery: States why no step can be repeated.
-        by_hand: True if the module optimises by hand.
-        groups: Further process groups, which are left at the end of a run that has not failed.
-        callbacks: The callbacks, which lose their copies of the module at the end.
-        is_cut: True if `configure_model` has cut layers, so that parameters lie on several meshes.
-        failed: True if the run ended with an error, after which processes exchange nothing.
-    """
-
-    sharded: ShardedModule
-    steps: ShardedSteps
-    weight: Apart | OnHost
-    portable: ShardedState
-    recovery: _ShardedRecovery
-    by_hand: bool
-    groups: ExitStack
-    callbacks: Sequence[Any]
-    is_cut: bool
-    failed: bool = False
-
-    def end(self, error: BaseException | None) -> None:
-        """Note how the run has ended."""
-        self.failed = error is not None
-
-    def close(self) -> None:
-        """Complete the last checkpoint, and give the module its own parameters again, whole."""
-        self.steps.close()
-        for callback in self.callbacks:
-            self.sharded.forget_copies(vars(callback))
-        # Hooks and metrics are the user's again, even if writing or gathering fails.
-        try:
-            self._finish_saving()
-        finally:
-            try:
-                self.sharded.restore(self.portable.optimizers, gather=not self.failed)
-            finally:
-                super().close()
-
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written in the background."""
-        folders = self.portable.folders
-        if folders is not None:
-            folders.finish(_PATIENCE if self.failed else None)
-        if not self.failed:
-            self.groups.close()
 
 
 class FSDPStrategy(ProcessStrategy):
@@ -179,7 +105,7 @@ class FSDPStrategy(ProcessStrategy):
     # Blocks of the module are called as they are, and all processes begin each batch together.
     may_compile_blocks: ClassVar[bool] = True
 
-    _run: _Run | None = None
+    _run: ShardedRun | None = None
     # The layers whose weights are gathered in another form in this run.
     _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
     # From `configure_model` to the end of the run, in this process.
@@ -202,22 +128,6 @@ class FSDPStrategy(ProcessStrategy):
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
         check_feature("fsdp")
-        if isinstance(units, str) and units != "auto":
-            raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
-        check_size("data", data)
-        check_size("tensor", tensor)
-        if tensor != 1 and (replicas != 1 or cpu_offload):
-            given = f"replicas={replicas}" if replicas != 1 else "cpu_offload=True"
-            raise ConfigurationError(f"tensor={tensor!r} and {given} do not go together yet. Leave one of both out.")
-        if checkpoints not in ("full", "sharded"):
-            raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
-        if save_in_background and checkpoints == "full":
-            raise ConfigurationError(
-                "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
-                " checkpoints='sharded'."
-            )
         self.units = units if isinstance(units, str) else list(units)
         self.reshard_after_forward = reshard_after_forward
         self.data = data
@@ -227,6 +137,7 @@ class FSDPStrategy(ProcessStrategy):
         self.checkpoints = checkpoints
         self.save_in_background = save_in_background
         self.compare_calls = compare_calls
+        check_options(self)
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
         """Return the loads of the processes: shards, and a unit that computes; see `device_loads`."""
@@ -281,26 +192,8 @@ class FSDPStrategy(ProcessStrategy):
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
-        if not training or self.processes.world_size == 1:
-            return
-        trainer = getattr(module, "trainer", None)
-        plugin = getattr(trainer, "checkpoint_io", None)
-        if self.checkpoints == "sharded" and plugin is not None:
-            raise ConfigurationError(
-                f"{type(plugin).__name__} writes whole checkpoints, but under FSDPStrategy(checkpoints='sharded') each"
-                " process writes its shards. Leave one of both out."
-            )
-        for callback in getattr(trainer, "callbacks", ()):
-            if isinstance(callback, OOMRecovery) and callback.policy != "raise":
-                raise ConfigurationError(
-                    f"OOMRecovery(policy={callback.policy!r}): {_NOT_REPEATED} OOMRecovery(policy='raise') reports"
-                    " memory only."
-                )
-            if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-                raise ConfigurationError(
-                    "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
-                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save immediately."
-                )
+        if training and self.processes.world_size > 1:
+            check_callbacks(getattr(module, "trainer", None), self)
 
     # The module, for the time of a run.
 
@@ -335,7 +228,7 @@ class FSDPStrategy(ProcessStrategy):
         self._module = module
         self._run = self._begin_run(module)
 
-    def _begin_run(self, module: nn.Module) -> _Run:
+    def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
@@ -367,12 +260,12 @@ class FSDPStrategy(ProcessStrategy):
         portable = ShardedState(module, self._group, self._folders(groups))
         sharded.on_copied = portable.adopt
         steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
-        return _Run(
+        return ShardedRun(
             sharded=sharded,
             steps=steps,
             weight=weight,
             portable=portable,
-            recovery=_ShardedRecovery(),
+            recovery=ShardedRecovery(),
             by_hand=not automatic,
             groups=groups,
             callbacks=list(getattr(getattr(module, "trainer", None), "callbacks", ())),
@@ -445,7 +338,6 @@ class FSDPStrategy(ProcessStrategy):
         if self._run is not None:
             self._run.end(error)
         self._forms = {}
-        super().teardown(error)
         # The parameters are whole before the layers are.
         try:
             super().teardown(error)
