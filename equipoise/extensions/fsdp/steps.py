@@ -15,6 +15,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
+from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
@@ -46,6 +47,7 @@ class ShardedSteps:
         device: Where this process computes.
         weight: The exchange of a window's total weight.
         compare_each: Whether every call of a unit is compared between the processes.
+        comparison: Compares cut layers with whole ones before the first step. Default: None.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ShardedSteps:
         weight: TotalWeight,
         *,
         compare_each: bool,
+        comparison: LayerComparison | None = None,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
@@ -68,10 +71,14 @@ class ShardedSteps:
         self._stand_in: Any = NO_BATCH
         self._all_have_stand_in = False
         self._has_compared = True
+        self._comparison = comparison
 
     def close(self) -> None:
         """Release the module and the last batch."""
         self._calls.close()
+        if self._comparison is not None:
+            self._comparison.close()
+            self._comparison = None
         self._step = None
         self._stand_in = NO_BATCH
 
@@ -90,6 +97,8 @@ class ShardedSteps:
             if max(codes) == _NOTHING:
                 return self._end_without_batches(step)
             self._share_stand_in(codes, parts)
+        if self._comparison is not None:
+            self._compare_layers(self._comparison, step, parts[0] if parts else self._stand_in)
         if not automatic:
             return self._run_by_hand(step, parts[0])
 
@@ -114,6 +123,25 @@ class ShardedSteps:
             if graph is not None:
                 self._backward_of_zeros(graph)
         return result
+
+    def _compare_layers(self, comparison: LayerComparison, step: TrainingStep, batch: Any) -> None:
+        """Compare cut layers with whole ones, unless `training_step` returns None for this batch."""
+        if comparison.run(step, batch, self._gradients_of):
+            self._comparison = None
+        # Gathered anew, as without the comparison.
+        self._sharded.free_gathered()
+
+    def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
+        """Add the gradients of a batch, and return its loss; None if some process has no loss. Logs are dropped."""
+        with explained(self._sharded):
+            with self._calls.watched():
+                result, _ = step.capture_logs(partial(step, batch))
+            loss: Tensor | None = result.loss
+            num_graphs = self._calls.end(has_graph=loss is not None and loss.requires_grad)
+            if loss is None or num_graphs < self._processes.world_size:
+                return None
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _end_without_batches(self, step: TrainingStep) -> StepResult:
         """End a window whose gradients come from a checkpoint, as no process has had a batch since."""

@@ -19,6 +19,7 @@ from equipoise.extensions.fsdp.checked_options import check_callbacks, check_opt
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut
 from equipoise.extensions.fsdp.mesh.grid import DATA, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
 from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
@@ -90,6 +91,9 @@ class FSDPStrategy(ProcessStrategy):
         compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
             few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that
             leaves a unit out may let the others wait until `timeout`. Default: True.
+        compare_layers: Compare cut layers with whole ones before the first step of a fit: the loss and all gradients of
+            the first batch, without dropout. An inequality is an error. Each process has the whole module and its
+            gradients in memory for that time. False: a wrong plan gives wrong gradients. Default: True.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, with `cpu_offload` "cpu:gloo,cuda:nccl"; else "gloo".
 
@@ -110,6 +114,9 @@ class FSDPStrategy(ProcessStrategy):
     _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
     # From `configure_model` to the end of the run, in this process.
     _configuration: Configuration | None = None
+    # From before the layers are cut to the first step of a fit.
+    _comparison: LayerComparison | None = None
+    _is_fitting = False
 
     def __init__(
         self,
@@ -123,6 +130,7 @@ class FSDPStrategy(ProcessStrategy):
         checkpoints: Literal["full", "sharded"] = "full",
         save_in_background: bool = False,
         compare_calls: bool = True,
+        compare_layers: bool = True,
         timeout: float = 1800.0,
         backend: str | None = None,
     ) -> None:
@@ -137,6 +145,7 @@ class FSDPStrategy(ProcessStrategy):
         self.checkpoints = checkpoints
         self.save_in_background = save_in_background
         self.compare_calls = compare_calls
+        self.compare_layers = compare_layers
         check_options(self)
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
@@ -159,6 +168,7 @@ class FSDPStrategy(ProcessStrategy):
         """Return the options; see `Strategy.__getstate__`."""
         state = super().__getstate__()
         state.pop("_configuration", None)
+        state.pop("_comparison", None)
         return state
 
     # Where it runs.
@@ -186,12 +196,21 @@ class FSDPStrategy(ProcessStrategy):
         # The hook under its former name may have begun it.
         processes = self.processes
         if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
+            self._note_whole_layers(module)
             mesh = make_mesh(self.root_device.type, processes.data.world_size, processes.processes_per_batch)
             self._configuration = Configuration(module, mesh)
             set_device_mesh(module, mesh)
 
+    def _note_whole_layers(self, module: nn.Module) -> None:
+        """Note how layers are before they are cut, to compare them with cut ones."""
+        may_cut = self.processes.processes_per_batch > 1
+        if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
+            assert is_a(module, LightningModule)
+            self._comparison = LayerComparison(module)
+
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
+        self._is_fitting = training
         if training and self.processes.world_size > 1:
             check_callbacks(getattr(module, "trainer", None), self)
 
@@ -227,6 +246,8 @@ class FSDPStrategy(ProcessStrategy):
         precision.convert_module(module)
         self._module = module
         self._run = self._begin_run(module)
+        if self._comparison is not None and self._configuration is not None:
+            self._comparison.begin(precision, self._configuration.mesh)
 
     def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None
@@ -259,7 +280,14 @@ class FSDPStrategy(ProcessStrategy):
         groups = ExitStack()
         portable = ShardedState(module, self._group, self._folders(groups))
         sharded.on_copied = portable.adopt
-        steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
+        steps = ShardedSteps(
+            sharded,
+            self.processes,
+            device,
+            weight,
+            compare_each=self.compare_calls,
+            comparison=self._comparison,
+        )
         return ShardedRun(
             sharded=sharded,
             steps=steps,
@@ -335,6 +363,7 @@ class FSDPStrategy(ProcessStrategy):
         """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
         configuration = self._configuration
         self._configuration = None
+        self._comparison = None
         if self._run is not None:
             self._run.end(error)
         self._forms = {}

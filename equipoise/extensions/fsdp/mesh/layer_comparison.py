@@ -1,0 +1,324 @@
+"""Cut layers compared with whole ones before the first step: the loss and all gradients of the first batch.
+
+A wrong plan computes another function without an error. A weight that is whole, but receives a part of a sequence in
+each process, has a gradient that lacks the other parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
+from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.parallel.step_protocols import TrainingStep
+from equipoise.precision import Precision
+from equipoise.strategies.replaced_forwards import own_forwards
+from equipoise.tree import map_leaves
+
+__all__ = ["LayerComparison"]
+
+# Computes the gradients of a batch, and returns its loss.
+Compute = Callable[[TrainingStep, Any], Tensor | None]
+
+
+class _Tolerance(NamedTuple):
+    """Largest difference of two gradients.
+
+    Attributes:
+        relative: In parts of the largest element of the parameter's gradient.
+        floor: In parts of the largest element of all gradients: some gradients are nothing but rounding.
+    """
+
+    relative: float
+    floor: float
+
+
+# By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
+# numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
+_TOLERANCES = {
+    torch.float64: _Tolerance(1e-10, 1e-13),
+    torch.float32: _Tolerance(1e-3, 1e-5),
+    torch.float16: _Tolerance(2e-2, 2e-3),
+    torch.bfloat16: _Tolerance(1e-1, 1e-2),
+}
+# Where all gradients are zero.
+_LEAST = 1e-300
+_OPTION = "FSDPStrategy(compare_layers=False)"
+
+
+class _Difference(NamedTuple):
+    """A difference between cut and whole layers.
+
+    Attributes:
+        excess: The difference in parts of the largest one that is allowed.
+        share: The difference in parts of the largest element.
+        name: The name of the parameter; empty for the loss.
+        is_cut: Whether the parameter is cut over a row.
+    """
+
+    excess: float
+    share: float
+    name: str
+    is_cut: bool = False
+
+
+class LayerComparison:
+    """Compares the layers of a module, cut over rows of processes, with whole ones, once in a fit.
+
+    All processes call each method together, and decide alike.
+
+    Args:
+        module: The user's module, before its layers are cut.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        # That of the module in shards is another.
+        self._name = type(module).__name__
+        self._whole: WholeLayers | None = None
+        # What has failed in this process.
+        self._failure: str | None = None
+        self._rows: dist.ProcessGroup | None = None
+        self._dtypes: set[torch.dtype] = set()
+        self._attempt(self._copy)
+
+    def begin(self, precision: Precision, mesh: DeviceMesh) -> None:
+        """Prepare the comparison, once the module is in shards.
+
+        Args:
+            precision: The precision of the run.
+            mesh: The mesh of the run.
+        """
+        self._rows = mesh[DATA].get_group() if mesh[DATA].size() > 1 else None
+        self._dtypes = {parameter.dtype for parameter in self._module.parameters()}
+        if precision.autocast is not None:
+            self._dtypes.add(precision.autocast[1])
+        if not getattr(self._module, "automatic_optimization", True):
+            self._failure = "its training step runs backwards and optimisers by hand"
+        if self._whole is not None:
+            self._attempt(partial(self._whole.configure, self._module, precision, mesh))
+
+    def run(self, step: TrainingStep, batch: Any, compute: Compute) -> bool:
+        """Compare loss and gradients of a batch, and restore all that this changes.
+
+        Args:
+            step: The step.
+            batch: The batch of this row.
+            compute: Computes the gradients of a batch with the cut layers, and returns the loss. None: some process has
+                none.
+
+        Returns:
+            False if nothing could be compared with this batch.
+
+        Raises:
+            ConfigurationError: In all processes, if a loss or a gradient is another.
+        """
+        gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            with without_dropout():
+                loss = None
+                if self._is_possible(self._check):
+                    with preserve_state(self._module, containers=True), own_forwards():
+                        loss = compute(step, _copied(batch))
+                    if loss is None:
+                        return False
+                if loss is not None:
+                    self._compare(step, batch, loss)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Release the copy."""
+        if self._whole is not None:
+            self._whole.close()
+            self._whole = None
+
+    # What may fail in a process.
+
+    def _attempt(self, function: Callable[[], None]) -> None:
+        """Call a function, unless something has failed before. An error is noted."""
+        if self._failure is not None:
+            return
+        try:
+            function()
+        except Exception as error:
+            first_line = str(error).partition("\n")[0].rstrip(".")
+            self._failure = f"a copy with whole layers fails ({type(error).__name__}: {first_line})"
+
+    def _is_possible(self, function: Callable[[], None]) -> bool:
+        """Call a function in all processes. Warn, and return False, if it has failed in one."""
+        self._attempt(function)
+        reasons = [reason for reason in gather_objects(self._failure) if reason is not None]
+        if reasons:
+            rank_zero_warn(
+                f"The cut layers of {self._name} were not compared with whole ones, because"
+                f" {reasons[0]}. {_OPTION} leaves the comparison out."
+            )
+        return not reasons
+
+    def _copy(self) -> None:
+        self._whole = WholeLayers(self._module)
+
+    def _check(self) -> None:
+        """Check that the copy has the same parameters, and that there is memory for them and their gradients."""
+        assert self._whole is not None
+        needed: dict[torch.device, int] = defaultdict(int)
+        for parameter in self._module.parameters():
+            needed[parameter.device] += 2 * parameter.numel() * parameter.element_size()
+        for device, nbytes in needed.items():
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+        names = [name for name, _ in self._module.named_parameters()]
+        if names != [name for name, _ in self._whole.module.named_parameters()]:
+            raise ConfigurationError("its parameters have other names")
+
+    # The comparison.
+
+    def _compare(self, step: TrainingStep, batch: Any, loss: Tensor) -> None:
+        """Compute the loss and the gradients of whole layers, and compare."""
+        whole = self._whole
+        assert whole is not None
+        losses: list[Tensor] = []
+
+        def compute() -> None:
+            result = step.run_on(whole.module, _copied(batch), 1)
+            assert result.loss is not None
+            result.loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(result.loss)
+
+        with preserve_state(self._module, containers=True):
+            whole.fill(self._module, loss.device)
+            if not self._is_possible(compute):
+                return
+        self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(whole.module)])
+
+    def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
+        dtypes = {*self._dtypes, dtype}
+        if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
+            dtypes.add(torch.bfloat16)
+        return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
+
+    def _of_loss(self, loss: Tensor, expected: Tensor) -> _Difference:
+        value, other = _whole_of(loss), _whole_of(expected)
+        tolerance = self._tolerance(value.dtype)
+        size = _largest(other)
+        difference = _difference(value, other)
+        return _Difference(difference / (tolerance.relative * size + tolerance.floor), difference / (size or 1.0), "")
+
+    def _of_gradients(self, twin: nn.Module) -> list[_Difference]:
+        """Return the differences of the gradients of all parameters."""
+        # 1. Those of all rows together.
+        found = []
+        for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
+            if parameter.requires_grad:
+                expected = _gradient_of(other)
+                if self._rows is not None:
+                    dist.all_reduce(expected, group=self._rows)
+                difference = _difference(_gradient_of(parameter), expected)
+                found.append((name, parameter, difference, _largest(expected)))
+        # 2. In parts of what is allowed.
+        largest = max((size for *_, size in found), default=0.0)
+        differences = []
+        for name, parameter, difference, size in found:
+            tolerance = self._tolerance(parameter.dtype)
+            allowed = max(tolerance.relative * size, tolerance.floor * largest, _LEAST)
+            share = difference / (size or 1.0)
+            differences.append(_Difference(difference / allowed, share, name, is_cut=_is_cut(parameter)))
+        return differences
+
+    def _judge(self, differences: Sequence[_Difference]) -> None:
+        """Refuse the layers if a difference is too large in any process."""
+        loss, *others = differences
+        worst = max(others, default=loss)
+        num_others = sum(difference.excess > 1 for difference in others)
+        of_processes = gather_objects((loss, worst, num_others))
+        loss = max(loss for loss, _, _ in of_processes)
+        worst = max(worst for _, worst, _ in of_processes)
+        if max(loss, worst).excess > 1:
+            num_others = max(number for _, _, number in of_processes)
+            raise ConfigurationError(_refusal(loss, worst, num_others))
+        rank_zero_info(
+            "Cut layers compute the same as whole ones: in the first batch the loss and all gradients agree, within"
+            f" {max(loss.share, worst.share):.0e} of their largest elements."
+        )
+
+
+def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
+    """Return the message for layers that compute something else."""
+    found = []
+    if loss.excess > 1:
+        found.append(f"the loss differs by {loss.share:.1e} of its value")
+    if worst.excess > 1:
+        more = f" (and those of {num_others - 1} more parameters)" if num_others > 1 else ""
+        found.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
+    advice = (
+        "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as the"
+        " number of heads is divided by the size of the mesh."
+    )
+    if loss.excess <= 1 and not worst.is_cut:
+        advice = (
+            f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here it"
+            " receives a part of them. Add that layer to the plan, as SequenceParallel() if it is a norm, or give it"
+            " whole inputs."
+        )
+    return (
+        f"The layers that are cut compute something else than whole ones. In the first batch {' and '.join(found)}."
+        f" {advice} {_OPTION} trains without this comparison."
+    )
+
+
+def _whole_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
+    detached: Any = tensor.detach()
+    gathered: Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return gathered
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return _whole_of(parameter.grad)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Return True if a parameter is cut over a row."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch in memory of its own, since a step may change it."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _difference(value: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
+    same = (value == expected) | (value.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (value - expected).abs().to(torch.float64))
+    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of the finite elements."""
+    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.abs().max()) if tensor.numel() else 0.0
