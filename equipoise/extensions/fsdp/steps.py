@@ -17,9 +17,11 @@ from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes
@@ -132,15 +134,15 @@ class ShardedSteps:
         self._sharded.free_gathered()
 
     def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
-        """Add the gradients of a batch, and return its loss; None if some process has no loss. Logs are dropped."""
-        with explained(self._sharded):
+        """Add the gradients of a batch, without dropout, and return its loss; None if some process has none."""
+        with explained(self._sharded), without_dropout():
             with self._calls.watched():
                 result, _ = step.capture_logs(partial(step, batch))
             loss: Tensor | None = result.loss
             num_graphs = self._calls.end(has_graph=loss is not None and loss.requires_grad)
             if loss is None or num_graphs < self._processes.world_size:
                 return None
-            loss.backward()  # type: ignore[no-untyped-call]
+            run_backward_in_modes(loss)
         return loss
 
     def _end_without_batches(self, step: TrainingStep) -> StepResult:

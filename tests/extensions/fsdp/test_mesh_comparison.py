@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import Block, Net, assert_close, fit, fsdp, in_processes, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -57,18 +58,30 @@ class BuiltThere(CutHeads):
         super().configure_model()
 
 
+class DroppingBlock(Block):
+    """Drops activations between layers that are cut, which draws other numbers than on one device."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(self.dropout(self.up(self.norm(hidden))))
+        return hidden + self.down(nn.functional.dropout(inner, 0.2, self.training))
+
+
 class DropsWithin(Cut):
-    """Drops activations between layers that are cut, by a layer, by a function and computed again in the backward."""
+    """Computes such blocks again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock(7) for _ in range(3))
 
     def forward(self, features: Tensor) -> Tensor:
         hidden = self.first(features)
         for block in self.blocks:
-            hidden = torch.utils.checkpoint.checkpoint(self.dropping, block, hidden, use_reentrant=False)
+            hidden = checkpoint(block, hidden, use_reentrant=False)
         return self.last(hidden)
-
-    def dropping(self, block: Any, hidden: Tensor) -> Tensor:
-        inner = nn.Dropout(0.3)(block.up(block.norm(hidden)))
-        return hidden + block.down(nn.functional.dropout(torch.tanh(inner), 0.2))
 
 
 class Stateful(Cut):
@@ -132,7 +145,7 @@ def untouched() -> list[Any]:
         results.append(outcomes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module, _ = fit(Uncopied, fsdp(tensor=2), 2)
+        module, _ = fit(Uncopied, fsdp(tensor=2), 2, batch_size=12)
     results.append([weights_of(module), [str(warning.message) for warning in caught]])
     return results
 

@@ -21,6 +21,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -118,8 +119,8 @@ class LayerComparison:
         Args:
             step: The step.
             batch: The batch of this row.
-            compute: Computes the gradients of a batch with the cut layers, and returns the loss. None: some process has
-                none.
+            compute: Computes the gradients of a batch with the cut layers, without dropout, and returns the loss. None:
+                some process has none.
 
         Returns:
             False if nothing could be compared with this batch.
@@ -131,15 +132,12 @@ class LayerComparison:
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            with without_dropout():
-                loss = None
-                if self._is_possible(self._check):
-                    with preserve_state(self._module, containers=True), own_forwards():
-                        loss = compute(step, _copied(batch))
-                    if loss is None:
-                        return False
-                if loss is not None:
-                    self._compare(step, batch, loss)
+            if self._is_possible(self._check):
+                with preserve_state(self._module, containers=True), own_forwards():
+                    loss = compute(step, _copied(batch))
+                if loss is None:
+                    return False
+                self._compare(step, batch, loss)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -199,9 +197,10 @@ class LayerComparison:
         losses: list[Tensor] = []
 
         def compute() -> None:
-            result = step.run_on(whole.module, _copied(batch), 1)
-            assert result.loss is not None
-            result.loss.backward()  # type: ignore[no-untyped-call]
+            with without_dropout():
+                result = step.run_on(whole.module, _copied(batch), 1)
+                assert result.loss is not None
+                run_backward_in_modes(result.loss)
             losses.append(result.loss)
 
         with preserve_state(self._module, containers=True):

@@ -54,13 +54,12 @@ def _without_probability(func: Callable[..., Any], args: Any, kwargs: dict[str, 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Leave dropout out of forwards and backwards in a `with` block of this thread.
+    """Leave dropout out of forwards in a `with` block of this thread.
 
     Example:
         >>> with without_dropout():
         ...     nn.Dropout(0.5)(torch.ones(2))
         tensor([1., 1.])
     """
-    # What is computed again in a backward must be the same, so it must not run in a thread of autograd.
-    with _WithoutDropout(), torch.autograd.set_multithreading_enabled(False):
+    with _WithoutDropout():
         yield
