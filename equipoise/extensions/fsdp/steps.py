@@ -21,7 +21,7 @@ from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
-from equipoise.interop.torch.autograd import run_backward_in_modes
+from equipoise.interop.torch.backward_in_modes import run_backward_in_modes
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes

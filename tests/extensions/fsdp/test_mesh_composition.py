@@ -1,4 +1,4 @@
-"""What a device mesh goes together with, and what stays out with a reason."""
+"""Options that go together with a device mesh, and those that stay out with a reason."""
 
 import warnings
 from typing import Any

@@ -21,7 +21,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
-from equipoise.interop.torch.autograd import run_backward_in_modes
+from equipoise.interop.torch.backward_in_modes import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -90,7 +90,7 @@ class LayerComparison:
         self._module = module
         # That of the module in shards is another.
         self._name = type(module).__name__
-        self._whole: WholeLayers | None = None
+        self._twin: WholeLayers | None = None
         # What has failed in this process.
         self._failure: str | None = None
         self._rows: dist.ProcessGroup | None = None
@@ -104,14 +104,16 @@ class LayerComparison:
             precision: The precision of the run.
             mesh: The mesh of the run.
         """
-        self._rows = mesh[DATA].get_group() if mesh[DATA].size() > 1 else None
+        rows = mesh[DATA]
+        if rows.size() > 1:
+            self._rows = rows.get_group()
         self._dtypes = {parameter.dtype for parameter in self._module.parameters()}
         if precision.autocast is not None:
             self._dtypes.add(precision.autocast[1])
         if not getattr(self._module, "automatic_optimization", True):
             self._failure = "its training step runs backwards and optimisers by hand"
-        if self._whole is not None:
-            self._attempt(partial(self._whole.configure, self._module, precision, mesh))
+        if self._twin is not None:
+            self._attempt(partial(self._twin.configure, self._module, precision, mesh))
 
     def run(self, step: TrainingStep, batch: Any, compute: Compute) -> bool:
         """Compare loss and gradients of a batch, and restore all that this changes.
@@ -129,8 +131,7 @@ class LayerComparison:
             ConfigurationError: In all processes, if a loss or a gradient is another.
         """
         gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        for parameter, _ in gradients:
-            parameter.grad = None
+        self._module.zero_grad()
         try:
             if self._is_possible(self._check):
                 with preserve_state(self._module, containers=True), own_forwards():
@@ -146,9 +147,9 @@ class LayerComparison:
 
     def close(self) -> None:
         """Release the copy."""
-        if self._whole is not None:
-            self._whole.close()
-            self._whole = None
+        if self._twin is not None:
+            self._twin.close()
+            self._twin = None
 
     # What may fail in a process.
 
@@ -165,7 +166,8 @@ class LayerComparison:
     def _is_possible(self, function: Callable[[], None]) -> bool:
         """Call a function in all processes. Warn, and return False, if it has failed in one."""
         self._attempt(function)
-        reasons = [reason for reason in gather_objects(self._failure) if reason is not None]
+        of_processes = gather_objects(self._failure)
+        reasons = [reason for reason in of_processes if reason is not None]
         if reasons:
             rank_zero_warn(
                 f"The cut layers of {self._name} were not compared with whole ones, because"
@@ -174,40 +176,42 @@ class LayerComparison:
         return not reasons
 
     def _copy(self) -> None:
-        self._whole = WholeLayers(self._module)
+        self._twin = WholeLayers(self._module)
 
     def _check(self) -> None:
         """Check that the copy has the same parameters, and that there is memory for them and their gradients."""
-        assert self._whole is not None
+        assert self._twin is not None
         needed: dict[torch.device, int] = defaultdict(int)
         for parameter in self._module.parameters():
-            needed[parameter.device] += 2 * parameter.numel() * parameter.element_size()
+            nbytes = parameter.numel() * parameter.element_size()
+            needed[parameter.device] += 2 * nbytes
         for device, nbytes in needed.items():
             torch.empty(nbytes, dtype=torch.uint8, device=device)
         names = [name for name, _ in self._module.named_parameters()]
-        if names != [name for name, _ in self._whole.module.named_parameters()]:
+        names_of_twin = [name for name, _ in self._twin.module.named_parameters()]
+        if names != names_of_twin:
             raise ConfigurationError("its parameters have other names")
 
     # The comparison.
 
     def _compare(self, step: TrainingStep, batch: Any, loss: Tensor) -> None:
         """Compute the loss and the gradients of whole layers, and compare."""
-        whole = self._whole
-        assert whole is not None
+        twin = self._twin
+        assert twin is not None
         losses: list[Tensor] = []
 
         def compute() -> None:
             with without_dropout():
-                result = step.run_on(whole.module, _copied(batch), 1)
-                assert result.loss is not None
-                run_backward_in_modes(result.loss)
-            losses.append(result.loss)
+                outcome = step.run_on(twin.module, _copied(batch), 1)
+                assert outcome.loss is not None
+                run_backward_in_modes(outcome.loss)
+            losses.append(outcome.loss)
 
         with preserve_state(self._module, containers=True):
-            whole.fill(self._module, loss.device)
+            twin.fill(self._module, loss.device)
             if not self._is_possible(compute):
                 return
-        self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(whole.module)])
+        self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
 
     def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
         dtypes = {*self._dtypes, dtype}
@@ -216,38 +220,46 @@ class LayerComparison:
         return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
 
     def _of_loss(self, loss: Tensor, expected: Tensor) -> _Difference:
-        value, other = _whole_of(loss), _whole_of(expected)
-        tolerance = self._tolerance(value.dtype)
-        size = _largest(other)
-        difference = _difference(value, other)
-        return _Difference(difference / (tolerance.relative * size + tolerance.floor), difference / (size or 1.0), "")
+        loss = _whole_of(loss)
+        expected = _whole_of(expected)
+        tolerance = self._tolerance(loss.dtype)
+        size = _largest(expected)
+        difference = _difference(loss, expected)
+        allowed = tolerance.relative * size + tolerance.floor
+        share = difference / (size or 1.0)
+        return _Difference(difference / allowed, share, "")
 
     def _of_gradients(self, twin: nn.Module) -> list[_Difference]:
         """Return the differences of the gradients of all parameters."""
         # 1. Those of all rows together.
-        found = []
+        compared = []
         for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
             if parameter.requires_grad:
                 expected = _gradient_of(other)
                 if self._rows is not None:
                     dist.all_reduce(expected, group=self._rows)
-                difference = _difference(_gradient_of(parameter), expected)
-                found.append((name, parameter, difference, _largest(expected)))
+                gradient = _gradient_of(parameter)
+                difference = _difference(gradient, expected)
+                size = _largest(expected)
+                compared.append((name, parameter, difference, size))
         # 2. In parts of what is allowed.
-        largest = max((size for *_, size in found), default=0.0)
+        largest = max((size for *_, size in compared), default=0.0)
         differences = []
-        for name, parameter, difference, size in found:
+        for name, parameter, difference, size in compared:
             tolerance = self._tolerance(parameter.dtype)
-            allowed = max(tolerance.relative * size, tolerance.floor * largest, _LEAST)
+            of_parameter = tolerance.relative * size
+            of_all = tolerance.floor * largest
+            allowed = max(of_parameter, of_all, _LEAST)
             share = difference / (size or 1.0)
-            differences.append(_Difference(difference / allowed, share, name, is_cut=_is_cut(parameter)))
+            noted = _Difference(difference / allowed, share, name, _is_cut(parameter))
+            differences.append(noted)
         return differences
 
     def _judge(self, differences: Sequence[_Difference]) -> None:
         """Refuse the layers if a difference is too large in any process."""
-        loss, *others = differences
-        worst = max(others, default=loss)
-        num_others = sum(difference.excess > 1 for difference in others)
+        loss, *of_parameters = differences
+        worst = max(of_parameters, default=loss)
+        num_others = sum(difference.excess > 1 for difference in of_parameters)
         of_processes = gather_objects((loss, worst, num_others))
         loss = max(loss for loss, _, _ in of_processes)
         worst = max(worst for _, worst, _ in of_processes)
@@ -262,12 +274,14 @@ class LayerComparison:
 
 def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
     """Return the message for layers that compute something else."""
-    found = []
+    reasons = []
     if loss.excess > 1:
-        found.append(f"the loss differs by {loss.share:.1e} of its value")
+        reasons.append(f"the loss differs by {loss.share:.1e} of its value")
     if worst.excess > 1:
-        more = f" (and those of {num_others - 1} more parameters)" if num_others > 1 else ""
-        found.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
+        more = ""
+        if num_others > 1:
+            more = f" (and those of {num_others - 1} more parameters)"
+        reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
     advice = (
         "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as the"
         " number of heads is divided by the size of the mesh."
@@ -279,7 +293,7 @@ def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
             " whole inputs."
         )
     return (
-        f"The layers that are cut compute something else than whole ones. In the first batch {' and '.join(found)}."
+        f"The layers that are cut compute something else than whole ones. In the first batch {' and '.join(reasons)}."
         f" {advice} {_OPTION} trains without this comparison."
     )
 
@@ -287,7 +301,9 @@ def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
     detached: Any = tensor.detach()
-    gathered: Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    if isinstance(detached, DTensor):
+        detached = detached.full_tensor()
+    gathered: Tensor = detached
     return gathered
 
 
@@ -302,22 +318,39 @@ def _is_cut(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
+    if TENSOR not in names:
+        return False
+    dimension = names.index(TENSOR)
+    placement = parameter.placements[dimension]
+    return not placement.is_replicate()
 
 
 def _copied(batch: Any) -> Any:
     """Return a batch in memory of its own, since a step may change it."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    return map_leaves(_copied_leaf, batch)
 
 
-def _difference(value: Tensor, expected: Tensor) -> float:
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return leaf
+
+
+def _difference(computed: Tensor, expected: Tensor) -> float:
     """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
-    same = (value == expected) | (value.isnan() & expected.isnan())
-    difference = torch.where(same, 0.0, (value - expected).abs().to(torch.float64))
-    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
+    if not computed.numel():
+        return 0.0
+    both_undefined = computed.isnan() & expected.isnan()
+    is_same = (computed == expected) | both_undefined
+    distance = (computed - expected).abs()
+    difference = torch.where(is_same, 0.0, distance.to(torch.float64))
+    finite = difference.nan_to_num(nan=torch.inf)
+    return float(finite.max())
 
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest absolute value of the finite elements."""
+    if not tensor.numel():
+        return 0.0
     finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
-    return float(finite.abs().max()) if tensor.numel() else 0.0
+    return float(finite.abs().max())

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from equipoise.extensions.fsdp.mesh.grid import TENSOR
+from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.modules import set_device_mesh
@@ -65,12 +65,12 @@ class WholeLayers:
             groups: Any = [self._group] * mesh.ndim
             alone = DeviceMesh.from_group(groups, kind, mesh=here, mesh_dim_names=mesh.mesh_dim_names)
             set_device_mesh(self.module, alone)
-            device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            device = torch.device(kind)
             with random_state.isolated(), device, precision.init_context():
                 self.module.configure_model()
         precision.convert_module(self.module)
         # Its own values take no memory until the first step.
-        self._replace({name: value.to("meta") for name, value in _plain_values(self.module)})
+        self._replace(dict(_on_meta(self.module)))
         self._names = {part: name for name, part in module.named_modules()}
         self._later = Attributes(self._names)
         self._later.mark()
@@ -83,15 +83,15 @@ class WholeLayers:
             device: The device of this process.
         """
         # 1. Whole parameters, and buffers.
-        values = {name: _whole(parameter.detach()) for name, parameter in module.named_parameters()}
-        self._replace(values)
         trained = dict(module.named_parameters())
+        values = {name: _gathered(parameter) for name, parameter in trained.items()}
+        self._replace(values)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(trained[name].requires_grad)
         parts = dict(self.module.named_modules())
         for name, buffer in module.named_buffers():
-            owner, _, attribute = name.rpartition(".")
-            setattr(parts[owner], attribute, buffer.detach().clone())
+            owner, _, last = name.rpartition(".")
+            setattr(parts[owner], last, buffer.detach().clone())
 
         # 2. Attributes that hooks have set since, training modes, and generators, which the caller brings back.
         generators = set(map(id, find_generators(self._names, depth=1)))
@@ -102,10 +102,10 @@ class WholeLayers:
             if isinstance(twin, Metric):
                 twin.to(device)
             attributes: dict[str, Any] = twin.__dict__
-            for name, value in vars(part).items():
-                is_new = (id(part), name) in changed and not isinstance(value, MethodType)
-                if id(value) in generators or is_new:
-                    attributes[name] = value
+            for name, attribute in vars(part).items():
+                is_new = (id(part), name) in changed and not isinstance(attribute, MethodType)
+                if id(attribute) in generators or is_new:
+                    attributes[name] = attribute
 
     def _replace(self, values: Mapping[str, Tensor]) -> None:
         """Replace all parameters; one that is tied stays tied.
@@ -124,33 +124,37 @@ class WholeLayers:
 
     def close(self) -> None:
         """Release the memory of the copy."""
-        self._replace({name: value.to("meta") for name, value in _plain_values(self.module)})
+        self._replace(dict(_on_meta(self.module)))
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
 
-def _plain_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _on_meta(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
-        value: Any = parameter.detach()
-        yield name, value.to_local() if isinstance(value, DTensor) else value
+        detached = parameter.detach()
+        part = part_of(detached)
+        yield name, part.to("meta")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     """Return a whole tensor on the device of its parts."""
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    gathered: Tensor = tensor.full_tensor()
-    return gathered
+    detached = tensor.detach()
+    if not isinstance(detached, DTensor):
+        return detached.clone()
+    full: Tensor = detached.full_tensor()
+    return full
 
 
-def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a value as the parameter of a plan over one process has it; layers of that plan expect it so."""
+def _like(parameter: nn.Parameter, full: Tensor) -> Tensor:
+    """Return a whole tensor as the parameter of a plan over one process has it; layers of that plan expect it so."""
     if not isinstance(parameter, DTensor):
-        return value
+        return full
     names = parameter.device_mesh.mesh_dim_names or ()
     if TENSOR not in names:
-        return value
+        return full
     dimension = names.index(TENSOR)
-    mesh = parameter.device_mesh[TENSOR] if len(names) > 1 else parameter.device_mesh
-    return DTensor.from_local(value, mesh, [parameter.placements[dimension]], run_check=False)
+    mesh = parameter.device_mesh
+    if len(names) > 1:
+        mesh = mesh[TENSOR]
+    return DTensor.from_local(full, mesh, [parameter.placements[dimension]], run_check=False)
