@@ -21,7 +21,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
-from equipoise.interop.torch.backward_in_modes import run_backward_in_modes
+from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot.preserve_state import preserve_state
