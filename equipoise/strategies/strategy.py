@@ -137,9 +137,6 @@ class Strategy:
         """Prepare what the module's `configure_model` reads, such as `self.device_mesh`; called just before that hook.
 
         All processes call it together, and it is not called for a module without the hook.
-
-        Args:
-            module: The user's module.
         """
 
     def setup(self, module: nn.Module, precision: Precision) -> None:

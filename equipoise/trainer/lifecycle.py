@@ -29,7 +29,7 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
+from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
@@ -138,7 +138,10 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
             return result if collect is None else collect(result)
         except BaseException as error:
             add_note_on_loading(error)
-            add_note_on_mesh(error)
+            if isinstance(error, TypeError | AttributeError):
+                from equipoise.trainer.diagnostics.mesh_note import add_note_on_mesh
+
+                add_note_on_mesh(error)
             add_note_on_limits(error)
             with uninterrupted():
                 _release_after(parts, request, error)
@@ -298,9 +301,7 @@ def _separate_random_numbers(context: RunContext) -> None:
     processes = context.strategy.processes
     if processes.processes_per_batch > 1:
         # Those that compute one batch together draw the same numbers for it.
-        random_state.RandomState.from_state_dict(
-            processes.broadcast(random_state.capture_host().state_dict())
-        ).restore()
+        _share_random_numbers(processes)
     rank = processes.data.rank
     if rank:
         random_state.fork(rank)
@@ -313,8 +314,11 @@ def _separate_random_numbers(context: RunContext) -> None:
 def _unite_random_numbers(context: RunContext) -> None:
     """Let a program that runs in several processes continue with the same random numbers in all of them."""
     processes = context.strategy.processes
-    if processes.world_size == 1 or processes.spawns:
-        return
+    if processes.world_size > 1 and not processes.spawns:
+        _share_random_numbers(processes)
+
+
+def _share_random_numbers(processes: Any) -> None:
     state = processes.broadcast(random_state.capture_host().state_dict())
     random_state.RandomState.from_state_dict(state).restore()
 

@@ -33,7 +33,7 @@ from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.lightning.modules import set_device_mesh
+from equipoise.interop.lightning.device_mesh import set_device_mesh
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
 from equipoise.parallel.optimizer_parameters import optimizer_parameters

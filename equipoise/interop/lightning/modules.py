@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -24,13 +23,8 @@ __all__ = [
     "forget_run",
     "hyperparameters_name",
     "pretend_device",
-    "set_device_mesh",
     "untoggled_parameters",
 ]
-
-
-# The attribute behind `self.device_mesh`, which has no setter.
-_MESH = "_device_mesh"
 
 
 def hyperparameters_name(owner: LightningModule | LightningDataModule) -> str | None:
@@ -57,15 +51,6 @@ def pretend_device(module: LightningModule, device: torch.device) -> None:
             child._device = device
 
 
-def set_device_mesh(module: LightningModule, mesh: Any) -> None:
-    """Set `self.device_mesh`, which has no setter, for `configure_model` and until the end of the run.
-
-    In a version without the name, the module has no such property.
-    """
-    if _MESH in vars(module):
-        vars(module)[_MESH] = mesh
-
-
 @contextmanager
 def as_configured(module: LightningModule) -> Iterator[None]:
     """Let `configure_model` count as not overridden, for callbacks that call it in `setup`: it was called before."""
@@ -83,7 +68,7 @@ def as_configured(module: LightningModule) -> Iterator[None]:
 def forget_run(module: LightningModule) -> None:
     """Clear the state that a run leaves in a module: the current hook, the names of its metrics, and the mesh."""
     state = vars(module)
-    for name in (CURRENT_HOOK, "_metric_attributes", _MESH):
+    for name in (CURRENT_HOOK, "_metric_attributes", "_device_mesh"):
         if name in state:
             state[name] = None
 

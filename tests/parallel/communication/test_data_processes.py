@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.parallel.communication.processes import DataProcesses, SingleProcess
+from equipoise.parallel.communication.data_processes import DataProcesses
+from equipoise.parallel.communication.processes import SingleProcess
 
 
 class Four(SingleProcess):
