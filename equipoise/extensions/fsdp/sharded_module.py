@@ -122,7 +122,7 @@ class ShardedModule:
             parameters = [parameter for parameter in unit.module.parameters() if id(parameter) in unsharded]
             _fill_meta(unit)
             copy_from_first(parameter for parameter in parameters if not isinstance(parameter, DTensor))
-            _copy_along_rows(parameters, sharding.mesh)
+            _copy_along_column(parameters, sharding.mesh)
             fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
         unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
@@ -313,15 +313,15 @@ def _whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Pa
     return {name: wholes.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
 
-def _copy_along_rows(parameters: Sequence[nn.Parameter], rows: DeviceMesh) -> None:
+def _copy_along_column(parameters: Sequence[nn.Parameter], column: DeviceMesh) -> None:
     """Copy the parts of the first row of processes to the others, for parameters that are cut over columns."""
     cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if rows.ndim > 1 or rows.size() == 1:
+    if column.size() == 1:
         return
     for parameter in cut:
         part = part_of(parameter.detach())
         contiguous = part.contiguous()
-        dist.broadcast(contiguous, group=rows.get_group(), group_src=0)
+        dist.broadcast(contiguous, group=column.get_group(), group_src=0)
         part.copy_(contiguous)
 
 

@@ -17,8 +17,8 @@ from torchmetrics import Metric
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
-from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut
-from equipoise.extensions.fsdp.mesh.grid import DATA, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, Size, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
@@ -199,6 +199,7 @@ class FSDPStrategy(ProcessStrategy):
             self._note_whole_layers(module)
             mesh = make_mesh(self.root_device.type, processes.data.world_size, processes.processes_per_batch)
             self._configuration = Configuration(module, mesh)
+            share_values(module, processes)
             set_device_mesh(module, mesh)
 
     def _note_whole_layers(self, module: nn.Module) -> None:
@@ -255,6 +256,8 @@ class FSDPStrategy(ProcessStrategy):
         check_same_modules(module)
         together = self.processes.processes_per_batch
         check_cut(module, together)
+        if self._configuration is not None:
+            copy_along_rows(module, self._configuration.mesh[TENSOR])
         units = self._units(module)
         batches = self.processes.data.world_size
         shards = batches // self.replicas

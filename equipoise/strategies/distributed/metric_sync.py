@@ -141,10 +141,15 @@ def _filled(
 
 
 def _gather_states(state: Tensor, group: Any = None, *, processes_per_batch: int) -> list[Tensor]:
-    """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty."""
+    """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty.
+
+    A `process_group` of the user's metric, such as a column of a mesh, is taken as it is.
+    """
     # Objects may have any shape, tensors in a collective may not.
     detached = state.detach()
-    states = gather_objects(detached.cpu(), group)[::processes_per_batch]
+    states = gather_objects(detached.cpu(), group)
+    if len(states) == dist.get_world_size():
+        states = states[::processes_per_batch]
     with_elements = [tensor for tensor in states if tensor.numel()]
     if not with_elements:
         with_elements = states[:1]

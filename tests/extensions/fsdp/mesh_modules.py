@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -14,12 +16,31 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.optim import AdamW, Muon
+from torch.optim import SGD, AdamW, Muon
 from torchmetrics import MeanMetric, SumMetric
 
 from tests.extensions.fsdp.programs import Net
 
-__all__ = ["CASES", "RANDOM", "Cut", "CutAndSharded", "CutApart", "CutOnMeta", "Differing"]
+__all__ = [
+    "CASES",
+    "RANDOM",
+    "ByRank",
+    "Counting",
+    "Cut",
+    "CutAndSharded",
+    "CutApart",
+    "CutByRank",
+    "CutOnMeta",
+    "CutWithBuffer",
+    "Differing",
+    "PlainCut",
+    "PlainNet",
+    "ShardedAlone",
+    "ShardedOverAll",
+    "ShardedOverMesh",
+    "ShardedOverRow",
+    "cut_blocks",
+]
 
 
 def cut_blocks(module: Any) -> None:
@@ -50,6 +71,89 @@ class CutOnMeta(Net):
     def configure_model(self) -> None:
         self.blocks.to("meta")
         cut_blocks(self)
+
+
+class Plain:
+    """Stepped by SGD: AdamW would hide a factor of the gradients."""
+
+    def configure_optimizers(self: Any) -> Any:
+        return SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class PlainNet(Plain, Net):
+    pass
+
+
+class PlainCut(Plain, CutAndSharded):
+    pass
+
+
+class ByRank(PlainNet):
+    """Other values in each process, and a layer that `configure_model` makes of other random numbers in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw()
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        self.last = None
+
+    def draw(self) -> None:
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+
+    def setup(self, stage: str) -> None:
+        self.draw()
+
+    def configure_model(self) -> None:
+        self.last = nn.Linear(7, 1)
+
+
+class CutByRank(ByRank):
+    def configure_model(self) -> None:
+        super().configure_model()
+        cut_blocks(self)
+        for part in (self.first, *self.blocks, self.last):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class ShardedOverAll(PlainCut):
+    """Shards a layer over all processes."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.first)
+
+
+class ShardedOverMesh(PlainCut):
+    """Shards a layer over rows, with a copy for each batch."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.first, mesh=self.device_mesh)
+
+
+class ShardedOverRow(PlainCut):
+    """Shards a layer over processes that compute the same batch."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.first, mesh=self.device_mesh["tensor_parallel"])
+
+
+class ShardedAlone(PlainNet):
+    """Cuts nothing."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+class CutWithBuffer(Cut):
+    """A layer that is cut has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.register_buffer("factor", torch.ones(1))
 
 
 class CutApart(Cut):
@@ -221,6 +325,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "clipped by value": (Net, Cut, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "accumulated": (Net, Cut, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "fewer samples than processes": (Net, Cut, {"count": 1}),
+    "stepped by SGD": (PlainNet, PlainCut, {}),
     "sharded by the module": (Net, CutAndSharded, {"again": True}),
     "weighted": (Weighted, CutWeighted, {"accumulate_grad_batches": 2}),
     "by hand": (ByHand, CutByHand, {"count": 48, "again": True}),

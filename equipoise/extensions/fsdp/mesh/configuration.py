@@ -4,15 +4,40 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, part_of
+from equipoise.extensions.fsdp.units import is_sharded, unit_of, units_of_module
 from equipoise.interop.distributed.tensor_parallel import forget_cuts
+from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.snapshot import random_state
+from equipoise.strategies.distributed.module_sync import check_same_modules
 
-__all__ = ["Configuration", "check_cut"]
+__all__ = ["Configuration", "check_cut", "copy_along_rows", "share_values"]
+
+
+def share_values(module: nn.Module, processes: Processes) -> None:
+    """Give all processes the values and the random numbers of rank 0, before `configure_model` cuts or draws weights.
+
+    Afterwards a process has parts of them alone.
+
+    Args:
+        module: The user's module.
+        processes: The processes.
+    """
+    state = processes.broadcast(random_state.capture_host().state_dict())
+    random_state.RandomState.from_state_dict(state).restore()
+    if not any(map(is_lazy, module.parameters())):
+        check_same_modules(module)
+        tensors = [*module.parameters(), *module.buffers()]
+        copy_from_first(tensor for tensor in tensors if not tensor.is_meta)
 
 
 class Configuration:
@@ -101,6 +126,29 @@ def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def is_cut(parameter: Tensor) -> bool:
+    """Return True if each process of a row holds another part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
+
+
+def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:
+    """Copy what the processes of a row hold alike from the first of them, where torch does not: in units of the user.
+
+    Args:
+        module: The user's module, after `configure_model`.
+        row: The processes that compute a batch together.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and not is_cut(parameter) and not parameter.is_meta and row.size() > 1:
+            part = part_of(parameter.detach())
+            contiguous = part.contiguous()
+            dist.broadcast(contiguous, group=row.get_group(), group_src=0)
+            part.copy_(contiguous)
+
+
 def check_cut(module: nn.Module, tensor: int) -> None:
     """Check that a module is cut over as many processes as compute a batch together.
 
@@ -109,24 +157,50 @@ def check_cut(module: nn.Module, tensor: int) -> None:
         tensor: The number of processes.
 
     Raises:
-        ConfigurationError: If no parameter is cut, so that all of them would compute the same; or if a parameter is cut
-            and has no values yet.
+        ConfigurationError: If no parameter is cut, so that all of them would compute the same; if a parameter is cut
+            and has no values yet; if a buffer is cut; or if a unit is in shards over other processes than a column.
     """
-    # 1. The parameters that are cut.
-    cut = {}
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            cut[name] = parameter
-    if not cut and tensor > 1:
+    if tensor > 1 and not any(map(is_cut, module.parameters())):
         raise ConfigurationError(
             f"FSDPStrategy(tensor={tensor}): {type(module).__name__} has no layer that is cut over {tensor} processes,"
             " so each of them would compute the same. Cut layers in `configure_model`, by torch's"
-            f" parallelize_module(self.network, self.device_mesh['tensor_parallel'], plan), or leave tensor out."
+            " parallelize_module(self.network, self.device_mesh['tensor_parallel'], plan), or leave tensor out. After"
+            " a run layers are whole again: a hook that makes the network once, and returns early where it is there"
+            " already, cuts it in each run nevertheless."
         )
-    # 2. Each has values.
-    for name, parameter in cut.items():
-        if parameter.is_meta:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.is_meta:
             raise ConfigurationError(
                 f"{name} is cut and on the meta device, so that no first values can be drawn for the whole of it. Make"
                 " the layer on a real device, and cut it afterwards."
             )
+    for name, buffer in module.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ConfigurationError(
+                f"{name} is a buffer of a layer that is cut, and torch cuts it as well, which is not supported. Move"
+                " it to a module around the layer, or leave the layer out of the plan."
+            )
+    if tensor > 1:
+        _check_units(module, tensor)
+
+
+def _check_units(module: nn.Module, tensor: int) -> None:
+    """Check that the units that `configure_model` has sharded are in shards over the column of a process alone."""
+    units = units_of_module(module)
+    for name, parameter in module.named_parameters():
+        unit = unit_of(name, units) if units else None
+        if unit is None or not is_sharded(unit.module) or _is_over_column(parameter):
+            continue
+        raise ConfigurationError(
+            f"{name} of the unit {unit.title} is not in shards over self.device_mesh['data_parallel'] alone. With"
+            f" tensor={tensor} its gradient would count batches wrongly. Give `fully_shard` in `configure_model` that"
+            " mesh, mesh=self.device_mesh['data_parallel'], and no ignored_params."
+        )
+
+
+def _is_over_column(parameter: Tensor) -> bool:
+    """Return True if a parameter is in shards over the column, and over nothing else but the row of a cut."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return names in ((DATA,), (DATA, TENSOR)) and not parameter.placements[0].is_replicate()
