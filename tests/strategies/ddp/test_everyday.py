@@ -318,6 +318,12 @@ class MadeInTheRun(Numbered):
 
 
 class MadeAndSent(MadeInTheRun):
+    def __init__(self) -> None:
+        super().__init__()
+        # An attribute of the object, not a layer that is None.
+        del self.net
+        self.net = None
+
     def configure_model(self) -> None:
         if self.net is None:
             torch.manual_seed(3)
