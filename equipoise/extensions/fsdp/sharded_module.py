@@ -31,7 +31,7 @@ from equipoise.interop.distributed.fully_sharded import (
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 
-__all__ = ["ShardedModule", "Sharding"]
+__all__ = ["ShardedModule", "Sharding", "whole_parameters"]
 
 # The user's steps, in each of which the root's weights are whole.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -106,7 +106,7 @@ class ShardedModule:
         except BaseException:
             self._put_back()
             raise
-        self._originals = _whole_parameters(self._originals)
+        self._originals = whole_parameters(self._originals)
         for original in self._originals.values():
             _release_memory(original)
 
@@ -303,13 +303,20 @@ def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter
         optimizer.state[originals.get(id(parameter), parameter)] = {key: whole(value) for key, value in state.items()}
 
 
-def _whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters that the module has after the run: its own, and new ones in place of those that are cut."""
+def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that the module has after the run: its own, and new ones in place of those that are cut.
+
+    New ones have no values yet.
+
+    Args:
+        parameters: The parameters that it has now, by name.
+    """
     wholes: dict[int, nn.Parameter] = {}
     for parameter in parameters.values():
         if isinstance(parameter, DTensor):
             element = torch.zeros((), dtype=parameter.dtype)
             wholes[id(parameter)] = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
+            _release_memory(wholes[id(parameter)])
     return {name: wholes.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
 

@@ -247,6 +247,8 @@ class FSDPStrategy(ProcessStrategy):
         precision.convert_module(module)
         self._module = module
         self._run = self._begin_run(module)
+        if self._configuration is not None:
+            self._configuration.hand_over()
         if self._comparison is not None and self._configuration is not None:
             self._comparison.begin(precision, self._configuration.mesh)
 

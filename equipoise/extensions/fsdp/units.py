@@ -255,7 +255,7 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
     for unit in units:
         count = sum(parameter.numel() for parameter in parameters[unit.name])
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters[unit.name])
-        held = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
+        held: float = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
         if not is_sharded(unit.module):
             held /= processes
         row = (

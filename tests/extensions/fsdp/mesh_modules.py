@@ -30,6 +30,7 @@ __all__ = [
     "CutAndSharded",
     "CutApart",
     "CutByRank",
+    "CutHeads",
     "CutOnMeta",
     "CutWithBuffer",
     "Differing",

@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from equipoise import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import make_mesh
@@ -123,6 +124,35 @@ def second_run() -> str:
 
 def test_a_network_that_is_cut_once_alone_is_refused_with_the_reason() -> None:
     assert "After a run layers are whole again" in in_processes(2, second_run)
+
+
+class Failing(modules.CutHeads):
+    """Fails once its layers are cut, of which one is in shards."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.last, mesh=self.device_mesh["data_parallel"])
+        raise ValueError("past the cut")
+
+
+def errors_before_the_run() -> None:
+    for kind, options, error in (
+        (Failing, {}, ValueError),
+        (modules.CutHeads, {"units": ["none.*"]}, ConfigurationError),
+    ):
+        module = kind().double()
+        parameters = dict(module.named_parameters())
+        before = weights_of(module)
+        with pytest.raises(error):
+            fit(kind, fsdp(tensor=2, **options), 2, batch_size=12, module=module)
+        assert module.attention.heads == 4
+        for name, parameter in module.named_parameters():
+            assert parameter is parameters[name], name
+        assert_close(before, weights_of(module), 0.0)
+
+
+def test_an_error_before_the_run_leaves_whole_layers() -> None:
+    in_processes(2, errors_before_the_run)
 
 
 def lines_of_table() -> list[str]:

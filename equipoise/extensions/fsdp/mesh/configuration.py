@@ -13,7 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, part_of
+from equipoise.extensions.fsdp.sharded_module import whole_parameters
 from equipoise.extensions.fsdp.units import is_sharded, unit_of, units_of_module
+from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.distributed.tensor_parallel import forget_cuts
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.tensor_copies import copy_from_first
@@ -62,6 +64,7 @@ class Configuration:
         for part in module.modules():
             attributes = dict(_plain_attributes(part))
             self._before.append((part, attributes))
+        self._parameters: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         # Of each part: the name, the value before, the value after.
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []
 
@@ -86,6 +89,9 @@ class Configuration:
                     " again after it."
                 )
         # 2. Attributes of the parts that were there before.
+        self._note_attributes()
+
+    def _note_attributes(self) -> None:
         for part, before in self._before:
             after = dict(_plain_attributes(part))
             for name, value in before.items():
@@ -93,13 +99,27 @@ class Configuration:
                     self._changes.append((part, name, value, after[name]))
         self._before = []
 
+    def hand_over(self) -> None:
+        """Release the parameters of before, as the run has the module in shards and makes it whole again."""
+        self._parameters = {}
+
     def restore(self) -> None:
-        """Restore what is still as `configure_model` has left it, and forget which layers were cut."""
+        """Restore what is still as `configure_model` has left it, and forget which layers were cut.
+
+        After an error that came before the run had the module, it receives its parameters of before `configure_model`.
+        """
+        self._note_attributes()
         # What the run itself has changed since then stays.
         for part, name, before, after in self._changes:
             if vars(part).get(name) is after:
                 vars(part)[name] = before
         forget_cuts(self._module)
+        present = dict(self._module.named_parameters(remove_duplicate=False))
+        if any(isinstance(parameter, DTensor) for parameter in present.values()):
+            former = {name: parameter for name, parameter in self._parameters.items() if name in present}
+            units = [part for part in self._module.modules() if is_sharded(part)]
+            unshard_by_hand(units, {**whole_parameters(present), **former}, self._module)
+        self.hand_over()
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
