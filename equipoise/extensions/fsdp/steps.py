@@ -37,6 +37,9 @@ _NOTHING = 0
 _STAND_IN = 1
 _BATCH = 2
 
+# After so many steps of a pass, those that compute a batch together compare theirs again.
+_COMPARED_EVERY = 100
+
 _NO_RESULT = StepResult(None, 0, None)
 
 
@@ -73,6 +76,7 @@ class ShardedSteps:
         self._stand_in: Any = NO_BATCH
         self._all_have_stand_in = False
         self._has_compared = True
+        self._steps_since = 0
         self._comparison = comparison
 
     def close(self) -> None:
@@ -92,7 +96,9 @@ class ShardedSteps:
         if not parts and not automatic:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
-        if not self._has_compared:
+        self._steps_since += 1
+        is_due = self._steps_since >= _COMPARED_EVERY and self._processes.processes_per_batch > 1
+        if not self._has_compared or is_due:
             self._compare_batches(parts)
         if not self._all_have_stand_in:
             codes = self._say_what_is_here(parts)
@@ -254,8 +260,9 @@ class ShardedSteps:
             self._has_compared = self._processes.processes_per_batch == 1
 
     def _compare_batches(self, parts: Sequence[Any]) -> None:
-        """Check, in the first step of a pass, that those which compute a batch together have the same one."""
+        """Check that those which compute a batch together have the same one."""
         self._has_compared = True
+        self._steps_since = 0
         check_same_batch(parts[0] if parts else None, self._processes.processes_per_batch)
 
     def _say_what_is_here(self, parts: Sequence[Any]) -> list[int]:

@@ -34,6 +34,7 @@ __all__ = [
     "CutOnMeta",
     "CutWithBuffer",
     "Differing",
+    "DifferingLater",
     "PlainCut",
     "PlainNet",
     "ShardedAlone",
@@ -170,6 +171,14 @@ class Differing(Cut):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + self.global_rank, batch[1]]
+
+
+class DifferingLater(Cut):
+    """Its batches are the same at first."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        shift = self.global_rank if self.trainer.fit_loop.batch_idx > 3 else 0
+        return [batch[0] + shift, batch[1]]
 
 
 class SelfAttention(nn.Module):

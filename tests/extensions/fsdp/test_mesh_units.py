@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from equipoise import ConfigurationError
+from equipoise import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.grid import make_mesh
 from equipoise.extensions.fsdp.units import table_of, units_of_module
 from equipoise.extensions.report.fit_recorder import Fit
@@ -153,6 +153,19 @@ def errors_before_the_run() -> None:
 
 def test_an_error_before_the_run_leaves_whole_layers() -> None:
     in_processes(2, errors_before_the_run)
+
+
+def later_difference() -> tuple[str, int]:
+    module = modules.DifferingLater()
+    with pytest.raises(StepError) as caught:
+        fit(modules.DifferingLater, fsdp(tensor=2), 2, module=module, count=240, batch_size=2, max_epochs=1)
+    return str(caught.value), module.trainer.global_step
+
+
+def test_batches_that_differ_later_are_noticed() -> None:
+    message, steps = in_processes(2, later_difference)
+    assert "Ranks 0 and 1 compute a batch together" in message
+    assert steps == 100
 
 
 def lines_of_table() -> list[str]:

@@ -1,4 +1,4 @@
-"""The processes that compute a batch together have the same batch: compared once in each pass over a loader."""
+"""The processes that compute a batch together have the same batch: compared in some steps of each pass."""
 
 import zlib
 from typing import Any
