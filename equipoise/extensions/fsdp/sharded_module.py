@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
 from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards
@@ -31,7 +32,7 @@ from equipoise.interop.distributed.fully_sharded import (
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 
-__all__ = ["ShardedModule", "Sharding", "whole_parameters"]
+__all__ = ["ShardedModule", "Sharding"]
 
 # The user's steps, in each of which the root's weights are whole.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -301,23 +302,6 @@ def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[originals.get(id(parameter), parameter)] = {key: whole(value) for key, value in state.items()}
-
-
-def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters that the module has after the run: its own, and new ones in place of those that are cut.
-
-    New ones have no values yet.
-
-    Args:
-        parameters: The parameters that it has now, by name.
-    """
-    wholes: dict[int, nn.Parameter] = {}
-    for parameter in parameters.values():
-        if isinstance(parameter, DTensor):
-            element = torch.zeros((), dtype=parameter.dtype)
-            wholes[id(parameter)] = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
-            _release_memory(wholes[id(parameter)])
-    return {name: wholes.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
 
 def _copy_along_column(parameters: Sequence[nn.Parameter], column: DeviceMesh) -> None:

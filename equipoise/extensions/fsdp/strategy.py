@@ -18,6 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, Size, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
@@ -32,8 +33,8 @@ from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.lightning.device_mesh import set_device_mesh
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
@@ -190,6 +191,8 @@ class FSDPStrategy(ProcessStrategy):
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
         _, self.processes.processes_per_batch = sizes_of(self.data, self.tensor, processes, len(devices))
+        if self.processes.processes_per_batch > 1:
+            self.processes.data_view = DataProcesses
 
     def begin_configuration(self, module: nn.Module) -> None:
         """Give the module a `device_mesh`; see `Strategy.begin_configuration`."""

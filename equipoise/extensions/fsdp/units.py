@@ -17,7 +17,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.formats import format_bytes, format_count
 
-__all__ = ["ROOT", "Unit", "choose_units", "is_sharded", "table_of", "unit_of", "units_of_module"]
+__all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of", "units_of_module"]
 
 # The name of the root in tables and messages.
 ROOT = "(root)"
@@ -225,14 +225,13 @@ def unit_of(name: str, units: Sequence[Unit]) -> Unit:
 
 def units_of_module(module: nn.Module) -> list[Unit]:
     """Return the units that `configure_model` has sharded by itself, inner ones first, the root last; empty if none."""
-    units = [Unit(name, part) for name, part in module.named_modules() if is_sharded(part)]
+    units = [Unit(name, part) for name, part in module.named_modules() if _is_sharded(part)]
     if not units:
         return []
     return [*(unit for unit in reversed(units) if unit.name), Unit("", module)]
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return True if torch's `fully_shard` was applied to a module."""
+def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
@@ -255,15 +254,15 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
     for unit in units:
         count = sum(parameter.numel() for parameter in parameters[unit.name])
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters[unit.name])
-        held: float = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
-        if not is_sharded(unit.module):
-            held /= processes
+        bytes_here: float = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
+        if not _is_sharded(unit.module):
+            bytes_here /= processes
         row = (
             unit.title,
             type(unit.module).__name__,
             format_count(count),
             format_bytes(nbytes),
-            format_bytes(held),
+            format_bytes(bytes_here),
         )
         rows.append(row)
     return _aligned(rows)

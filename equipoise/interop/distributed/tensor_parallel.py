@@ -1,11 +1,15 @@
-"""Private names of torch's `parallelize_module`: where the hooks come from that it leaves in layers, and its mark."""
+"""Private names of torch's `parallelize_module`: where the hooks come from that it leaves in layers, and its mark.
+
+And Lightning's attribute behind a module's `device_mesh`.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
-__all__ = ["forget_cuts"]
+__all__ = ["forget_cuts", "set_device_mesh"]
 
 # Functions of this package turn the inputs and outputs of a layer into parts, and back.
 _PACKAGE = "torch.distributed.tensor"
@@ -34,3 +38,12 @@ def forget_cuts(module: nn.Module) -> None:
 
 def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+
+
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Set `self.device_mesh`, which has no setter, for `configure_model` and until the end of the run.
+
+    In a version without the name, the module has no such property.
+    """
+    if "_device_mesh" in vars(module):
+        vars(module)["_device_mesh"] = mesh

@@ -24,6 +24,7 @@ class Processes(ABC):
         devices: Devices of the processes on this machine, by local rank; empty for a single process, whose devices are
             those of its strategy.
         processes_per_batch: Number of successive ranks that compute each batch together. Default: 1.
+        data_view: Returns `data` where ranks compute batches together. Default: None.
     """
 
     spawns: bool = False
@@ -34,6 +35,7 @@ class Processes(ABC):
     step_together: bool = True
     devices: Sequence[torch.device] = ()
     processes_per_batch: int = 1
+    data_view: "Callable[[Processes], Processes] | None" = None
 
     @property
     def data(self) -> "Processes":
@@ -41,11 +43,7 @@ class Processes(ABC):
 
         Whoever shares out samples, or counts what batches yield, asks these: their ranks, their number, their values.
         """
-        if self.processes_per_batch == 1:
-            return self
-        from equipoise.parallel.communication.data_processes import DataProcesses
-
-        return DataProcesses(self)
+        return self if self.data_view is None else self.data_view(self)
 
     @property
     def is_main(self) -> bool:

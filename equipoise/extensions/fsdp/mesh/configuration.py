@@ -1,20 +1,20 @@
 """Changes that `configure_model` makes in a module whose layers it cuts over a row of processes, and the way back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, part_of
-from equipoise.extensions.fsdp.sharded_module import whole_parameters
-from equipoise.extensions.fsdp.units import is_sharded, unit_of, units_of_module
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.distributed.tensor_parallel import forget_cuts
 from equipoise.parallel.communication.processes import Processes
@@ -22,7 +22,7 @@ from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.distributed.module_sync import check_same_modules
 
-__all__ = ["Configuration", "check_cut", "copy_along_rows", "share_values"]
+__all__ = ["Configuration", "check_cut", "copy_along_rows", "share_values", "whole_parameters"]
 
 
 def share_values(module: nn.Module, processes: Processes) -> None:
@@ -34,8 +34,12 @@ def share_values(module: nn.Module, processes: Processes) -> None:
         module: The user's module.
         processes: The processes.
     """
-    state = processes.broadcast(random_state.capture_host().state_dict())
-    random_state.RandomState.from_state_dict(state).restore()
+    # 1. Random numbers.
+    here = random_state.capture_host()
+    state = processes.broadcast(here.state_dict())
+    first = random_state.RandomState.from_state_dict(state)
+    first.restore()
+    # 2. Values, if all of them are there.
     if not any(map(is_lazy, module.parameters())):
         check_same_modules(module)
         tensors = [*module.parameters(), *module.buffers()]
@@ -114,11 +118,16 @@ class Configuration:
             if vars(part).get(name) is after:
                 vars(part)[name] = before
         forget_cuts(self._module)
+        # An error came before the run had the module, if some are still cut.
         present = dict(self._module.named_parameters(remove_duplicate=False))
         if any(isinstance(parameter, DTensor) for parameter in present.values()):
-            former = {name: parameter for name, parameter in self._parameters.items() if name in present}
-            units = [part for part in self._module.modules() if is_sharded(part)]
-            unshard_by_hand(units, {**whole_parameters(present), **former}, self._module)
+            originals = whole_parameters(present)
+            for name, parameter in self._parameters.items():
+                # A layer may have been replaced.
+                if name in originals:
+                    originals[name] = parameter
+            units = [part for part in self._module.modules() if isinstance(part, FSDPModule)]
+            unshard_by_hand(units, originals, self._module)
         self.hand_over()
 
 
@@ -146,12 +155,37 @@ def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a module has after a run: its own, and new ones in place of those that are cut.
+
+    New ones have no values yet, and no memory.
+
+    Args:
+        parameters: The parameters that it has now, by name.
+    """
+    wholes: dict[int, nn.Parameter] = {}
+    for parameter in parameters.values():
+        if isinstance(parameter, DTensor):
+            # As in all parameters after an error, values read as NaN.
+            missing = float("nan") if parameter.is_floating_point() else 0
+            element = torch.full((), missing, dtype=parameter.dtype)
+            wholes[id(parameter)] = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
+    replaced = {}
+    for name, parameter in parameters.items():
+        # A tied parameter stays tied.
+        replaced[name] = wholes.get(id(parameter), parameter)
+    return replaced
+
+
 def is_cut(parameter: Tensor) -> bool:
     """Return True if each process of a row holds another part of a parameter."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
+    if TENSOR not in names:
+        return False
+    placement = parameter.placements[names.index(TENSOR)]
+    return not placement.is_replicate()
 
 
 def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:
@@ -162,7 +196,9 @@ def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:
         row: The processes that compute a batch together.
     """
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and not is_cut(parameter) and not parameter.is_meta and row.size() > 1:
+        if not isinstance(parameter, DTensor) or is_cut(parameter) or parameter.is_meta:
+            continue
+        if row.size() > 1:
             part = part_of(parameter.detach())
             contiguous = part.contiguous()
             dist.broadcast(contiguous, group=row.get_group(), group_src=0)
@@ -206,16 +242,18 @@ def check_cut(module: nn.Module, tensor: int) -> None:
 
 def _check_units(module: nn.Module, tensor: int) -> None:
     """Check that the units that `configure_model` has sharded are in shards over the column of a process alone."""
-    units = units_of_module(module)
-    for name, parameter in module.named_parameters():
-        unit = unit_of(name, units) if units else None
-        if unit is None or not is_sharded(unit.module) or _is_over_column(parameter):
+    for unit_name, unit in module.named_modules():
+        parameters = unit.named_parameters()
+        if not isinstance(unit, FSDPModule):
             continue
-        raise ConfigurationError(
-            f"{name} of the unit {unit.title} is not in shards over self.device_mesh['data_parallel'] alone. With"
-            f" tensor={tensor} its gradient would count batches wrongly. Give `fully_shard` in `configure_model` that"
-            " mesh, mesh=self.device_mesh['data_parallel'], and no ignored_params."
-        )
+        for name, parameter in parameters:
+            if not _is_over_column(parameter):
+                raise ConfigurationError(
+                    f"{name} of the unit {unit_name or '(root)'} is not in shards over"
+                    f" self.device_mesh['data_parallel'] alone. With tensor={tensor} its gradient would count"
+                    " batches wrongly. Give `fully_shard` in"
+                    " `configure_model` that mesh, mesh=self.device_mesh['data_parallel'], and no ignored_params."
+                )
 
 
 def _is_over_column(parameter: Tensor) -> bool:

@@ -16,8 +16,8 @@ from torchmetrics import Metric
 
 from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
+from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_overridden
-from equipoise.interop.lightning.device_mesh import set_device_mesh
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.attributes import Attributes
 from equipoise.parallel.snapshot.generators import find_generators

@@ -45,7 +45,11 @@ class DataProcesses(Processes):
         """True in the main process, which is one of all."""
         return self._all.is_main
 
-    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
+    def launch(
+        self,
+        function: Callable[[], T],
+        known: Sequence[Any] = (),
+    ) -> T:
         """Run a function in every process, not in the first ranks alone; see `Processes.launch`."""
         return self._all.launch(function, known)
 
@@ -57,7 +61,12 @@ class DataProcesses(Processes):
         """Note that this process has failed; see `Processes.mark_failed`."""
         self._all.mark_failed()
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
+    def reduce(
+        self,
+        tensor: Any,
+        group: Any | None = None,
+        reduce_op: str = "mean",
+    ) -> Any:
         """Reduce a value, of which each batch has one; see `Processes.reduce`."""
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
@@ -68,18 +77,29 @@ class DataProcesses(Processes):
         total = self._all.reduce(counted, group, "sum")
         return total if reduce_op == "sum" else total / self.world_size
 
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(
+        self,
+        tensor: Any,
+        group: Any | None = None,
+        sync_grads: bool = False,
+    ) -> Any:
         """Gather a value, of which each batch has one; see `Processes.all_gather`."""
         if self.world_size == 1:
             return tensor
         gathered = self._all.all_gather(tensor, group, sync_grads)
-        return apply_to_collection(gathered, Tensor, lambda values: values[:: self._stride])
+        return apply_to_collection(gathered, Tensor, self._first_of_each)
+
+    def _first_of_each(self, values: Any) -> Any:
+        # One of the successive ranks that compute a batch together counts.
+        return values[:: self._stride]
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of the first ranks; see `Processes.gather_objects`."""
         if self.world_size == 1:
             return [value]
-        return self._all.gather_objects(value)[:: self._stride]
+        values = self._all.gather_objects(value)
+        firsts: list[T] = self._first_of_each(values)
+        return firsts
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the value of the first rank of batch `src`; see `Processes.broadcast`."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.parallel.communication.data_processes import DataProcesses
+from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.parallel.communication.processes import SingleProcess
 
 
@@ -14,6 +14,7 @@ class Four(SingleProcess):
 
     world_size = 4
     processes_per_batch = 2
+    data_view = DataProcesses
 
     def __init__(self, rank: int, values: list[Any]) -> None:
         self.rank = rank
