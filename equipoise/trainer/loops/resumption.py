@@ -67,7 +67,7 @@ def resume(
     if position is not None:
         positions = positions or [position]
         position = _position_here(context, positions)
-        rank = context.strategy.processes.rank
+        rank = context.strategy.processes.data.rank
         if rank >= len(positions):
             number = rank
     saving_states = ours.get("checkpoint_callbacks")
@@ -78,7 +78,7 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
     """Return the position of this process."""
     from equipoise.trainer.runtime.merged_positions import merged_position
 
-    processes = context.strategy.processes
+    processes = context.strategy.processes.data
     written_by = len(positions)
     if written_by == processes.world_size:
         return positions[processes.rank]
