@@ -137,6 +137,12 @@ class Strategy:
             ConfigurationError: If it cannot; the message gives the reason and a remedy.
         """
 
+    def begin_configuration(self, module: nn.Module) -> None:
+        """Prepare what the module's `configure_model` reads, such as `self.device_mesh`; called just before that hook.
+
+        All processes call it together, and it is not called for a module without the hook.
+        """
+
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Convert and place the module; called before optimisers are made."""
         precision.convert_module(module)

@@ -230,10 +230,10 @@ def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) 
 
     # Rows of log files, written by the main process, and the position of each process.
     entry["rows"] = rows_written(state.loggers) if processes.is_main else []
-    if processes.world_size > 1:
+    if processes.data.world_size > 1:
         # Each compares the values of its own process, unless they were synchronised.
         position["monitors"] = _callback_states(callback for callback in state.callbacks if is_a(callback, *_MONITORS))
-        entry["positions"] = processes.gather_objects(position)
+        entry["positions"] = processes.data.gather_objects(position)
     return entry
 
 

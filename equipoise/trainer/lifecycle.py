@@ -292,7 +292,11 @@ def _separate_random_numbers(context: RunContext) -> None:
 
     Rank 0 and its first device continue as one process does.
     """
-    rank = context.strategy.processes.rank
+    processes = context.strategy.processes
+    if processes.processes_per_batch > 1:
+        # Those that compute one batch together draw the same numbers for it.
+        _share_random_numbers(processes)
+    rank = processes.data.rank
     if context.strategy.has_one_state:
         _unite_random_numbers(context)
     elif rank:
@@ -306,8 +310,11 @@ def _separate_random_numbers(context: RunContext) -> None:
 def _unite_random_numbers(context: RunContext) -> None:
     """Let a program that runs in several processes continue with the same random numbers in all of them."""
     processes = context.strategy.processes
-    if processes.world_size == 1 or processes.spawns:
-        return
+    if processes.world_size > 1 and not processes.spawns:
+        _share_random_numbers(processes)
+
+
+def _share_random_numbers(processes: Any) -> None:
     state = processes.broadcast(random_state.capture_host().state_dict())
     random_state.RandomState.from_state_dict(state).restore()
 
@@ -363,7 +370,8 @@ def _tear_down(parts: TrainerParts, context: RunContext) -> None:
 
 def _add_notes(error: BaseException) -> None:
     """Add what helps to understand an error; a run without one does not load the code for it."""
-    from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading, add_note_on_mesh
+    from equipoise.trainer.diagnostics.error_notes import add_note_on_limits, add_note_on_loading
+    from equipoise.trainer.diagnostics.mesh_note import add_note_on_mesh
 
     add_note_on_loading(error)
     add_note_on_mesh(error)

@@ -70,7 +70,7 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
 
         size_of = checking_batches(size_of)
     reduction: Any = None
-    processes = strategy.processes
+    processes = strategy.processes.data
     if processes.world_size > 1 and strategy.has_one_state:
         from equipoise.trainer.logging.agreement import LogAgreement
 
@@ -151,6 +151,7 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     # 4. Layers that the module creates on the device.
     for name in ("configure_sharded_model", "configure_model"):
         if is_overridden(name, module):
+            strategy.begin_configuration(module)
             with strategy.root_device, context.precision.init_context():
                 hooks.call_module(name)
     hooks.call_callbacks("on_configure_model_end")

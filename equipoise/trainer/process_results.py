@@ -206,6 +206,8 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
             # As unpickling does it: `setattr` would run the user's properties and `__setattr__` a second time, and a
             # module would register its layers again. Attributes that were not sent stay.
             vars(item).update(attributes)
+            if isinstance(item, nn.Module):
+                _uncover(item)
 
     # 2. Layers that could not be sent.
     if results.module_state is not None:
@@ -218,6 +220,17 @@ def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResult
     if results.random is not None:
         results.random.restore()
     return results.result
+
+
+def _uncover(module: nn.Module) -> None:
+    """Remove plain attributes that lie over layers and tensors which the run has made under their names.
+
+    As in `self.network = None`, until `configure_model` makes it.
+    """
+    attributes = vars(module)
+    for structure in STRUCTURE:
+        for name in attributes.get(structure, ()):
+            attributes.pop(name, None)
 
 
 def _users_module(shared: list[Any]) -> nn.Module:

@@ -115,7 +115,7 @@ def _marks_of(state: dict[str, Any]) -> Any:
 def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the states of callbacks whose monitored values differed between as many processes as there are now."""
     positions = checkpoint.get(OUR_KEY, {}).get("positions", [])
-    processes = context.strategy.processes
+    processes = context.strategy.processes.data
     if len(positions) != processes.world_size:
         return {}
     states: dict[str, Any] = positions[processes.rank].get("monitors", {})

@@ -47,7 +47,8 @@ def _message(name: str | None, sharded: ShardedModule) -> str:
     if name is None:
         return (
             "A weight in shards was used outside of the forward of its unit. Name the units whose weights are used by"
-            " their forward alone: FSDPStrategy(units=[...])."
+            " their forward alone: FSDPStrategy(units=[...]). Or a layer that `configure_model` has cut passed a"
+            " DTensor to one that is whole: then its plan needs use_local_output=True."
         )
     unit = unit_of(name, sharded.units)
     if not unit.name:

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -14,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from equipoise.extensions.fsdp.root_switches import RootSwitches
+from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
+from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards
+from equipoise.extensions.fsdp.state.root_switches import RootSwitches
 from equipoise.extensions.fsdp.units import Unit
 from equipoise.interop.distributed.fully_sharded import (
     begin_as_root,
@@ -82,6 +85,7 @@ class ShardedModule:
         self.module = units[-1].module
         self.units = units
         self._originals = dict(self.module.named_parameters(remove_duplicate=False))
+        unsharded = set(map(id, self._originals.values()))
         # Methods that are attributes of the object and not of its class.
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
@@ -92,24 +96,36 @@ class ShardedModule:
         try:
             check_names(sharding.mesh)
             for unit in units:
-                self._shard(unit, sharding)
+                self._shard(unit, sharding, unsharded)
             copy_from_first(self.module.buffers())
             self._wrap_steps()
             self._wrap_switches()
             self._wrap_backward()
             self._wrap_copying_and_loading()
+            if sharding.mesh.size() == 1:
+                self._gather_once()
         except BaseException:
             self._put_back()
             raise
+        self._originals = whole_parameters(self._originals)
         for original in self._originals.values():
             _release_memory(original)
 
-    def _shard(self, unit: Unit, sharding: Sharding) -> None:
-        """Shard what no unit inside of this one has sharded, with the values of rank 0."""
-        parameters = [parameter for parameter in unit.module.parameters() if not isinstance(parameter, DTensor)]
-        _fill_meta(unit)
-        copy_from_first(parameters)
-        fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
+    def _shard(self, unit: Unit, sharding: Sharding, unsharded: set[int]) -> None:
+        """Shard what no unit inside of this one has sharded, with the values of rank 0.
+
+        Args:
+            unit: The unit, which `configure_model` may have sharded already.
+            sharding: How it is sharded.
+            unsharded: The identities of the parameters that are in no unit yet, of which those of this one are removed.
+        """
+        if not isinstance(unit.module, FSDPModule):
+            parameters = [parameter for parameter in unit.module.parameters() if id(parameter) in unsharded]
+            _fill_meta(unit)
+            copy_from_first(parameter for parameter in parameters if not isinstance(parameter, DTensor))
+            _copy_along_column(parameters, sharding.mesh)
+            fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
+        unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
         gather_in_forms(unit.module, sharding.forms)
         sharded: Any = unit.module
@@ -127,6 +143,13 @@ class ShardedModule:
             if hasattr(self.module, name):
                 register_fsdp_forward_method(self.module, name)
         begin_as_root(self.module)
+
+    def _gather_once(self) -> None:
+        """Gather each unit outside of inference mode, since torch cannot first do that within it for one shard."""
+        for unit in self._sharded:
+            assert isinstance(unit, FSDPModule)
+            unit.unshard()
+            unit.reshard()
 
     def _wrap_backward(self) -> None:
         """Let each loss of manual optimisation count as an output of the root, in whose backward gradients are summed.
@@ -167,6 +190,8 @@ class ShardedModule:
             memo: What `copy.deepcopy` has copied already.
         """
         self.free_gathered()
+        mesh = getattr(self.module, "device_mesh", None)
+        memo[id(mesh)] = mesh
         attributes = vars(self.module)
         replaced = {name: attributes.pop(name) for name in _REPLACED if name in attributes}
         attributes.update(self._own_methods)
@@ -277,6 +302,18 @@ def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[originals.get(id(parameter), parameter)] = {key: whole(value) for key, value in state.items()}
+
+
+def _copy_along_column(parameters: Sequence[nn.Parameter], column: DeviceMesh) -> None:
+    """Copy the parts of the first row of processes to the others, for parameters that are cut over columns."""
+    cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if column.size() == 1:
+        return
+    for parameter in cut:
+        part = part_of(parameter.detach())
+        contiguous = part.contiguous()
+        dist.broadcast(contiguous, group=column.get_group(), group_src=0)
+        part.copy_(contiguous)
 
 
 def _release_memory(parameter: nn.Parameter) -> None:

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
+from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
+from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
+from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
@@ -33,6 +37,9 @@ _NOTHING = 0
 _STAND_IN = 1
 _BATCH = 2
 
+# After so many steps of a pass, those that compute a batch together compare theirs again.
+_COMPARED_EVERY = 100
+
 _NO_RESULT = StepResult(None, 0, None)
 
 
@@ -45,6 +52,7 @@ class ShardedSteps:
         device: Where this process computes.
         weight: The exchange of a window's total weight.
         compare_each: Whether every call of a unit is compared between the processes.
+        comparison: Compares cut layers with whole ones before the first step. Default: None.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class ShardedSteps:
         weight: TotalWeight,
         *,
         compare_each: bool,
+        comparison: LayerComparison | None = None,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
@@ -66,10 +75,16 @@ class ShardedSteps:
         self._step: Any = None
         self._stand_in: Any = NO_BATCH
         self._all_have_stand_in = False
+        self._has_compared = True
+        self._steps_since = 0
+        self._comparison = comparison
 
     def close(self) -> None:
         """Release the module and the last batch."""
         self._calls.close()
+        if self._comparison is not None:
+            self._comparison.close()
+            self._comparison = None
         self._step = None
         self._stand_in = NO_BATCH
 
@@ -81,11 +96,17 @@ class ShardedSteps:
         if not parts and not automatic:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
+        self._steps_since += 1
+        is_due = self._steps_since >= _COMPARED_EVERY and self._processes.processes_per_batch > 1
+        if not self._has_compared or is_due:
+            self._compare_batches(parts)
         if not self._all_have_stand_in:
             codes = self._say_what_is_here(parts)
             if max(codes) == _NOTHING:
                 return self._end_without_batches(step)
             self._share_stand_in(codes, parts)
+        if self._comparison is not None:
+            self._compare_layers(self._comparison, step, parts[0] if parts else self._stand_in)
         if not automatic:
             return self._run_by_hand(step, parts[0])
 
@@ -110,6 +131,25 @@ class ShardedSteps:
             if graph is not None:
                 self._backward_of_zeros(graph)
         return result
+
+    def _compare_layers(self, comparison: LayerComparison, step: TrainingStep, batch: Any) -> None:
+        """Compare cut layers with whole ones, unless `training_step` returns None for this batch."""
+        if comparison.run(step, batch, self._gradients_of):
+            self._comparison = None
+        # Gathered anew, as without the comparison.
+        self._sharded.free_gathered()
+
+    def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
+        """Add the gradients of a batch, without dropout, and return its loss; None if some process has none."""
+        with explained(self._sharded), without_dropout():
+            with self._calls.watched():
+                result, _ = step.capture_logs(partial(step, batch))
+            loss: Tensor | None = result.loss
+            num_graphs = self._calls.end(has_graph=loss is not None and loss.requires_grad)
+            if loss is None or num_graphs < self._processes.world_size:
+                return None
+            run_backward_in_modes(loss)
+        return loss
 
     def _end_without_batches(self, step: TrainingStep) -> StepResult:
         """End a window whose gradients come from a checkpoint, as no process has had a batch since."""
@@ -183,6 +223,8 @@ class ShardedSteps:
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""
         self._begin_pass(step)
+        if not self._has_compared:
+            self._compare_batches(parts)
         self._share_stand_in(self._say_what_is_here(parts), parts)
         self._stand_in = parts[0]
         with explained(self._sharded), self._calls.watched():
@@ -193,6 +235,8 @@ class ShardedSteps:
     def await_others(self, step: EvaluationStep) -> None:
         """Compute stand-ins until no process has a batch; see `Strategy.await_others`."""
         self._begin_pass(step)
+        if not self._has_compared:
+            self._compare_batches(())
         while True:
             codes = self._say_what_is_here(())
             if _BATCH not in codes:
@@ -213,6 +257,13 @@ class ShardedSteps:
             self._step = step
             self._stand_in = NO_BATCH
             self._all_have_stand_in = False
+            self._has_compared = self._processes.processes_per_batch == 1
+
+    def _compare_batches(self, parts: Sequence[Any]) -> None:
+        """Check that those which compute a batch together have the same one."""
+        self._has_compared = True
+        self._steps_since = 0
+        check_same_batch(parts[0] if parts else None, self._processes.processes_per_batch)
 
     def _say_what_is_here(self, parts: Sequence[Any]) -> list[int]:
         """Return what each process has at the beginning of this step."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,28 +14,37 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.checked_options import check_callbacks, check_options
+from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
+from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
+from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
+from equipoise.extensions.fsdp.state.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
-from equipoise.extensions.fsdp.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.steps import ShardedSteps
-from equipoise.extensions.fsdp.units import choose_units, table_of
+from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.distributed.tensor_parallel import set_device_mesh
+from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
-from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
+from equipoise.strategies.distributed.process_strategy import ProcessStrategy
 from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
@@ -45,83 +53,15 @@ __all__ = ["FSDPStrategy"]
 
 preload(__name__)
 
-# Seconds for which a run that has failed waits for the checkpoint that is being written in the background.
-_PATIENCE = 60.0
-
 # It has no state, so all strategies share it.
 _BEFORE_SHARDING = BeforeSharding()
 
 
-# Why no step is repeated, and what to do instead.
-_NOT_REPEATED = (
-    "Under strategy='fsdp' all processes gather the weights together, so one cannot do its step again alone."
-    " Take a smaller batch_size with accumulate_grad_batches, activation_checkpointing, or more processes."
-)
-
-
-class _ShardedRecovery(RecoverySupport):
-    """States why no step can be repeated: the other processes wait for this one within the forward."""
-
-    def why_not(self, *, training: bool, leave_out: bool) -> str:
-        """Return the reason; see `RecoverySupport.why_not`."""
-        return _NOT_REPEATED
-
-
-@dataclass(kw_only=True)
-class _Run(ProcessRun):
-    """State of a run in this process, where several compute together.
-
-    Attributes:
-        sharded: The module in shards.
-        steps: Computes steps in all processes together.
-        weight: The exchange of a window's total weight.
-        portable: Full states.
-        recovery: States why no step can be repeated.
-        by_hand: True if the module optimises by hand.
-        groups: Further process groups, which are left at the end of a run that has not failed.
-        callbacks: The callbacks, which lose their copies of the module at the end.
-        failed: True if the run ended with an error, after which processes exchange nothing.
-    """
-
-    sharded: ShardedModule
-    steps: ShardedSteps
-    weight: Apart | OnHost
-    portable: ShardedState
-    recovery: _ShardedRecovery
-    by_hand: bool
-    groups: ExitStack
-    callbacks: Sequence[Any]
-    failed: bool = False
-
-    def end(self, error: BaseException | None) -> None:
-        """Note how the run has ended."""
-        self.failed = error is not None
-
-    def close(self) -> None:
-        """Complete the last checkpoint, and give the module its own parameters again, whole."""
-        self.steps.close()
-        for callback in self.callbacks:
-            self.sharded.forget_copies(vars(callback))
-        # Hooks and metrics are the user's again, even if writing or gathering fails.
-        try:
-            self._finish_saving()
-        finally:
-            try:
-                self.sharded.restore(self.portable.optimizers, gather=not self.failed)
-            finally:
-                super().close()
-
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written in the background."""
-        folders = self.portable.folders
-        if folders is not None:
-            folders.finish(_PATIENCE if self.failed else None)
-        if not self.failed:
-            self.groups.close()
-
-
 class FSDPStrategy(ProcessStrategy):
     """A process for each device; each holds a shard of all parameters, gradients and optimiser states.
+
+    With `tensor`, so many successive processes compute each batch together, by layers that the module's
+    `configure_model` has cut over `self.device_mesh["tensor_parallel"]`; each part is sharded over the other processes.
 
     A unit of the module, such as a block, is whole in each process only while it computes (torch's `fully_shard`;
     Zhao et al., "PyTorch FSDP", 2023). Gradients are those of one device on all samples of a step. Samples are shared
@@ -137,6 +77,10 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
+        data: Number of batches that are computed at a time, each by `tensor` processes. Default: "auto", which is the
+            number of processes divided by `tensor`.
+        tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
+            divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -148,6 +92,9 @@ class FSDPStrategy(ProcessStrategy):
         compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
             few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that
             leaves a unit out may let the others wait until `timeout`. Default: True.
+        compare_layers: Compare cut layers with whole ones before the first step of a fit: the loss and all gradients of
+            the first batch, without dropout. An inequality is an error. Each process has the whole module and its
+            gradients in memory for that time. False: a wrong plan gives wrong gradients. Default: True.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, with `cpu_offload` "cpu:gloo,cuda:nccl"; else "gloo".
 
@@ -163,51 +110,53 @@ class FSDPStrategy(ProcessStrategy):
     # Blocks of the module are called as they are, and all processes begin each batch together.
     may_compile_blocks: ClassVar[bool] = True
 
-    _run: _Run | None = None
+    _run: ShardedRun | None = None
     # The layers whose weights are gathered in another form in this run.
     _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
+    # From `configure_model` to the end of the run, in this process.
+    _configuration: Configuration | None = None
+    # From before the layers are cut to the first step of a fit.
+    _comparison: LayerComparison | None = None
+    _is_fitting = False
 
     def __init__(
         self,
         *,
         units: Sequence[str | type[nn.Module]] | Literal["auto"] = "auto",
         reshard_after_forward: bool | int | None = None,
+        data: Size = "auto",
+        tensor: Size = 1,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
         save_in_background: bool = False,
         compare_calls: bool = True,
+        compare_layers: bool = True,
         timeout: float = 1800.0,
         backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
         check_feature("fsdp")
-        if isinstance(units, str) and units != "auto":
-            raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
-        if checkpoints not in ("full", "sharded"):
-            raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
-        if save_in_background and checkpoints == "full":
-            raise ConfigurationError(
-                "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
-                " checkpoints='sharded'."
-            )
         self.units = units if isinstance(units, str) else list(units)
         self.reshard_after_forward = reshard_after_forward
+        self.data = data
+        self.tensor = tensor
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
         self.save_in_background = save_in_background
         self.compare_calls = compare_calls
+        self.compare_layers = compare_layers
+        check_options(self)
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
         """Return the loads of the processes: shards, and a unit that computes; see `device_loads`."""
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        if self.cpu_offload:
-            raise ConfigurationError("cpu_offload=True is not predicted; leave it out for a plan")
+        if self.cpu_offload or self.tensor != 1:
+            option = "cpu_offload=True" if self.cpu_offload else f"tensor={self.tensor!r}"
+            raise ConfigurationError(f"{option} is not predicted; leave it out for a plan")
         patterns = None
         if not isinstance(self.units, str):
             patterns = self.units
@@ -215,6 +164,13 @@ class FSDPStrategy(ProcessStrategy):
         shards = max(1, count // self.replicas)
         frees_units = self.reshard_after_forward is None
         return sharded_loads(count, shards, units, frees_units=frees_units)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options; see `Strategy.__getstate__`."""
+        state = super().__getstate__()
+        state.pop("_configuration", None)
+        state.pop("_comparison", None)
+        return state
 
     # Where it runs.
 
@@ -234,29 +190,33 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
+        _, self.processes.processes_per_batch = sizes_of(self.data, self.tensor, processes, len(devices))
+        if self.processes.processes_per_batch > 1:
+            self.processes.data_view = DataProcesses
+
+    def begin_configuration(self, module: nn.Module) -> None:
+        """Give the module a `device_mesh`; see `Strategy.begin_configuration`."""
+        # The hook under its former name may have begun it.
+        processes = self.processes
+        if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
+            self._note_whole_layers(module)
+            mesh = make_mesh(self.root_device.type, processes.data.world_size, processes.processes_per_batch)
+            self._configuration = Configuration(module, mesh)
+            share_values(module, processes)
+            set_device_mesh(module, mesh)
+
+    def _note_whole_layers(self, module: nn.Module) -> None:
+        """Note how layers are before they are cut, to compare them with cut ones."""
+        may_cut = self.processes.processes_per_batch > 1
+        if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
+            assert is_a(module, LightningModule)
+            self._comparison = LayerComparison(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
-        if not training or self.processes.world_size == 1:
-            return
-        trainer = getattr(module, "trainer", None)
-        plugin = getattr(trainer, "checkpoint_io", None)
-        if self.checkpoints == "sharded" and plugin is not None:
-            raise ConfigurationError(
-                f"{type(plugin).__name__} writes whole checkpoints, but under FSDPStrategy(checkpoints='sharded') each"
-                " process writes its shards. Leave one of both out."
-            )
-        for callback in getattr(trainer, "callbacks", ()):
-            if isinstance(callback, OOMRecovery) and callback.policy != "raise":
-                raise ConfigurationError(
-                    f"OOMRecovery(policy={callback.policy!r}): {_NOT_REPEATED} OOMRecovery(policy='raise') reports"
-                    " memory only."
-                )
-            if self.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-                raise ConfigurationError(
-                    "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
-                    " FSDPStrategy(save_in_background=True). Take save_last=True, or save immediately."
-                )
+        self._is_fitting = training
+        if training and self.processes.world_size > 1:
+            check_callbacks(getattr(module, "trainer", None), self)
 
     # The module, for the time of a run.
 
@@ -284,24 +244,38 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.world_size == 1:
             super().setup(module, precision)
             return
+        if self._configuration is not None:
+            self._configuration.note_changes()
         # It comes to its device unit by unit, since it may not fit there.
         precision.convert_module(module)
         self._module = module
         self._run = self._begin_run(module)
+        if self._configuration is not None:
+            self._configuration.hand_over()
+        if self._comparison is not None and self._configuration is not None:
+            self._comparison.begin(precision, self._configuration.mesh)
 
-    def _begin_run(self, module: nn.Module) -> _Run:
+    def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
-        patterns = None if isinstance(self.units, str) else self.units
-        units = choose_units(module, patterns)
-        shards = self.processes.world_size // self.replicas
-        rank_zero_info(f"Units of the module in shards over {shards} processes:\n{table_of(units, shards)}")
+        together = self.processes.processes_per_batch
+        check_cut(module, together)
+        if self._configuration is not None:
+            copy_along_rows(module, self._configuration.mesh[TENSOR])
+        units = self._units(module)
+        batches = self.processes.data.world_size
+        shards = batches // self.replicas
+        rows = f", each batch in {together} of them" if together > 1 else ""
+        count = shards * together
+        rank_zero_info(f"Units of the module in shards over {count} processes{rows}:\n{table_of(units, shards)}")
 
         # 2. The shards. Sums of gradients are divided by Σw at the end of a window.
         automatic = bool(getattr(module, "automatic_optimization", True))
-        divide_by = 1.0 if automatic else float(self.processes.world_size)
-        sharding = Sharding(mesh=self._mesh(), options=self._options(), divide_by=divide_by, forms=self._forms)
+        divide_by = 1.0 if automatic else float(batches)
+        is_cut = self._configuration is not None and self._configuration.has_cut
+        mesh = self._mesh(is_cut=is_cut)
+        sharding = Sharding(mesh=mesh, options=self._options(), divide_by=divide_by, forms=self._forms)
         sharded = ShardedModule(units, sharding)
 
         # 3. All that computes with them.
@@ -314,18 +288,38 @@ class FSDPStrategy(ProcessStrategy):
         groups = ExitStack()
         portable = ShardedState(module, self._group, self._folders(groups))
         sharded.on_copied = portable.adopt
-        steps = ShardedSteps(sharded, self.processes, device, weight, compare_each=self.compare_calls)
-        return _Run(
+        steps = ShardedSteps(
+            sharded,
+            self.processes,
+            device,
+            weight,
+            compare_each=self.compare_calls,
+            comparison=self._comparison,
+        )
+        return ShardedRun(
             sharded=sharded,
             steps=steps,
             weight=weight,
             portable=portable,
-            recovery=_ShardedRecovery(),
+            recovery=ShardedRecovery(),
             by_hand=not automatic,
             groups=groups,
             callbacks=list(getattr(getattr(module, "trainer", None), "callbacks", ())),
-            restores=[synchronise_metrics(module)],
+            is_cut=is_cut,
+            restores=[synchronise_metrics(module, self.processes.processes_per_batch)],
         )
+
+    def _units(self, module: nn.Module) -> list[Unit]:
+        """Return the units: those that `configure_model` has sharded by itself, else those that are chosen."""
+        units = units_of_module(module)
+        if not units:
+            return choose_units(module, None if isinstance(self.units, str) else self.units)
+        if self.units != "auto" or self.replicas != 1:
+            raise ConfigurationError(
+                "`configure_model` has called `fully_shard`, so the units are chosen already. Leave `units` and"
+                " `replicas` out, or the call."
+            )
+        return units
 
     def _folders(self, groups: ExitStack) -> ShardFolders | None:
         """Return what writes checkpoints in shards; None: they are whole.
@@ -339,10 +333,17 @@ class FSDPStrategy(ProcessStrategy):
         if self.save_in_background:
             limit = timedelta(seconds=self.timeout)
             group = groups.enter_context(another_group(limit, local=self.processes.spawns))
-        return ShardFolders(self.processes.rank, group)
+        return ShardFolders(self.processes, group)
 
-    def _mesh(self) -> DeviceMesh:
-        """Return the processes as torch's `fully_shard` takes them."""
+    def _mesh(self, *, is_cut: bool) -> DeviceMesh:
+        """Return the processes as torch's `fully_shard` takes them.
+
+        Args:
+            is_cut: Whether `configure_model` has cut layers over another dimension of them.
+        """
+        if is_cut:
+            assert self._configuration is not None
+            return self._configuration.mesh[DATA]
         kind = self.root_device.type
         processes = self.processes.world_size
         if self.replicas == 1:
@@ -368,10 +369,18 @@ class FSDPStrategy(ProcessStrategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
+        configuration = self._configuration
+        self._configuration = None
+        self._comparison = None
         if self._run is not None:
             self._run.end(error)
         self._forms = {}
-        super().teardown(error)
+        # The parameters are whole before the layers are.
+        try:
+            super().teardown(error)
+        finally:
+            if configuration is not None:
+                configuration.restore()
 
     # Computation.
 
@@ -399,7 +408,15 @@ class FSDPStrategy(ProcessStrategy):
         """Turn the gradients of a window into their weighted mean over all processes; see the interface."""
         if self._run is None:
             return super().finish_gradients(window, optimizer)
-        return average_gradients(window, optimizer, self._run.weight.total(), 1)
+        # Σw of all processes counts each batch as often as processes compute it together.
+        return average_gradients(window, optimizer, self._run.weight.total(), self.processes.processes_per_batch)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip gradients in place, by the norm over the whole mesh; see `Strategy.clip_gradients`."""
+        if self._run is not None and self._run.is_cut and algorithm == "norm":
+            clip_by_norm(optimizer_parameters(optimizer), value)
+        else:
+            super().clip_gradients(optimizer, value, algorithm)
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""

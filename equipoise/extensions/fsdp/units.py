@@ -11,11 +11,13 @@ from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.formats import format_bytes, format_count
 
-__all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of"]
+__all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of", "units_of_module"]
 
 # The name of the root in tables and messages.
 ROOT = "(root)"
@@ -221,12 +223,24 @@ def unit_of(name: str, units: Sequence[Unit]) -> Unit:
     return max(around, key=lambda unit: len(unit.name), default=units[-1])
 
 
+def units_of_module(module: nn.Module) -> list[Unit]:
+    """Return the units that `configure_model` has sharded by itself, inner ones first, the root last; empty if none."""
+    units = [Unit(name, part) for name, part in module.named_modules() if _is_sharded(part)]
+    if not units:
+        return []
+    return [*(unit for unit in reversed(units) if unit.name), Unit("", module)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
 def table_of(units: Sequence[Unit], processes: int) -> str:
     """Return the units as a table with a line for each.
 
     Args:
-        units: The units, before they are sharded.
-        processes: Number of processes that share a unit's weights.
+        units: The units, before those are sharded that `configure_model` has not sharded by itself.
+        processes: Number of processes that share a unit's weights, or a part of them that is cut already.
     """
     # 1. The parameters of each unit.
     parameters: dict[str, list[Tensor]] = {unit.name: [] for unit in units}
@@ -239,13 +253,16 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
     rows = [("unit", "class", "parameters", "whole", "in each process")]
     for unit in units:
         count = sum(parameter.numel() for parameter in parameters[unit.name])
-        nbytes = sum(parameter.nbytes for parameter in parameters[unit.name])
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters[unit.name])
+        bytes_here: float = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
+        if not _is_sharded(unit.module):
+            bytes_here /= processes
         row = (
             unit.title,
             type(unit.module).__name__,
             format_count(count),
             format_bytes(nbytes),
-            format_bytes(nbytes / processes),
+            format_bytes(bytes_here),
         )
         rows.append(row)
     return _aligned(rows)

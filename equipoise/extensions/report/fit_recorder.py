@@ -95,8 +95,10 @@ class Fit:
         samples = self.throughput.samples
         counts = torch.tensor([samples, self.throughput.has_unknown_size], device=strategy.root_device)
         all_samples, unknown_sizes = strategy.reduce(counts, reduce_op="sum").tolist()
+        # Processes that compute a batch together have all counted it.
+        times_counted = self.processes / strategy.distributed_sampler_kwargs["num_replicas"]
         if samples and not unknown_sizes:
-            self.share = samples / all_samples
+            self.share = samples * times_counted / all_samples
 
     @property
     def speed_unit(self) -> str:

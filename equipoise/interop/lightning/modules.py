@@ -66,9 +66,9 @@ def as_configured(module: LightningModule) -> Iterator[None]:
 
 
 def forget_run(module: LightningModule) -> None:
-    """Clear the state that a run leaves in a module: the current hook, and the names of its metrics."""
+    """Clear the state that a run leaves in a module: the current hook, the names of its metrics, and the mesh."""
     state = vars(module)
-    for name in (CURRENT_HOOK, "_metric_attributes"):
+    for name in (CURRENT_HOOK, "_metric_attributes", "_device_mesh"):
         if name in state:
             state[name] = None
 

@@ -19,10 +19,12 @@ class Processes(ABC):
         rank: Number of this process among all.
         local_rank: Number of this process on its machine.
         node_rank: Number of this machine.
-        world_size: Number of processes that share the data.
+        world_size: Number of processes.
         step_together: Whether the processes exchange gradients in each step. Default: True.
         devices: Devices of the processes on this machine, by local rank; empty for a single process, whose devices are
             those of its strategy.
+        processes_per_batch: Number of successive ranks that compute each batch together. Default: 1.
+        data_view: Returns `data` where ranks compute batches together. Default: None.
     """
 
     spawns: bool = False
@@ -32,6 +34,16 @@ class Processes(ABC):
     world_size: int = 1
     step_together: bool = True
     devices: Sequence[torch.device] = ()
+    processes_per_batch: int = 1
+    data_view: "Callable[[Processes], Processes] | None" = None
+
+    @property
+    def data(self) -> "Processes":
+        """The processes that share the data out, one for each batch of a step; this object if each has its own batch.
+
+        Whoever shares out samples, or counts what batches yield, asks these: their ranks, their number, their values.
+        """
+        return self if self.data_view is None else self.data_view(self)
 
     @property
     def is_main(self) -> bool:

@@ -15,19 +15,21 @@ from equipoise.parallel.communication.object_exchange import gather_objects
 __all__ = ["synchronise_metrics"]
 
 
-def synchronise_metrics(module: nn.Module) -> Callable[[], None]:
+def synchronise_metrics(module: nn.Module, processes_per_batch: int = 1) -> Callable[[], None]:
     """Compute the metrics of a module over all processes.
 
     A metric for which the user has set `dist_sync_fn` keeps it.
 
     Args:
         module: The user's module.
+        processes_per_batch: Number of successive ranks that compute each batch together, of which one counts.
+            Default: 1.
 
     Returns:
         A function that restores the metrics.
     """
     # 1. Note the settings of all metrics.
-    settings_of_metrics = [_MetricSettings(metric) for metric in named_metrics(module).values()]
+    settings_of_metrics = [_MetricSettings(metric, processes_per_batch) for metric in named_metrics(module).values()]
     # 2. Change them.
     for settings in settings_of_metrics:
         settings.change()
@@ -44,10 +46,12 @@ class _MetricSettings:
 
     Args:
         metric: The metric.
+        processes_per_batch: Number of successive ranks that compute each batch together.
     """
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, processes_per_batch: int) -> None:
         self._metric = metric
+        self._processes_per_batch = processes_per_batch
         self._gather_before = metric.dist_sync_fn
         self._available_before = metric.distributed_available_fn
         self._on_step_before = metric.dist_sync_on_step
@@ -60,7 +64,8 @@ class _MetricSettings:
         if not self._uses_our_gather:
             self._configure(self._gather_before, self._available_before, on_step)
             return
-        self._configure(_gather_states, dist.is_initialized, on_step)
+        gather = partial(_gather_states, processes_per_batch=self._processes_per_batch)
+        self._configure(gather, dist.is_initialized, on_step)
         # `Metric` has no setting for its method `sync`; an attribute of the object comes before the method.
         attributes = vars(self._metric)
         attributes["sync"] = partial(_fill_and_sync, self._metric)
@@ -135,11 +140,16 @@ def _filled(
     return state + num_missing * [empty]
 
 
-def _gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty."""
+def _gather_states(state: Tensor, group: Any = None, *, processes_per_batch: int) -> list[Tensor]:
+    """Return a metric's state in all processes, of any shapes; drop empty ones unless all are empty.
+
+    A `process_group` of the user's metric, such as a column of a mesh, is taken as it is.
+    """
     # Objects may have any shape, tensors in a collective may not.
     detached = state.detach()
     states = gather_objects(detached.cpu(), group)
+    if len(states) == dist.get_world_size():
+        states = states[::processes_per_batch]
     with_elements = [tensor for tensor in states if tensor.numel()]
     if not with_elements:
         with_elements = states[:1]

@@ -148,7 +148,7 @@ class ProcessStrategy(Strategy):
 
     def shard(self, loader: Any, stage: str) -> Shard:
         """Return this process's part of a loader; see `Strategy.shard`."""
-        return shard_of_process(loader, stage, self.processes, self._sizes_for)
+        return shard_of_process(loader, stage, self.processes.data, self._sizes_for)
 
     def _sizes_for(self, loader: Any) -> Sizes | None:
         """Return the function that divides the steps of a training loader; None: evenly.

@@ -171,7 +171,7 @@ class Loaders:
         # 2. Check the loaders, and shard them.
         self._reads_alike = not share and strategy.processes.world_size > 1
         # Workers of loaders that read the share of this process by themselves may draw how it is divided.
-        rank = strategy.processes.rank if share else 0
+        rank = strategy.processes.data.rank if share else 0
         prepared = [self._prepare(loader, source, overfit, rank) for loader in flattened]
         if strategy.has_one_state and not share:
             raise ConfigurationError(
@@ -180,7 +180,7 @@ class Loaders:
             )
         if steps is not None:
             steps.note_states(one=strategy.has_one_state)
-            prepared = steps.keep(prepared, strategy.processes, share=share)
+            prepared = steps.keep(prepared, strategy.processes.data, share=share)
         self._seed = seed_of_order() if steps is None else steps.seed
         self._epoch = 0
         shards = [Shard(self._with_same_order(loader)) for loader in prepared]
@@ -193,14 +193,14 @@ class Loaders:
 
         # 3. Count their batches.
         self._source = source
-        self._rank = strategy.processes.rank
+        self._rank = strategy.processes.data.rank
         self.extents: list[Extent] = []
         lengths: list[int | None] = []
         for loader, shard in zip(prepared, shards, strict=True):
             self.extents.append(_extent_of_part(loader, shard, limit, source))
             lengths.append(_divided_length(loader, shard))
         # All processes know them, so that all refuse the same.
-        everywhere = strategy.processes.gather_objects((self.extents, lengths))
+        everywhere = strategy.processes.data.gather_objects((self.extents, lengths))
         self.extents_everywhere = [extents for extents, _ in everywhere]
         self._check_not_empty(limit)
         self._warn_of_different_data([lengths for _, lengths in everywhere])

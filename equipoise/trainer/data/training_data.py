@@ -87,7 +87,7 @@ class TrainingData(SentState):
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
         self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
-        self.together = context.strategy.processes.world_size > 1
+        self.together = context.strategy.processes.data.world_size > 1
         extents = self.loaders.joint_extents
         self.extent = joined_extent(extents)
         by_hand = context.strategy.processes.step_together and not context.module.automatic_optimization

@@ -10,14 +10,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.lightning.classes import is_a
 from equipoise.tree import entries_of
 
-__all__ = ["add_note_on_limits", "add_note_on_loading", "add_note_on_mesh", "add_notes"]
+__all__ = ["add_note_on_limits", "add_note_on_loading", "add_notes"]
 
 # Number of entries of a batch that a note describes.
 _MOST_ENTRIES = 6
@@ -100,25 +98,6 @@ def add_note_on_limits(error: BaseException) -> None:
     for sign, note in _LIMITS.items():
         if sign in message and not isinstance(error, CheckpointError):
             error.add_note(note)
-
-
-def add_note_on_mesh(error: BaseException) -> None:
-    """Add a note to an error of a module that asks for Lightning's `device_mesh`, which is None here.
-
-    Args:
-        error: Any error of a run.
-    """
-    if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
-        return
-    for frame in _frames(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if is_a(owner, LightningModule) and "device_mesh" in frame.f_code.co_names:
-            error.add_note(
-                "`self.device_mesh` is None: only Lightning's ModelParallelStrategy makes one, for modules that cut"
-                " their layers themselves. Leave that part of the module out, and take strategy='fsdp', which shards"
-                " the weights, or strategy='pipeline', which cuts the network."
-            )
-            return
 
 
 def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:

@@ -138,7 +138,7 @@ class PredictionLoop(SentState):
         if not self.return_predictions:
             self._predictions = []
             return None
-        gather = context.strategy.processes.gather_objects
+        gather = context.strategy.processes.data.gather_objects
         self._predictions = [interleave(gather(outputs)) for outputs in self._predictions]
         return self.predictions
 

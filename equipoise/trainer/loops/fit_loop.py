@@ -127,7 +127,8 @@ class FitLoop:
         self.context = context
         self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
-        self.weight = BatchWeight(splitter_of(context.strategy, context.module), context.strategy.processes.world_size)
+        splitter = splitter_of(context.strategy, context.module)
+        self.weight = BatchWeight(splitter, context.strategy.processes.data.world_size)
         for extension in step_extensions(self.state):
             self.step_class = extension.step_class(context) or self.step_class
         self.load_data()

@@ -86,7 +86,7 @@ def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
     # These continue changing.
     for name in ("logs", "gradients"):
         position[name] = deepcopy(position[name])
-    return {"loop": fit.state_dict(), "positions": context.strategy.processes.gather_objects(position)}
+    return {"loop": fit.state_dict(), "positions": context.strategy.processes.data.gather_objects(position)}
 
 
 def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:

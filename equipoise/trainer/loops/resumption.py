@@ -67,7 +67,7 @@ def resume(
     if position is not None:
         positions = positions or [position]
         position = _position_here(context, positions)
-        rank = context.strategy.processes.rank
+        rank = context.strategy.processes.data.rank
         if rank >= len(positions) and not context.strategy.has_one_state:
             number = rank
     saving_states = ours.get("checkpoint_callbacks")
@@ -80,7 +80,7 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
 
     if context.strategy.has_one_state:
         return positions[0]
-    processes = context.strategy.processes
+    processes = context.strategy.processes.data
     written_by = len(positions)
     if written_by == processes.world_size:
         return positions[processes.rank]

@@ -229,7 +229,8 @@ class StrategyView:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of a DistributedSampler for this process."""
-        return {"num_replicas": self._strategy.processes.world_size, "rank": self._strategy.processes.rank}
+        processes = self._strategy.processes.data
+        return {"num_replicas": processes.world_size, "rank": processes.rank}
 
     strategy_name = Reads[str]("_strategy.name", "The name by which `Trainer(strategy=...)` finds the strategy.")
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy as TheirDDP
 from lightning.pytorch.strategies import FSDPStrategy as TheirFSDP
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as TheirSingleDevice
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
@@ -165,6 +166,15 @@ def test_defaults_of_fsdp() -> None:
     assert {name: value for name, value in theirs.items() if name not in ("_group", "processes")} == {
         name: value for name, value in ours.items() if name not in ("_group", "processes")
     }
+
+
+def test_model_parallel() -> None:
+    strategy = connected(ModelParallelStrategy(tensor_parallel_size=2, timeout=timedelta(seconds=9)), 4)
+    assert type(strategy) is FSDPStrategy
+    assert (strategy.data, strategy.tensor, strategy.checkpoints, strategy.timeout) == ("auto", 2, "sharded", 9.0)
+    assert (strategy.processes.data.world_size, strategy.processes.processes_per_batch) == (2, 2)
+    whole = connected(ModelParallelStrategy(save_distributed_checkpoint=False), 4)
+    assert (whole.checkpoints, whole.processes.processes_per_batch) == ("full", 4)
 
 
 @pytest.mark.parametrize(

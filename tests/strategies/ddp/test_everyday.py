@@ -317,12 +317,28 @@ class MadeInTheRun(Numbered):
             self.net = nn.Sequential(Locked(), nn.Linear(4, 3))
 
 
-def test_layers_made_in_the_run_come_home() -> None:
-    one, many = MadeInTheRun(), MadeInTheRun()
+class MadeAndSent(MadeInTheRun):
+    def __init__(self) -> None:
+        super().__init__()
+        # An attribute of the object, not a layer that is None.
+        del self.net
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("kind", [MadeInTheRun, MadeAndSent])
+def test_layers_made_in_the_run_come_home(kind: type[MadeInTheRun]) -> None:
+    one, many = kind(), kind()
     alone(one)
     fit(many)
     assert_same_weights(one, many)
     assert len(list(many.parameters())) == 2
+    # Else the next run would make them anew.
+    assert many.net is dict(many.named_children())["net"]
 
 
 class Talks(Numbered):

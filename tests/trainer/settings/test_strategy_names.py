@@ -73,10 +73,14 @@ def test_objects_of_lightning_without_a_counterpart() -> None:
     class Sharding(lightning_strategies.FSDPStrategy):
         """As some libraries have them."""
 
+    class Meshed(lightning_strategies.ModelParallelStrategy):
+        """As some libraries have them."""
+
     inside = "inside Lightning's own loops"
     refuses(lambda: trainer(strategy=OfALibrary()), inside, "Take 'ddp'", "from equipoise")
     refuses(lambda: trainer(strategy=Sharding()), inside, "FSDPStrategy(...) from equipoise")
-    large = lightning_strategies.ModelParallelStrategy()
+    refuses(lambda: trainer(strategy=Meshed()), inside, "FSDPStrategy(data=..., tensor=...)")
+    large = lightning_strategies.DeepSpeedStrategy.__new__(lightning_strategies.DeepSpeedStrategy)
     refuses(lambda: trainer(strategy=large), inside, "strategy='pipeline'", "activation_checkpointing")
     refuses(lambda: trainer(strategy=3), "strategy must be a name, or a Strategy", "not 3")
 

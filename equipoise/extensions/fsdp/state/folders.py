@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
 from equipoise.interop.remote.paths import to_path
 from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.pieces import HostCopies, pieces_of
 from equipoise.parallel.shards.saving import Content, save_folder
@@ -27,16 +29,17 @@ class ShardFolders(CheckpointFolders):
     group.
 
     Args:
-        rank: The number of this process.
+        processes: The processes.
         group: The group of the thread. None: checkpoints are written immediately.
 
     Attributes:
         collected: The shards of the checkpoint that is being collected; None at other times.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, processes: Processes, group: dist.ProcessGroup | None) -> None:
         self.collected: CollectedShards | None = None
-        self._rank = rank
+        self._processes = processes
+        self._rank = processes.rank
         self._group = group
         self._tensors: CollectedShards | None = None
         self._copies = HostCopies()
@@ -61,7 +64,7 @@ class ShardFolders(CheckpointFolders):
         # 1. The memory of the last copy is used again.
         self.finish()
         target = to_path(path)
-        pieces = pieces_of(self._tensors.tensors)
+        pieces = pieces_of(self._saved_here(self._tensors.tensors))
         self._tensors = None
         # 2. Write. Nothing changes the tensors until the next step, so no copy is needed immediately.
         if self._group is None:
@@ -71,6 +74,19 @@ class ShardFolders(CheckpointFolders):
         copies = self._copies.take(pieces)
         content = Content(target, copies, rest)
         self._background.start(partial(self._write, content, self._group))
+
+    def _saved_here(self, tensors: dict[str, DTensor]) -> dict[str, DTensor]:
+        """Return the tensors of which this process saves its shard.
+
+        Those that lie on a column of the processes alone are the same in each column, and the first one saves them.
+        """
+        processes = self._processes
+        is_first = processes.rank % processes.processes_per_batch == 0
+        saved = {}
+        for name, tensor in tensors.items():
+            if is_first or tensor.device_mesh.size() == processes.world_size:
+                saved[name] = tensor
+        return saved
 
     def _write(self, content: Content, group: dist.ProcessGroup) -> None:
         def exchange(value: Any) -> list[Any]:

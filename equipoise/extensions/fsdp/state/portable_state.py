@@ -190,6 +190,9 @@ class ShardedState(PortableState):
             if any(flags[index : index + 1] == [True] for flags in present):
                 gradient = gradients[index] if index < len(gradients) else None
                 if folder is None:
+                    if self._group.rank % self._group.processes_per_batch:
+                        # Those that compute a batch together have one position, which counts once.
+                        gradient = None
                     gradient = _sum_over_processes(parameter, gradient)
                 else:
                     gradient = placeholder_for(folder, f"gradients/{index}")

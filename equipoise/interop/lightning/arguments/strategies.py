@@ -12,6 +12,7 @@ from lightning.pytorch import strategies as theirs
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.ddp import ddp_in_our_words
 from equipoise.interop.lightning.arguments.fsdp import fsdp_in_our_words
+from equipoise.interop.lightning.arguments.model_parallel import model_parallel_in_our_words
 from equipoise.interop.lightning.arguments.reading import OurWords, read
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.notices import rank_zero_warn
@@ -64,6 +65,8 @@ def _words_of(strategy: Any) -> OurWords | None:
         words = ddp_in_our_words(strategy)
     elif _is_stock(strategy, theirs.FSDPStrategy):
         words = fsdp_in_our_words(strategy)
+    elif _is_stock(strategy, theirs.ModelParallelStrategy):
+        words = model_parallel_in_our_words(strategy)
     else:
         return None
     arguments = read(strategy, _FOR_THE_TRAINER)

@@ -20,7 +20,6 @@ _NO_TPU = "is not supported: it is for TPUs. Take 'auto', which uses the GPUs if
 # Ends of messages about Lightning's strategies that have no counterpart, by the beginnings of their names.
 _ADVICE = {
     "deepspeed": f"is not supported: DeepSpeed steps by an engine of its own.{_LARGE_MODELS}",
-    "model_parallel": f"is not supported.{_LARGE_MODELS}",
     "xla": _NO_TPU,
     "single_xla": _NO_TPU,
     "tpu": _NO_TPU,
@@ -29,7 +28,7 @@ _ADVICE = {
 }
 
 
-def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
+def lightning_strategy(name: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the options of Equipoise's strategy for a name of Lightning's; None for any other name.
 
     Processes start in one way only, in a notebook as in a script, so the part of the name about that is ignored.
@@ -51,14 +50,16 @@ def lightning_strategy(name: str) -> tuple[str, dict[str, bool]] | None:
     # 1. Variants of DDP.
     match = _DDP.fullmatch(name)
     if match is not None:
-        options = {}
+        options: dict[str, Any] = {}
         if match[1] is not None:
             options["find_unused_parameters"] = match[1] == "true"
         return "ddp", options
 
-    # 2. The variant of FSDP.
+    # 2. The variants of FSDP.
     if name == "fsdp_cpu_offload":
         return "fsdp", {"cpu_offload": True}
+    if name == "model_parallel":
+        return "fsdp", {"data": "auto", "tensor": "auto"}
 
     # 3. Strategies without a counterpart, and their variants, such as "deepspeed_stage_2".
     for start, advice in _ADVICE.items():
@@ -81,10 +82,13 @@ def refuse_object(strategy: Any) -> None:
     advice = " Leave strategy out, and it follows from the devices."
     if any(name.startswith("Ray") for name in names):
         advice = " Leave strategy out: in a worker of Ray `Trainer()` asks Ray for its place and its devices."
+    elif "DeepSpeed" in names:
+        # It derives from DDPStrategy.
+        advice = _LARGE_MODELS
     elif "DDP" in names:
         advice = " Take 'ddp', or DDPStrategy(...) from equipoise."
     elif "FSDP" in names:
         advice = " Take 'fsdp', or FSDPStrategy(...) from equipoise."
-    elif not names.isdisjoint(("DeepSpeed", "ModelParallel")):
-        advice = _LARGE_MODELS
+    elif "ModelParallel" in names:
+        advice = " Take FSDPStrategy(data=..., tensor=...) from equipoise."
     raise ConfigurationError(f"{message} This one works inside Lightning's own loops.{advice}")

@@ -1,12 +1,14 @@
 """An optimiser of a module in shards that the user steps by hand, within a step that continues afterwards."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.amp import GradScaler
 
-from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
+
+if TYPE_CHECKING:
+    from equipoise.extensions.fsdp.sharded_module import ShardedModule
 
 __all__ = ["SteppedByHand"]
 
@@ -19,7 +21,7 @@ class SteppedByHand(StrategyOptimizer):
         sharded: The module in shards.
     """
 
-    def __init__(self, stepped: StrategyOptimizer, sharded: ShardedModule) -> None:
+    def __init__(self, stepped: StrategyOptimizer, sharded: "ShardedModule") -> None:
         super().__init__(stepped.optimizer)
         self._stepped = stepped
         self._sharded = sharded

@@ -1,0 +1,72 @@
+"""Options of the strategy that are out of range, or do not go together: among themselves, or with callbacks."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from equipoise.callbacks.oom_recovery import OOMRecovery
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import check_size
+from equipoise.extensions.fsdp.sharded_run import NOT_REPEATED
+
+if TYPE_CHECKING:
+    from equipoise.extensions.fsdp.strategy import FSDPStrategy
+
+__all__ = ["check_callbacks", "check_options"]
+
+
+def check_options(strategy: "FSDPStrategy") -> None:
+    """Check the arguments of a strategy.
+
+    Raises:
+        ConfigurationError: If one is out of range, or two do not go together.
+    """
+    units = strategy.units
+    replicas: Any = strategy.replicas
+    tensor = strategy.tensor
+    checkpoints = strategy.checkpoints
+    if isinstance(units, str) and units != "auto":
+        raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
+    check_size("data", strategy.data)
+    check_size("tensor", tensor)
+    if tensor != 1 and (replicas != 1 or strategy.cpu_offload):
+        given = f"replicas={replicas}" if replicas != 1 else "cpu_offload=True"
+        raise ConfigurationError(f"tensor={tensor!r} and {given} do not go together yet. Leave one of both out.")
+    if checkpoints not in ("full", "sharded"):
+        raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
+    if strategy.save_in_background and checkpoints == "full":
+        raise ConfigurationError(
+            "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
+            " checkpoints='sharded'."
+        )
+
+
+def check_callbacks(trainer: Any, strategy: "FSDPStrategy") -> None:
+    """Check the callbacks and plugins of a trainer.
+
+    Args:
+        trainer: The trainer; None: the module has none.
+        strategy: The strategy.
+
+    Raises:
+        ConfigurationError: If one needs whole weights, or one file.
+    """
+    plugin = getattr(trainer, "checkpoint_io", None)
+    if strategy.checkpoints == "sharded" and plugin is not None:
+        raise ConfigurationError(
+            f"{type(plugin).__name__} writes whole checkpoints, but under FSDPStrategy(checkpoints='sharded') each"
+            " process writes its shards. Leave one of both out."
+        )
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, OOMRecovery) and callback.policy != "raise":
+            raise ConfigurationError(
+                f"OOMRecovery(policy={callback.policy!r}): {NOT_REPEATED} OOMRecovery(policy='raise') reports"
+                " memory only."
+            )
+        if strategy.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+            raise ConfigurationError(
+                "ModelCheckpoint(save_last='link') links to a checkpoint that is not complete yet under"
+                " FSDPStrategy(save_in_background=True). Take save_last=True, or save immediately."
+            )

@@ -1,0 +1,83 @@
+"""The processes as a grid: a row for each batch of a step, whose processes compute it together."""
+
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["DATA", "TENSOR", "Size", "check_size", "make_mesh", "part_of", "sizes_of"]
+
+# The dimensions have the names that modules written for Lightning's ModelParallelStrategy read.
+DATA = "data_parallel"
+TENSOR = "tensor_parallel"
+
+Size = int | Literal["auto"]
+
+
+def check_size(name: str, size: Any) -> None:
+    """Check a size of the grid.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    if size != "auto" and not is_number:
+        raise ConfigurationError(f"{name} must be 'auto' or a whole number from 1, not {size!r}.")
+
+
+def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int) -> tuple[int, int]:
+    """Return the number of rows and of columns.
+
+    Args:
+        data: The number of rows; "auto": what remains.
+        tensor: The number of columns; "auto": what remains, or the processes of a machine where both are "auto".
+        processes: The number of all processes.
+        of_machine: The number of processes of this machine.
+
+    Raises:
+        ConfigurationError: If they do not multiply to the number of processes, or a row would lie on two machines.
+
+    Example:
+        >>> sizes_of("auto", 2, processes=8, of_machine=4), sizes_of("auto", "auto", processes=8, of_machine=4)
+        ((4, 2), (2, 4))
+    """
+    # 1. The sizes that are "auto".
+    if isinstance(tensor, int):
+        columns = tensor
+    else:
+        columns = max(1, processes // data) if isinstance(data, int) else of_machine
+    rows = data if isinstance(data, int) else max(1, processes // columns)
+    # 2. They fit the processes.
+    if rows * columns != processes:
+        raise ConfigurationError(
+            f"data={rows} times tensor={columns} is not the number of processes, {processes}. Leave data out, and it"
+            " follows from tensor, which divides the number of processes."
+        )
+    if of_machine % columns:
+        raise ConfigurationError(
+            f"tensor={columns} does not divide the {of_machine} processes of this machine, but those that compute a"
+            " batch together exchange activations in each layer, and lie on one machine. Give a number that does."
+        )
+    return rows, columns
+
+
+def make_mesh(kind: str, data: int, tensor: int) -> DeviceMesh:
+    """Return the grid, whose rows are successive ranks; all processes call it together.
+
+    Args:
+        kind: The type of the devices, such as "cuda".
+        data: The number of rows.
+        tensor: The number of columns.
+    """
+    return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor: a part if it is cut over several processes, else the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part

@@ -1,0 +1,356 @@
+"""Cut layers compared with whole ones before the first step: the loss and all gradients of the first batch.
+
+A wrong plan computes another function without an error. A weight that is whole, but receives a part of a sequence in
+each process, has a gradient that lacks the other parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
+from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.snapshot.preserve_state import preserve_state
+from equipoise.parallel.step_protocols import TrainingStep
+from equipoise.precision import Precision
+from equipoise.strategies.replaced_forwards import own_forwards
+from equipoise.tree import map_leaves
+
+__all__ = ["LayerComparison"]
+
+# Computes the gradients of a batch, and returns its loss.
+Compute = Callable[[TrainingStep, Any], Tensor | None]
+
+
+class _Tolerance(NamedTuple):
+    """Largest difference of two gradients.
+
+    Attributes:
+        relative: In parts of the largest element of the parameter's gradient.
+        floor: In parts of the largest element of all gradients: some gradients are nothing but rounding.
+    """
+
+    relative: float
+    floor: float
+
+
+# By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
+# numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
+_TOLERANCES = {
+    torch.float64: _Tolerance(1e-10, 1e-13),
+    torch.float32: _Tolerance(1e-3, 1e-5),
+    torch.float16: _Tolerance(2e-2, 2e-3),
+    torch.bfloat16: _Tolerance(1e-1, 1e-2),
+}
+# Where all gradients are zero.
+_LEAST = 1e-300
+_OPTION = "FSDPStrategy(compare_layers=False)"
+
+
+class _Difference(NamedTuple):
+    """A difference between cut and whole layers.
+
+    Attributes:
+        excess: The difference in parts of the largest one that is allowed.
+        share: The difference in parts of the largest element.
+        name: The name of the parameter; empty for the loss.
+        is_cut: Whether the parameter is cut over a row.
+    """
+
+    excess: float
+    share: float
+    name: str
+    is_cut: bool = False
+
+
+class LayerComparison:
+    """Compares the layers of a module, cut over rows of processes, with whole ones, once in a fit.
+
+    All processes call each method together, and decide alike.
+
+    Args:
+        module: The user's module, before its layers are cut.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        # That of the module in shards is another.
+        self._name = type(module).__name__
+        self._twin: WholeLayers | None = None
+        # What has failed in this process.
+        self._failure: str | None = None
+        self._rows: dist.ProcessGroup | None = None
+        self._dtypes: set[torch.dtype] = set()
+        self._attempt(self._copy)
+
+    def begin(self, precision: Precision, mesh: DeviceMesh) -> None:
+        """Prepare the comparison, once the module is in shards.
+
+        Args:
+            precision: The precision of the run.
+            mesh: The mesh of the run.
+        """
+        rows = mesh[DATA]
+        if rows.size() > 1:
+            self._rows = rows.get_group()
+        self._dtypes = {parameter.dtype for parameter in self._module.parameters()}
+        if precision.autocast is not None:
+            self._dtypes.add(precision.autocast[1])
+        if not getattr(self._module, "automatic_optimization", True):
+            self._failure = "its training step runs backwards and optimisers by hand"
+        if self._twin is not None:
+            self._attempt(partial(self._twin.configure, self._module, precision, mesh))
+
+    def run(self, step: TrainingStep, batch: Any, compute: Compute) -> bool:
+        """Compare loss and gradients of a batch, and restore all that this changes.
+
+        Args:
+            step: The step.
+            batch: The batch of this row.
+            compute: Computes the gradients of a batch with the cut layers, without dropout, and returns the loss. None:
+                some process has none.
+
+        Returns:
+            False if nothing could be compared with this batch.
+
+        Raises:
+            ConfigurationError: In all processes, if a loss or a gradient is another.
+        """
+        gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        self._module.zero_grad()
+        try:
+            if self._is_possible(self._check):
+                with preserve_state(self._module, containers=True), own_forwards():
+                    loss = compute(step, _copied(batch))
+                if loss is None:
+                    return False
+                self._compare(step, batch, loss)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Release the copy."""
+        if self._twin is not None:
+            self._twin.close()
+            self._twin = None
+
+    # What may fail in a process.
+
+    def _attempt(self, function: Callable[[], None]) -> None:
+        """Call a function, unless something has failed before. An error is noted."""
+        if self._failure is not None:
+            return
+        try:
+            function()
+        except Exception as error:
+            first_line = str(error).partition("\n")[0].rstrip(".")
+            self._failure = f"a copy with whole layers fails ({type(error).__name__}: {first_line})"
+
+    def _is_possible(self, function: Callable[[], None]) -> bool:
+        """Call a function in all processes. Warn, and return False, if it has failed in one."""
+        self._attempt(function)
+        of_processes = gather_objects(self._failure)
+        reasons = [reason for reason in of_processes if reason is not None]
+        if reasons:
+            rank_zero_warn(
+                f"The cut layers of {self._name} were not compared with whole ones, because"
+                f" {reasons[0]}. {_OPTION} leaves the comparison out."
+            )
+        return not reasons
+
+    def _copy(self) -> None:
+        self._twin = WholeLayers(self._module)
+
+    def _check(self) -> None:
+        """Check that the copy has the same parameters, and that there is memory for them and their gradients."""
+        assert self._twin is not None
+        needed: dict[torch.device, int] = defaultdict(int)
+        for parameter in self._module.parameters():
+            nbytes = parameter.numel() * parameter.element_size()
+            needed[parameter.device] += 2 * nbytes
+        for device, nbytes in needed.items():
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+        names = [name for name, _ in self._module.named_parameters()]
+        names_of_twin = [name for name, _ in self._twin.module.named_parameters()]
+        if names != names_of_twin:
+            raise ConfigurationError("its parameters have other names")
+
+    # The comparison.
+
+    def _compare(self, step: TrainingStep, batch: Any, loss: Tensor) -> None:
+        """Compute the loss and the gradients of whole layers, and compare."""
+        twin = self._twin
+        assert twin is not None
+        losses: list[Tensor] = []
+
+        def compute() -> None:
+            with without_dropout():
+                outcome = step.run_on(twin.module, _copied(batch), 1)
+                assert outcome.loss is not None
+                run_backward_in_modes(outcome.loss)
+            losses.append(outcome.loss)
+
+        with preserve_state(self._module, containers=True):
+            twin.fill(self._module, loss.device)
+            if not self._is_possible(compute):
+                return
+        self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
+
+    def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
+        dtypes = {*self._dtypes, dtype}
+        if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
+            dtypes.add(torch.bfloat16)
+        return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
+
+    def _of_loss(self, loss: Tensor, expected: Tensor) -> _Difference:
+        loss = _whole_of(loss)
+        expected = _whole_of(expected)
+        tolerance = self._tolerance(loss.dtype)
+        size = _largest(expected)
+        difference = _difference(loss, expected)
+        allowed = tolerance.relative * size + tolerance.floor
+        share = difference / (size or 1.0)
+        return _Difference(difference / allowed, share, "")
+
+    def _of_gradients(self, twin: nn.Module) -> list[_Difference]:
+        """Return the differences of the gradients of all parameters."""
+        # 1. Those of all rows together.
+        compared = []
+        for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
+            if parameter.requires_grad:
+                expected = _gradient_of(other)
+                if self._rows is not None:
+                    dist.all_reduce(expected, group=self._rows)
+                gradient = _gradient_of(parameter)
+                difference = _difference(gradient, expected)
+                size = _largest(expected)
+                compared.append((name, parameter, difference, size))
+        # 2. In parts of what is allowed.
+        largest = max((size for *_, size in compared), default=0.0)
+        differences = []
+        for name, parameter, difference, size in compared:
+            tolerance = self._tolerance(parameter.dtype)
+            of_parameter = tolerance.relative * size
+            of_all = tolerance.floor * largest
+            allowed = max(of_parameter, of_all, _LEAST)
+            share = difference / (size or 1.0)
+            noted = _Difference(difference / allowed, share, name, _is_cut(parameter))
+            differences.append(noted)
+        return differences
+
+    def _judge(self, differences: Sequence[_Difference]) -> None:
+        """Refuse the layers if a difference is too large in any process."""
+        loss, *of_parameters = differences
+        worst = max(of_parameters, default=loss)
+        num_others = sum(difference.excess > 1 for difference in of_parameters)
+        of_processes = gather_objects((loss, worst, num_others))
+        loss = max(loss for loss, _, _ in of_processes)
+        worst = max(worst for _, worst, _ in of_processes)
+        if max(loss, worst).excess > 1:
+            num_others = max(number for _, _, number in of_processes)
+            raise ConfigurationError(_refusal(loss, worst, num_others))
+        rank_zero_info(
+            "Cut layers compute the same as whole ones: in the first batch the loss and all gradients agree, within"
+            f" {max(loss.share, worst.share):.0e} of their largest elements."
+        )
+
+
+def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
+    """Return the message for layers that compute something else."""
+    reasons = []
+    if loss.excess > 1:
+        reasons.append(f"the loss differs by {loss.share:.1e} of its value")
+    if worst.excess > 1:
+        more = ""
+        if num_others > 1:
+            more = f" (and those of {num_others - 1} more parameters)"
+        reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
+    advice = (
+        "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as the"
+        " number of heads is divided by the size of the mesh."
+    )
+    if loss.excess <= 1 and not worst.is_cut:
+        advice = (
+            f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here it"
+            " receives a part of them. Add that layer to the plan, as SequenceParallel() if it is a norm, or give it"
+            " whole inputs."
+        )
+    return (
+        f"The layers that are cut compute something else than whole ones. In the first batch {' and '.join(reasons)}."
+        f" {advice} {_OPTION} trains without this comparison."
+    )
+
+
+def _whole_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
+    detached: Any = tensor.detach()
+    if isinstance(detached, DTensor):
+        detached = detached.full_tensor()
+    gathered: Tensor = detached
+    return gathered
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return _whole_of(parameter.grad)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Return True if a parameter is cut over a row."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if TENSOR not in names:
+        return False
+    dimension = names.index(TENSOR)
+    placement = parameter.placements[dimension]
+    return not placement.is_replicate()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch in memory of its own, since a step may change it."""
+    return map_leaves(_copied_leaf, batch)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return leaf
+
+
+def _difference(computed: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
+    if not computed.numel():
+        return 0.0
+    both_undefined = computed.isnan() & expected.isnan()
+    is_same = (computed == expected) | both_undefined
+    distance = (computed - expected).abs()
+    difference = torch.where(is_same, 0.0, distance.to(torch.float64))
+    finite = difference.nan_to_num(nan=torch.inf)
+    return float(finite.max())
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of the finite elements."""
+    if not tensor.numel():
+        return 0.0
+    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.abs().max())

@@ -1,0 +1,49 @@
+"""Private names of torch's `parallelize_module`: where the hooks come from that it leaves in layers, and its mark.
+
+And Lightning's attribute behind a module's `device_mesh`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+__all__ = ["forget_cuts", "set_device_mesh"]
+
+# Functions of this package turn the inputs and outputs of a layer into parts, and back.
+_PACKAGE = "torch.distributed.tensor"
+# An attribute of layers that are cut, which torch refuses to cut again.
+_MARK = "_distribute_module_applied"
+
+
+def forget_cuts(module: nn.Module) -> None:
+    """Remove the hooks and marks of torch's tensor parallelism from a module and its submodules.
+
+    Torch has no way back, and a layer that is whole again would still receive parts. Under other names they would stay,
+    and the next call or cut of the layer would fail.
+
+    Args:
+        module: The module.
+    """
+    for part in module.modules():
+        attributes = vars(part)
+        attributes.pop(_MARK, None)
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks: dict[int, Callable[..., Any]] = attributes[kind]
+            for number in [number for number, hook in hooks.items() if _is_torchs(hook)]:
+                del hooks[number]
+                attributes[f"{kind}_with_kwargs"].pop(number, None)
+
+
+def _is_torchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+
+
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Set `self.device_mesh`, which has no setter, for `configure_model` and until the end of the run.
+
+    In a version without the name, the module has no such property.
+    """
+    if "_device_mesh" in vars(module):
+        vars(module)["_device_mesh"] = mesh

@@ -1,0 +1,147 @@
+"""Modules that cut their layers over a device mesh in `configure_model`: equal to one device, in float64."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise import ConfigurationError, FSDPStrategy, StepError
+from equipoise.extensions.fsdp.mesh.grid import sizes_of
+from tests.conftest import ignoring
+from tests.extensions.fsdp.mesh_modules import CASES, RANDOM, Cut, CutAndSharded, CutApart, CutOnMeta, Differing
+from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, loader, weights_of
+
+pytestmark = ignoring(
+    r"\w+ has a `validation_step`, but",
+    "You're using the WeightAveraging callback",
+    "The cut layers of CutByHand were not compared",
+)
+
+
+def outcome(
+    kind: Callable[[], Any], options: dict[str, Any], strategy: Any, processes: int, rows: int
+) -> dict[str, Any]:
+    """Fit, and return all weights and values; with the option `again`, fit once more."""
+    options = {"batch_size": 12 // rows, **options}
+    again = options.pop("again", False)
+    more = options.pop("more", dict)
+    module, trainer = fit(kind, strategy, processes, **options, **more())
+    values = {f"{name} in fit": float(value) for name, value in trainer.callback_metrics.items()}
+    values |= {f"first {name}": value for name, value in weights_of(module).items()}
+    outputs = trainer.predict(module, loader(7, 3))
+    assert outputs is not None
+    values["predictions"] = torch.cat(outputs)
+    if again:
+        module, _ = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
+        values |= weights_of(module)
+    return values
+
+
+@cache
+def on_one_device(case: str) -> dict[str, Any]:
+    kind, _, options = {**CASES, **RANDOM}[case]
+    return outcome(kind, options, "single_device", 1, 1)
+
+
+def run_all(rows: int, columns: int, cases: list[str]) -> dict[str, dict[str, Any]]:
+    outcomes = {}
+    for case in cases:
+        _, kind, options = {**CASES, **RANDOM}[case]
+        outcomes[case] = outcome(kind, options, fsdp(tensor=columns), rows * columns, rows)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "cases"),
+    [
+        pytest.param(1, 2, [*CASES, *RANDOM], marks=pytest.mark.slow, id="tensor 2"),
+        pytest.param(2, 2, [*CASES], marks=pytest.mark.slow, id="data 2 x tensor 2"),
+    ],
+)
+def test_training_equals_that_of_one_device(rows: int, columns: int, cases: list[str]) -> None:
+    outcomes = in_processes(rows * columns, partial(run_all, rows, columns, cases))
+    for name, values in outcomes.items():
+        try:
+            assert_close(on_one_device(name), values)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    """One run whose processes are started by the trainer, which has the weights afterwards."""
+    one, reference = fit(Net, gradient_clip_val=0.05)
+    cut, trainer = fit(Cut, fsdp(tensor=2), 2, batch_size=12, gradient_clip_val=0.05)
+    assert_close(weights_of(one), weights_of(cut))
+    assert_close(reference.callback_metrics, trainer.callback_metrics)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor": 0}, "tensor must be 'auto' or a whole number from 1, not 0"),
+        ({"data": "all"}, "data must be 'auto'"),
+        ({"data": True}, "data must be 'auto'"),
+        ({"tensor": 2, "replicas": 2}, "tensor=2 and replicas=2 do not go together"),
+        ({"tensor": "auto", "cpu_offload": True}, "tensor='auto' and cpu_offload=True"),
+    ],
+)
+def test_sizes_that_are_none(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        FSDPStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "processes", "of_machine", "sizes"),
+    [
+        ("auto", 1, 6, 6, (6, 1)),
+        ("auto", 2, 8, 4, (4, 2)),
+        (2, "auto", 8, 8, (2, 4)),
+        ("auto", "auto", 8, 4, (2, 4)),
+        (4, 2, 8, 2, (4, 2)),
+    ],
+)
+def test_sizes(data: Any, tensor: Any, processes: int, of_machine: int, sizes: tuple[int, int]) -> None:
+    assert sizes_of(data, tensor, processes, of_machine) == sizes
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "words"),
+    [
+        (3, 2, "data=3 times tensor=2 is not the number of processes, 8"),
+        ("auto", 3, "is not the number of processes, 8"),
+        ("auto", 16, "is not the number of processes, 8"),
+        ("auto", 8, "does not divide the 4 processes of this machine"),
+    ],
+)
+def test_sizes_that_do_not_fit(data: Any, tensor: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        sizes_of(data, tensor, 8, 4)
+
+
+def messages() -> list[str]:
+    """Return the errors of runs that are refused; called in every process."""
+    found = []
+    for kind, options in ((Net, {}), (CutOnMeta, {}), (CutAndSharded, {"units": ["blocks.*"]}), (CutApart, {})):
+        with pytest.raises(ConfigurationError) as caught:
+            fit(kind, fsdp(tensor=2, **options), 2)
+        found.append(str(caught.value))
+    with pytest.raises(StepError) as different:
+        fit(Differing, fsdp(tensor=2), 2)
+    return [*found, str(different.value)]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_computed_is_refused() -> None:
+    whole, meta, units, apart, different = in_processes(2, messages)
+    assert "Net has no layer that is cut over 2 processes" in whole
+    assert "blocks.0.up.weight is cut and on the meta device" in meta
+    assert "has called `fully_shard`" in units
+    assert "blocks.1.up.weight and blocks.2.up.weight were one parameter" in apart
+    assert "Ranks 0 and 1 compute a batch together, but have read different ones" in different

@@ -1,0 +1,178 @@
+"""Cut layers are compared with whole ones before the first step, and refused if they compute something else."""
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from equipoise import ConfigurationError
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from tests.conftest import ignoring
+from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
+from tests.extensions.fsdp.programs import Block, Net, assert_close, fit, fsdp, in_processes, weights_of
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+
+class WholeNorm(WithoutDropout):
+    """A norm with whole weights that receives a part of the sequence in each process."""
+
+    def configure_model(self) -> None:
+        plan = {
+            "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+            "norm": PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+        }
+        parallelize_module(self.embedding, self.device_mesh["tensor_parallel"], plan["embedding"])
+        parallelize_module(self.norm, self.device_mesh["tensor_parallel"], plan["norm"])
+        cut_blocks(self)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return Net.forward(self, self.norm(self.embedding(features.unsqueeze(-1))).mean(-1))
+
+
+class WrongHeads(CutHeads):
+    """Forgets that each process has a part of the heads."""
+
+    def configure_model(self) -> None:
+        heads = self.attention.heads
+        super().configure_model()
+        self.attention.heads = heads
+
+
+class BuiltThere(CutHeads):
+    """Makes its attention where it cuts it, so that no attribute of whole layers was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = None
+
+    def configure_model(self) -> None:
+        if self.attention is None:
+            self.attention = SelfAttention(8, 4)
+        super().configure_model()
+
+
+class DroppingBlock(Block):
+    """Drops activations between layers that are cut, which draws other numbers than on one device."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(self.dropout(self.up(self.norm(hidden))))
+        return hidden + self.down(nn.functional.dropout(inner, 0.2, self.training))
+
+
+class DropsWithin(Cut):
+    """Computes such blocks again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock(7) for _ in range(3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return self.last(hidden)
+
+
+class Stateful(Cut):
+    """Has state of all kinds that a step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.noise = torch.Generator().manual_seed(4)
+        self.seen: list[int] = []
+        self.last_loss = 0.0
+
+    def on_train_start(self) -> None:
+        self.scale = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0] += self.scale
+        self.seen.append(batch_idx)
+        features = self.norm(batch[0]) + torch.rand(8, generator=self.noise) + torch.rand(8)
+        loss = super().training_step([features, batch[1]], batch_idx)
+        self.last_loss = float(loss.detach())
+        return loss
+
+
+class Uncopied(Cut):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def refusals() -> list[str]:
+    found = []
+    for kind in (WholeNorm, WrongHeads):
+        with pytest.raises(ConfigurationError) as caught:
+            fit(kind, fsdp(tensor=2), 2)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.slow
+def test_layers_that_compute_something_else_are_refused() -> None:
+    norm, heads = in_processes(2, refusals)
+    assert "In the first batch the gradient of norm." in norm
+    assert "is whole, so each process computes its gradient from all inputs of its layer" in norm
+    assert "FSDPStrategy(compare_layers=False) trains without this comparison." in norm
+    assert "In the first batch the loss differs by" in heads
+    assert "the number of heads is divided by the size of the mesh" in heads
+
+
+def untouched() -> list[Any]:
+    """Return weights and logged values with the comparison and without; called in every process."""
+    results: list[Any] = []
+    for kind in (Stateful, DropsWithin, BuiltThere):
+        outcomes = []
+        for compare in (True, False):
+            module, trainer = fit(kind, fsdp(tensor=2, compare_layers=compare), 2, accumulate_grad_batches=2, count=48)
+            seen = {"seen": torch.tensor(getattr(module, "seen", 0)), "last": getattr(module, "last_loss", 0.0)}
+            outcomes.append({**weights_of(module), **trainer.callback_metrics, **seen})
+        results.append(outcomes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module, _ = fit(Uncopied, fsdp(tensor=2), 2, batch_size=12)
+    results.append([weights_of(module), [str(warning.message) for warning in caught]])
+    return results
+
+
+@pytest.mark.slow
+def test_nothing_remains_of_the_comparison() -> None:
+    """Buffers, generators, attributes, logged values and the batch are those of a run without it, to the bit."""
+    *compared, (weights, messages) = in_processes(2, untouched)
+    for with_comparison, without in compared:
+        assert_close(without, with_comparison, tolerance=0.0)
+    one, _ = fit(Net)
+    assert_close(weights_of(one), weights)
+    (message,) = [message for message in messages if "were not compared" in message]
+    assert "TypeError: cannot pickle '_thread.lock' object" in message
+
+
+def test_nothing_is_dropped() -> None:
+    ones = torch.ones(2, 4, 8, dtype=torch.float64)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.9, dtype=torch.float64)
+    expected = attention.eval()(ones, ones, ones, need_weights=False)[0]
+    attention.train()
+    state = torch.get_rng_state()
+    with without_dropout():
+        assert torch.equal(nn.Dropout(0.9)(ones), ones)
+        assert torch.equal(nn.functional.dropout(ones, 0.9), ones)
+        assert torch.equal(nn.functional.alpha_dropout(ones, 0.9, training=True), ones)
+        assert torch.equal(attention(ones, ones, ones, need_weights=False)[0], expected)
+        attended = nn.functional.scaled_dot_product_attention(ones, ones, ones, None, 0.9)
+    assert torch.equal(attended, nn.functional.scaled_dot_product_attention(ones, ones, ones))
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,31 @@
+"""Layers forget that they were cut: they can be called with whole tensors, and cut again."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+
+from equipoise.interop.distributed.tensor_parallel import forget_cuts
+from tests.interop.distributed.test_fully_sharded import group
+
+__all__ = ["group"]
+
+
+@pytest.mark.usefixtures("group")
+def test_layers_forget_that_they_were_cut() -> None:
+    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    calls = []
+    network[0].register_forward_hook(lambda *call: calls.append(call))
+    whole = dict(network.named_parameters())
+    mesh = init_device_mesh("cpu", (1,))
+    prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    for _ in range(2):
+        parallelize_module(network, mesh, {"0": ColwiseParallel(), "1": prepare})
+        assert isinstance(network[0].weight, DTensor)
+        forget_cuts(network)
+        network[0].weight, network[0].bias = whole["0.weight"], whole["0.bias"]
+        assert type(network(torch.ones(4, 2))) is torch.Tensor
+    # Hooks of the user's stay.
+    assert len(calls) == 2
