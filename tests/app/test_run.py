@@ -411,7 +411,7 @@ def test_a_run_elsewhere(project, equipoise, elsewhere):
     """All files of a run, its continuation, its evaluation and its predictions."""
     place = "output_dir=memory://run"
     assert equipoise("fit", place)[0] == 0
-    names = {"config.yaml", "metrics.csv", "hparams.yaml", "report.html", "checkpoints"}
+    names = {"config.yaml", "metrics.csv", "hparams.yaml", "report.html", "run.json", "checkpoints"}
     assert {name.rpartition("/")[2] for name in elsewhere.ls("/run", detail=False)} == names
     assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
     code, out, _ = equipoise("fit", place, "ckpt_path=last", "trainer.max_epochs=2")

@@ -69,6 +69,8 @@ def simulate_windows() -> None:
     psutil.Process.memory_info = _memory_info
     deny_linux_files()
     restrict_files()
+    # Python would start programs as under Linux, such as git: it finds none.
+    os.environ["PATH"] = ""
     pretend_to_be("win32", "Windows")
     # That of pipes and files, in Western Europe and America.
     sys.stdout.reconfigure(encoding="cp1252")  # type: ignore[union-attr]

@@ -12,30 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.errors import CheckpointError
 from equipoise.tree import entries_of
 
-__all__ = ["add_note_on_limits", "add_note_on_loading", "add_notes"]
+__all__ = ["add_note_on_loading", "add_notes"]
 
 # Number of entries of a batch that a note describes.
 _MOST_ENTRIES = 6
 
 # Part of torch's messages for an index beyond the size, such as a label beyond the number of classes.
 _OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
-
-
-# Messages of the operating system, and what helps.
-_LIMITS = {
-    "Too many open files": (
-        "This process may not open more files. Raise the limit (`ulimit -n`), use fewer loader workers"
-        " (`num_workers`), or call `torch.multiprocessing.set_sharing_strategy('file_system')` first, since workers"
-        " pass each tensor of a batch in a file of its own."
-    ),
-    "File too large": (
-        "A file that was being written reached the most that this process, or the file system, may write in one file"
-        " (`ulimit -f`). Raise that limit, or write to another folder (`default_root_dir`, `dirpath`, `save_dir`)."
-    ),
-}
 
 
 def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
@@ -86,18 +71,6 @@ def add_note_on_loading(error: BaseException) -> None:
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
             " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
         )
-
-
-def add_note_on_limits(error: BaseException) -> None:
-    """Add a note to an error that says that a limit of the process is reached, and not what to do.
-
-    Args:
-        error: Any error of a run.
-    """
-    message = str(error)
-    for sign, note in _LIMITS.items():
-        if sign in message and not isinstance(error, CheckpointError):
-            error.add_note(note)
 
 
 def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
