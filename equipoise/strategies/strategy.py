@@ -50,16 +50,12 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
-        has_one_state: Whether all processes have the state of one after each step: gradients of a window, logged
-            values, metrics and random numbers. Then none of it is reduced, or merged for another number of processes.
-            Default: False.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
     """
 
     name: ClassVar[str] = ""
     keeps_batches_whole: ClassVar[bool] = False
-    has_one_state: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
     processes: Processes = SingleProcess()
@@ -135,12 +131,6 @@ class Strategy:
 
         Raises:
             ConfigurationError: If it cannot; the message gives the reason and a remedy.
-        """
-
-    def begin_configuration(self, module: nn.Module) -> None:
-        """Prepare what the module's `configure_model` reads, such as `self.device_mesh`; called just before that hook.
-
-        All processes call it together, and it is not called for a module without the hook.
         """
 
     def setup(self, module: nn.Module, precision: Precision) -> None:

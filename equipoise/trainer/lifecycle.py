@@ -298,7 +298,7 @@ def _separate_random_numbers(context: RunContext) -> None:
         # Those that compute one batch together draw the same numbers for it.
         _share_random_numbers(processes)
     rank = processes.data.rank
-    if context.strategy.has_one_state:
+    if context.strategy.processes.has_one_state:
         _unite_random_numbers(context)
     elif rank:
         random_state.fork(rank)

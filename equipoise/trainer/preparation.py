@@ -71,7 +71,7 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
         size_of = checking_batches(size_of)
     reduction: Any = None
     processes = strategy.processes.data
-    if processes.world_size > 1 and strategy.has_one_state:
+    if processes.world_size > 1 and processes.has_one_state:
         from equipoise.trainer.logging.agreement import LogAgreement
 
         reduction = LogAgreement(processes.gather_objects, module)
@@ -148,10 +148,12 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     hooks.call_module("setup", stage=fn)
     strategy.processes.barrier("post_setup")
 
-    # 4. Layers that the module creates on the device.
+    # 4. Layers that the module creates on the device. A strategy may prepare what the hook reads.
+    begin_configuration = getattr(strategy, "begin_configuration", None)
     for name in ("configure_sharded_model", "configure_model"):
         if is_overridden(name, module):
-            strategy.begin_configuration(module)
+            if begin_configuration is not None:
+                begin_configuration(module)
             with strategy.root_device, context.precision.init_context():
                 hooks.call_module(name)
     hooks.call_callbacks("on_configure_model_end")

@@ -14,14 +14,13 @@ from equipoise.strategies.strategy import Strategy
 # What every strategy can override or set. A duty that only one family of strategies has belongs to a collaborator:
 # `processes`, `recovery`, `portable`, `Shard` or `StrategyOptimizer`.
 MEMBERS = {
-    *("name", "devices", "keeps_batches_whole", "has_one_state"),
+    *("name", "devices", "keeps_batches_whole"),
     *("processes", "recovery", "portable"),
     *(
         "default_devices",
         "root_device",
         "connect",
         "check_module",
-        "begin_configuration",
         "setup",
         "share_batch_statistics",
         "teardown",
@@ -34,7 +33,7 @@ MEMBERS = {
 
 def test_members() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
-    assert len(MEMBERS) <= 26
+    assert len(MEMBERS) <= 24
 
 
 def test_copies_have_the_options_alone() -> None:

@@ -195,7 +195,7 @@ class FSDPStrategy(ProcessStrategy):
             self.processes.data_view = DataProcesses
 
     def begin_configuration(self, module: nn.Module) -> None:
-        """Give the module a `device_mesh`; see `Strategy.begin_configuration`."""
+        """Give the module a `device_mesh`, which its `configure_model` reads."""
         # The hook under its former name may have begun it.
         processes = self.processes
         if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):

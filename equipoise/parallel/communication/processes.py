@@ -24,6 +24,9 @@ class Processes(ABC):
         devices: Devices of the processes on this machine, by local rank; empty for a single process, whose devices are
             those of its strategy.
         processes_per_batch: Number of successive ranks that compute each batch together. Default: 1.
+        has_one_state: Whether all processes have the state of one after each step: gradients of a window, logged
+            values, metrics and random numbers. Then none of it is reduced, or merged for another number of processes.
+            Default: False.
         data_view: Returns `data` where ranks compute batches together. Default: None.
     """
 
@@ -35,6 +38,7 @@ class Processes(ABC):
     step_together: bool = True
     devices: Sequence[torch.device] = ()
     processes_per_batch: int = 1
+    has_one_state: bool = False
     data_view: "Callable[[Processes], Processes] | None" = None
 
     @property

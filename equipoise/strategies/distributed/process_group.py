@@ -29,6 +29,7 @@ class ProcessGroup(ConnectedProcesses):
         backend: Torch's backend. None: "nccl" on CUDA, else "gloo".
         on_joined: Function that is called in a process that was started here, once its rank is known.
         step_together: Whether the processes exchange gradients in each step. Default: True.
+        has_one_state: Whether all processes have the state of one after each step. Default: False.
 
     Attributes:
         device: The device of this process.
@@ -47,6 +48,7 @@ class ProcessGroup(ConnectedProcesses):
         backend: str | None,
         on_joined: Callable[[], None],
         step_together: bool = True,
+        has_one_state: bool = False,
     ) -> None:
         super().__init__()
         self.devices = tuple(devices)
@@ -54,6 +56,7 @@ class ProcessGroup(ConnectedProcesses):
         self._backend = backend
         self._on_joined = on_joined
         self.step_together = step_together
+        self.has_one_state = has_one_state
         # The rank of this process, if a launcher has started it.
         self._launched_rank = find_rank()
         if self._launched_rank is None:

@@ -63,12 +63,14 @@ class ProcessStrategy(Strategy):
     Attributes:
         steps_together: Whether the processes exchange gradients in each step, so that all of them need a batch in each
             step of manual optimisation. Default: True.
+        has_one_state: Whether all processes have the state of one after each step; see `Processes`. Default: False.
 
     Raises:
         ConfigurationError: If an argument is out of range.
     """
 
     steps_together: ClassVar[bool] = True
+    has_one_state: ClassVar[bool] = False
 
     # State of a run; None in a run of one process, which needs none.
     _run: ProcessRun | None = None
@@ -96,6 +98,7 @@ class ProcessStrategy(Strategy):
             backend=self.backend,
             on_joined=self._use_device_of_process,
             step_together=self.steps_together,
+            has_one_state=self.has_one_state,
         )
         self._group = group
         self.processes = group

@@ -26,7 +26,7 @@ class RunSteps:
         seed: Seed of the order that several processes share. Default: that of `seed_everything`.
         batch_sizes: The `batch_size` of each training loader then; None if it is not known any more.
         step_sizes: Number of samples in a step of each loader; None if it is not known any more.
-        has_one_state: Whether its processes have one state; see `Strategy`. Default: None, the run begins now.
+        has_one_state: Whether its processes have one state; see `Processes`. Default: None, the run begins now.
 
     Attributes:
         obstacle: Reason why the steps of a run with another number of processes could not be kept. Empty: they are.

@@ -173,13 +173,13 @@ class Loaders:
         # Workers of loaders that read the share of this process by themselves may draw how it is divided.
         rank = strategy.processes.data.rank if share else 0
         prepared = [self._prepare(loader, source, overfit, rank) for loader in flattened]
-        if strategy.has_one_state and not share:
+        if strategy.processes.has_one_state and not share:
             raise ConfigurationError(
                 f"use_distributed_sampler=False leaves the samples of each process to the loaders, but"
                 f" strategy={strategy.name!r} divides them itself. Leave it out."
             )
         if steps is not None:
-            steps.note_states(one=strategy.has_one_state)
+            steps.note_states(one=strategy.processes.has_one_state)
             prepared = steps.keep(prepared, strategy.processes.data, share=share)
         self._seed = seed_of_order() if steps is None else steps.seed
         self._epoch = 0

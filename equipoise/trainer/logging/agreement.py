@@ -20,7 +20,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class LogAgreement:
-    """Agreement on logged values, for strategies with `has_one_state`. It has the methods of a `LogReduction`.
+    """Agreement on logged values, for processes with `has_one_state`. It has the methods of a `LogReduction`.
 
     Steps log the same in all processes. What hooks log may follow from the batches of one process; that is refused.
 

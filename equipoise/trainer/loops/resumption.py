@@ -68,7 +68,7 @@ def resume(
         positions = positions or [position]
         position = _position_here(context, positions)
         rank = context.strategy.processes.data.rank
-        if rank >= len(positions) and not context.strategy.has_one_state:
+        if rank >= len(positions) and not context.strategy.processes.has_one_state:
             number = rank
     saving_states = ours.get("checkpoint_callbacks")
     return Resumption(context, fit, val_loop, position, loop_state, written_in, saving_states, number)
@@ -78,7 +78,7 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
     """Return the position of this process."""
     from equipoise.trainer.runtime.merged_positions import merged_position
 
-    if context.strategy.has_one_state:
+    if context.strategy.processes.has_one_state:
         return positions[0]
     processes = context.strategy.processes.data
     written_by = len(positions)

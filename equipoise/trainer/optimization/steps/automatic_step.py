@@ -63,7 +63,8 @@ class AutomaticStep(ModuleStep):
         self._count_skipped = count_skipped
         self._batch_weight = batch_weight
         # One process that computes a window together needs no weights, unless it does as several do.
-        self._is_alone = context.strategy.processes.world_size == 1 and not context.strategy.has_one_state
+        processes = context.strategy.processes
+        self._is_alone = processes.world_size == 1 and not processes.has_one_state
         is_unweighed = window.parts == 1 and self._is_alone
         self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight
         self._weight_of: WeightOf | None = self._usual_weight_of
