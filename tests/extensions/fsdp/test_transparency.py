@@ -227,8 +227,11 @@ OFTEN = [
     "plain",
     "accumulated and clipped",
     "tied weights",
+    "frozen parts",
     "attention",
     "manual optimisation",
+    "toggled optimisers",
+    "switches by hand",
     "a switch in a step",
 ]
 # Options of the strategy.
