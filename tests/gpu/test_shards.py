@@ -1,0 +1,69 @@
+"""Shards on a GPU, and over a mesh of two GPUs: equal to one CPU, in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise import FSDPStrategy, Trainer
+from tests.conftest import ignoring
+from tests.extensions.fsdp.mesh_modules import Cut
+from tests.extensions.fsdp.programs import STEP, Net, assert_close, loader, make, weights_of
+from tests.gpu.runs import CPU, GPU, QUIET
+
+pytestmark = [
+    *ignoring(r"\w+ has a `validation_step`, but"),
+    pytest.mark.not_simulated("no NCCL"),
+]
+
+SECOND_GPU = torch.device("cuda", 1)
+# Kernels of a GPU add numbers in another order than the CPU.
+TOLERANCE = 1e-10
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def fit(kind: Any, strategy: Any, devices: list[torch.device], rows: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Return the weights after two epochs with twelve samples in a step; `rows` processes have data of their own."""
+    module = make(kind)
+    options = {"precision": "64-true", "max_epochs": 2, **QUIET, **options}
+    trainer = Trainer(strategy=strategy, devices=devices, **options)
+    trainer.fit(module, loader(49, STEP // rows))
+    return {name: value.cpu() for name, value in weights_of(module).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}], ids=str)
+def test_one_gpu(options: dict[str, Any]) -> None:
+    expected = fit(Net, "single_device", [CPU], **options)
+    assert_close(expected, fit(Net, FSDPStrategy(), [GPU], **options), TOLERANCE)
+
+
+def test_offloaded_to_the_host() -> None:
+    expected = fit(Net, "single_device", [CPU])
+    assert_close(expected, fit(Net, FSDPStrategy(cpu_offload=True), [GPU]), TOLERANCE)
+
+
+def test_a_checkpoint_of_shards_is_read_by_a_cpu(tmp_path: Path) -> None:
+    expected = fit(Net, "single_device", [CPU])
+    module = make(Net)
+    options = {"precision": "64-true", **QUIET}
+    sharded = Trainer(strategy=FSDPStrategy(), devices=[GPU], max_epochs=1, **options)
+    sharded.fit(module, loader(49, STEP))
+    sharded.save_checkpoint(tmp_path / "first.ckpt")
+    module = make(Net)
+    whole = Trainer(devices=[CPU], max_epochs=2, **options)
+    whole.fit(module, loader(49, STEP), ckpt_path=tmp_path / "first.ckpt")
+    assert_close(expected, weights_of(module), TOLERANCE)
+
+
+# Two GPUs. Not run: no machine with two was at hand.
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
+def test_two_gpus(data: int, tensor: int) -> None:
+    expected = fit(Net, "single_device", [CPU])
+    strategy = FSDPStrategy(data=data, tensor=tensor)
+    assert_close(expected, fit(Cut, strategy, [GPU, SECOND_GPU], rows=data), TOLERANCE)
