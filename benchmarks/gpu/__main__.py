@@ -39,10 +39,11 @@ def main(command: list[str] | None = None) -> int:
         item = replace(item, limit=item.limit * options.patience)
         seconds_left = SECONDS * options.patience - (time.monotonic() - begun)
         outcomes.append(run_item(item, further_options(options), seconds_left))
-    seconds = time.monotonic() - begun
-    show(outcomes, seconds, is_simulated=options.simulated)
-    if options.out is not None:
-        write(options.out, outcomes, seconds, is_simulated=options.simulated)
+        seconds = time.monotonic() - begun
+        # After each item: a campaign that is ended keeps what it has found.
+        if options.out is not None:
+            write(options.out, outcomes, seconds, is_simulated=options.simulated)
+    show(outcomes, time.monotonic() - begun, is_simulated=options.simulated)
     return int(not all(outcome.is_good for outcome in outcomes))
 
 

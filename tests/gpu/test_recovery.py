@@ -152,12 +152,12 @@ class Convolution(Wide):
         )
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
-def test_convolutions_are_done_again(benchmark: bool) -> None:
+@pytest.mark.parametrize("tries_algorithms", [False, True])
+def test_convolutions_are_done_again(tries_algorithms: bool) -> None:
     """With `benchmark` cuDNN tries algorithms whose workspaces may not fit, either."""
     before = torch.backends.cudnn.benchmark
     try:
-        recovered(Convolution, benchmark=benchmark)
+        recovered(Convolution, benchmark=tries_algorithms)
     finally:
         torch.backends.cudnn.benchmark = before
 
