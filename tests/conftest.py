@@ -191,7 +191,10 @@ def ignoring(*messages: str) -> list[pytest.MarkDecorator]:
 # Nothing is left behind.
 
 _PYTESTS_OWN = "PYTEST_CURRENT_TEST"  # changes between the phases of a test
-_SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")  # whichever test comes first
+# By whichever test comes first.
+_SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# Servers of multiprocessing, whose children are examined before, and torch's compilers of kernels for a GPU.
+_ENDING_WITH_US = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "_inductor/compile_worker")
 _LIGHTNINGS_OWN = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT")  # set and never taken back; done here instead
 _PROC = Path("/proc")
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -322,12 +325,12 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Return True for multiprocessing's two servers; their children are examined before."""
+    """Return True for processes that serve this one to its end."""
     try:
         command = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return True
-    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    return any(name in command for name in _ENDING_WITH_US)
 
 
 def _children(parent: int | None = None) -> set[int]:
