@@ -12,14 +12,15 @@ from torch.utils.data import DataLoader
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
-from equipoise.extensions.timing.clock import Clock
+from equipoise.extensions.timing.clock import FIRST_STEPS, Clock
 from equipoise.extensions.timing.device_times import DeviceTimes
-from equipoise.extensions.timing.limits import Facts, describe_limit
+from equipoise.extensions.timing.limits import Facts, find_limit
 from equipoise.extensions.timing.parts import DATA, STEP, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
 from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.validation import check_whole
 
 __all__ = ["StepTimes"]
 
@@ -41,10 +42,12 @@ class StepTimes(Callback):
     Args:
         log: Log the share of each part in the time of an epoch as `time/PART`, from 0 to 1, at the end of each epoch.
             Default: False.
+        first_steps: Number of first steps. Default: 3.
 
     Attributes:
         times: The times of this process; None before the end of the first steps.
         limit: The sentence; None if nothing limits the run.
+        facts: The facts on which its remedy depends; None before the end of a fit.
 
     Example:
         >>> from equipoise import StepTimes, Trainer
@@ -54,10 +57,13 @@ class StepTimes(Callback):
         42% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=8
     """
 
-    def __init__(self, *, log: bool = False) -> None:
+    def __init__(self, *, log: bool = False, first_steps: int = FIRST_STEPS) -> None:
         self.log_shares = log
+        check_whole("first_steps", first_steps, least=1)
+        self.first_steps = first_steps
         self.times: RunTimes | None = None
         self.limit: str | None = None
+        self.facts: Facts | None = None
         self._clock: Clock | None = None
         self._pulls_batches = False
         self._is_by_hand = False
@@ -76,7 +82,7 @@ class StepTimes(Callback):
         device_times = None
         if trainer.strategy.root_device.type == "cuda":
             device_times = DeviceTimes()
-        self._clock = Clock(device_times)
+        self._clock = Clock(device_times, self.first_steps)
         self._pulls_batches = takes_iterator(pl_module, "training_step")
         self._is_by_hand = not pl_module.automatic_optimization
         self._validations = 0
@@ -123,7 +129,15 @@ class StepTimes(Callback):
     # The results.
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Exchange the times of all processes, and conclude."""
+        """Conclude, unless that was done."""
+        self.conclude(trainer)
+
+    def conclude(self, trainer: Any) -> None:
+        """Exchange the times of all processes, and conclude. It may be called before the end, by all processes.
+
+        Args:
+            trainer: The trainer of the fit.
+        """
         times = self._read_all()
         # Lightning's strategies have none.
         processes = getattr(trainer.strategy, "processes", None)
@@ -165,7 +179,10 @@ class StepTimes(Callback):
         if times is None:
             return
         self.times = times
-        self.limit = describe_limit(times, _facts(trainer, self._validations))
+        self.facts = _facts(trainer, self._validations)
+        limit = find_limit(times, self.facts)
+        if limit is not None:
+            self.limit = str(limit)
         trainer.summary_rows.update(times.rows())
         if self.limit is not None:
             trainer.summary_rows["limit"] = self.limit
