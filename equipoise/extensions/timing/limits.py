@@ -16,14 +16,14 @@ from equipoise.extensions.timing.parts import (
 )
 from equipoise.extensions.timing.run_times import RunTimes
 
-__all__ = ["SHORT_STEPS", "SLOW_PROCESS", "Facts", "Limit", "find_limit", "times_less_often"]
+__all__ = ["LEAST_SHARE", "SHORT_STEPS", "SLOW_PROCESS", "Facts", "Limit", "find_limit", "times_less_often"]
 
 # What limits a run besides the parts of a step.
 SHORT_STEPS = "short steps"
 SLOW_PROCESS = "a slow process"
 
 # Without a part of this share, a run would be 1.25 times as fast. Less is not worth a change.
-_LEAST_SHARE = 0.2
+LEAST_SHARE = 0.2
 # A remedy is for such a share.
 _GOOD_SHARE = 0.1
 # Processes differ by some percent on machines that are alike.
@@ -90,7 +90,7 @@ def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
     if times.seconds < _LEAST_SECONDS or times.steps < _LEAST_STEPS:
         return None
     short_steps = _short_steps(times, facts)
-    limits = [limit for limit in _limits(times, facts) if limit.share >= _LEAST_SHARE]
+    limits = [limit for limit in _limits(times, facts) if limit.share >= LEAST_SHARE]
     # A worker takes longer to hand over a batch than such a step takes.
     if short_steps is not None:
         limits = [limit for limit in limits if limit.part != DATA]
@@ -103,19 +103,21 @@ def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
 
 def _limits(times: RunTimes, facts: Facts) -> Iterator[Limit]:
     """Yield each part that could be smaller."""
-    less = "let it do less, or act in fewer steps"
     for name, share in times.shares().items():
         taken = f"takes {share:.0%} of the time"
         if name == DATA:
-            yield Limit(name, share, f"{share:.0%} of the time is spent waiting for data", _about_workers(facts))
+            statement = f"{share:.0%} of the time is spent waiting for data"
+            yield Limit(name, share, statement, _about_workers(facts))
         elif name == COPYING:
             yield Limit(name, share, f"copying batches to the device {taken}", "try pin_memory=True in the loader")
         elif name.startswith(CALLBACK):
-            yield Limit(name, share, f"the {name} {taken}", less)
+            yield Limit(name, share, f"the {name} {taken}", "let it do less, or act in fewer steps")
         elif name == MODULE_HOOKS:
-            yield Limit(name, share, f"hooks of the module take {share:.0%} of the time", less.replace("it", "them"))
+            statement = f"hooks of the module take {share:.0%} of the time"
+            yield Limit(name, share, statement, "let them do less, or act in fewer steps")
         elif name == LOGGERS:
-            yield _tried(name, share, f"writing to loggers {taken}", log_every_n_steps=10 * facts.log_every_n_steps)
+            every = 10 * facts.log_every_n_steps
+            yield _tried(name, share, f"writing to loggers {taken}", log_every_n_steps=every)
         elif name == CHECKPOINTS:
             remedy = f"save {times_less_often(share)} times less often"
             yield Limit(name, share, f"saving checkpoints {taken}", remedy)
@@ -146,7 +148,8 @@ def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
     settings: dict[str, int | float] = {"val_check_interval": enough}
     if enough >= facts.epoch_steps:
         settings = {"val_check_interval": 1.0, "check_val_every_n_epoch": math.ceil(enough / facts.epoch_steps)}
-    return _tried(VALIDATION, share, f"validation every {steps:,} steps takes {share:.0%} of the time", **settings)
+    statement = f"validation every {steps:,} steps takes {share:.0%} of the time"
+    return _tried(VALIDATION, share, statement, **settings)
 
 
 def times_less_often(share: float) -> int:

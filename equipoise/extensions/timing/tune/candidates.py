@@ -35,11 +35,13 @@ class Candidate:
         overrides: The overrides that make it; empty where the configuration has no key for it.
         loader: Arguments of the training DataLoader that make it instead.
         period: Number of steps after which its effects repeat. Default: 1.
+        workers: Number of workers that it names. Default: 0.
     """
 
     overrides: tuple[str, ...] = ()
     loader: dict[str, Any] = field(default_factory=dict)
     period: int = 1
+    workers: int = 0
 
     @property
     def label(self) -> str:
@@ -50,12 +52,6 @@ class Candidate:
             return "as it is"
         arguments = [f"{name}={value}" for name, value in self.loader.items()]
         return f"DataLoader({', '.join(arguments)})"
-
-    @property
-    def workers(self) -> int:
-        """The largest number of workers that it names."""
-        texts = [text.rpartition("=")[2] for text in self.overrides if "num_workers=" in text]
-        return max(map(int, [*texts, self.loader.get("num_workers", 0)]))
 
 
 def candidates_for(limit: Limit, facts: Facts, values: Mapping[str, Any], device: str) -> list[Candidate]:
@@ -113,12 +109,13 @@ def _of_loader(facts: Facts, values: Mapping[str, Any]) -> Iterator[Candidate]:
 def _loader(values: Mapping[str, Any], **arguments: Any) -> Candidate:
     """Return other arguments of the loader: overrides, if the configuration has keys for all of them."""
     overrides = []
+    workers = arguments.get("num_workers", 0)
     for name, value in arguments.items():
         key = _key_of(values, name)
         if key is None:
-            return Candidate(loader=arguments)
+            return Candidate(loader=arguments, workers=workers)
         overrides.append(f"{key}={str(value).lower()}")
-    return Candidate(tuple(overrides))
+    return Candidate(tuple(overrides), workers=workers)
 
 
 def _key_of(values: Mapping[str, Any], name: str) -> str | None:

@@ -11,8 +11,7 @@ from equipoise.app.command import present, read_flags, seconds
 from equipoise.app.compose import compose_values, main
 from equipoise.app.config.checks import import_paths
 from equipoise.app.output import remove_if_empty
-from equipoise.app.torchrun import launched_rank
-from equipoise.errors import ConfigurationError
+from equipoise.app.torchrun import check_runs_here
 from equipoise.extensions.timing.tune.candidates import candidates_for
 from equipoise.extensions.timing.tune.results import as_json, best_of, print_results
 from equipoise.extensions.timing.tune.rounds import Rounds
@@ -61,27 +60,28 @@ def _tune(
 
     # 1. The limit.
     values = compose([])
-    _check(values)
+    check_runs_here(values, "equipoise tune")
+    check_has_number(values, "equipoise tune")
     paths = [str(folder.parent) for folder in folders]
     rounds = Rounds(compose, temporary, paths, flags.get("--seconds", _SECONDS))
     _report("looking for what limits the run")
-    baseline = rounds.find()
+    rounds.find()
 
     # 2. The candidates.
     candidates = []
-    if baseline.limit is not None:
+    if rounds.limit is not None:
         with import_paths(folders):
-            candidates = candidates_for(baseline.limit, baseline.facts, values, baseline.device)
+            candidates = candidates_for(rounds.limit, rounds.facts, values, rounds.first["device"])
     if candidates:
         labels = ", ".join(candidate.label for candidate in candidates)
         _report(f"measuring {labels}")
-        rounds.measure(candidates, baseline)
+        rounds.measure(candidates)
 
     # 3. The results.
     if "--json" in flags:
-        print(as_json(baseline, rounds.rows, rounds.steps))
+        print(as_json(rounds))
     else:
-        print_results(baseline, rounds.rows, rounds.steps)
+        print_results(rounds)
     best = best_of(rounds.rows)
     if best is None:
         return ()
@@ -90,18 +90,3 @@ def _tune(
 
 def _report(activity: str) -> None:
     print(f"equipoise: {activity} ...", file=sys.stderr, flush=True)
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    """Refuse what has no meaning here."""
-    if values.get("launcher"):
-        raise ConfigurationError("equipoise tune runs on this machine; leave the launcher out.")
-    if values["trainer"].get("num_nodes") not in (None, 1):
-        raise ConfigurationError("equipoise tune runs on this machine alone; leave trainer.num_nodes out.")
-    rank = launched_rank()
-    if rank is not None:
-        raise ConfigurationError(
-            f"equipoise tune starts its processes by itself, but this is one of {rank.world_size}: {rank.origin}."
-            " Start one process."
-        )
-    check_has_number(values, "equipoise tune")

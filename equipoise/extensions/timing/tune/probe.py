@@ -125,9 +125,11 @@ class StepsProbe(Callback):
         if measured % _EVERY and trainer.world_size > 1:
             return False
         elapsed = perf_counter() - self._begun
-        waits = bool(trainer.enable_validation) and not self._has_validated and elapsed < window.patience
-        is_long = measured >= window.steps and elapsed >= window.seconds
-        return is_true_in_any(elapsed >= window.most_seconds or (is_long and not waits), trainer.strategy.processes)
+        is_over = measured >= window.steps and elapsed >= window.seconds
+        if trainer.enable_validation and not self._has_validated:
+            is_over = is_over and elapsed >= window.patience
+        is_over = is_over or elapsed >= window.most_seconds
+        return is_true_in_any(is_over, trainer.strategy.processes)
 
     def _write(self, trainer: Any) -> None:
         times = self._times.times

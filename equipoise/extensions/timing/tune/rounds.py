@@ -16,7 +16,7 @@ from equipoise.extensions.timing.tune.probe import Window
 from equipoise.extensions.timing.tune.trial import as_trial, explain, measure
 from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
-__all__ = ["Baseline", "Rounds", "Row"]
+__all__ = ["Rounds", "Row"]
 
 # The first trial takes these shares of the time: as a rule, until a validation was seen, and in any case.
 _SHARE = 1 / 12
@@ -32,29 +32,6 @@ _TIMEOUT = 600.0
 
 # Returns the configuration with overrides.
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The times of the run as it is, measured once.
-
-    Attributes:
-        step_seconds: The time of a step, with all that happens between steps.
-        shares: The share of each part.
-        facts: Facts on which remedies depend.
-        limit: What limits the run; None if nothing does.
-        device: Type of the device.
-        overhead: Seconds of the trial besides its steps.
-        left_out: Names of loggers that trials leave out.
-    """
-
-    step_seconds: float
-    shares: Mapping[str, float]
-    facts: Facts
-    limit: Limit | None
-    device: str
-    overhead: float
-    left_out: Sequence[str]
 
 
 @dataclass
@@ -87,10 +64,6 @@ class Row:
         """Note why it is not measured."""
         self.reason = reason
 
-    def seconds(self) -> float:
-        """Return the median time of a step."""
-        return median(self.step_seconds)
-
     def speeds(self, base: "Row") -> list[float]:
         """Return for each round how many times as fast it is as the run as it is; empty if it was not measured."""
         if not self.is_measured:
@@ -117,11 +90,19 @@ class Rounds:
     Attributes:
         rows: The run as it is, then the candidates.
         steps: Number of steps that were timed in each trial.
+        first: What the first trial has measured: "seconds", "steps", "shares" and "device".
+        facts: Facts on which remedies depend.
+        limit: What limits the run; None if nothing does.
+        left_out: Names of loggers that trials leave out.
     """
 
     def __init__(self, compose: Compose, folder: Path, paths: Sequence[str], seconds: float) -> None:
         self.rows = [Row(Candidate())]
         self.steps = 0
+        self.first: dict[str, Any] = {}
+        self.facts = Facts()
+        self.limit: Limit | None = None
+        self.left_out: list[str] = []
         self._compose = compose
         self._folder = folder
         self._paths = paths
@@ -129,95 +110,89 @@ class Rounds:
         self._begun = perf_counter()
         self._count = 0
 
-    def find(self) -> Baseline:
+    def find(self) -> None:
         """Find what limits the run.
 
         Raises:
             ConfigurationError: If the configuration is wrong, or there is too little time.
             StepError: If the user's program fails.
         """
-        seconds = self._seconds
         window = Window(
             first_steps=FIRST_STEPS,
             steps=_LEAST_STEPS,
-            seconds=_SHARE * seconds,
-            patience=_PATIENCE * seconds,
-            most_seconds=_MOST * seconds,
+            seconds=_SHARE * self._seconds,
+            patience=_PATIENCE * self._seconds,
+            most_seconds=_MOST * self._seconds,
         )
-        begun = perf_counter()
         try:
-            measured, left_out = self._run(Candidate(), window)
+            first = self._run(Candidate(), window)
         except CallError as error:
             if error.is_wrong_input:
                 raise ConfigurationError(str(error)) from None
             # A process that was killed has left only what it printed.
             output = "" if error.is_raised else f"\n{error.output}"
             raise StepError(f"The run fails, so there is nothing to measure:\n{error}{output.rstrip()}") from None
-        if measured["steps"] < _LEAST_STEPS:
+        if first["steps"] < _LEAST_STEPS:
+            more = math.ceil(4 * self._seconds)
             raise ConfigurationError(
-                f"Only {measured['steps']} steps were made in {measured['seconds']:.0f} s, and {_LEAST_STEPS} are"
-                f" needed: give more time, such as --seconds={math.ceil(4 * seconds)}."
+                f"Only {first['steps']} steps were made in {first['seconds']:.0f} s, and {_LEAST_STEPS} are needed:"
+                f" give more time, such as --seconds={more}."
             )
-        limit = measured["limit"]
-        return Baseline(
-            step_seconds=measured["seconds"] / measured["steps"],
-            shares=measured["shares"],
-            facts=Facts(**measured["facts"]),
-            limit=limit and Limit(**limit),
-            device=measured["device"],
-            overhead=perf_counter() - begun - measured["seconds"],
-            left_out=left_out,
-        )
+        self.first = first
+        self.facts = Facts(**first["facts"])
+        if first["limit"] is not None:
+            self.limit = Limit(**first["limit"])
 
-    def measure(self, candidates: Sequence[Candidate], baseline: Baseline) -> None:
-        """Measure candidates beside the run as it is, in turn.
-
-        Args:
-            candidates: The candidates.
-            baseline: The times of the run as it is.
-        """
+    def measure(self, candidates: Sequence[Candidate]) -> None:
+        """Measure candidates beside the run as it is, in turn."""
         # 1. The number of steps: whole periods of what happens in some steps only.
-        left = self._seconds - (perf_counter() - self._begun)
-        trials = 1 + len(candidates)
-        period = math.lcm(*(candidate.period for candidate in candidates))
-        rounds = _ROUNDS
-        while rounds > 1 and self._needed(period, baseline) * trials * rounds > left:
-            rounds -= 1
-        needed = self._needed(period, baseline) * trials * rounds
-        self.rows += [Row(candidate) for candidate in candidates]
-        if needed > 2 * left and period > _LEAST_STEPS:
-            for row in self.rows[1:]:
-                row.fail(f"it needs {period:,} steps: --seconds={math.ceil(self._seconds + needed - left)}")
+        rows = [Row(candidate) for candidate in candidates]
+        self.rows += rows
+        left = self._left()
+        step_seconds = self.first["seconds"] / self.first["steps"]
+        most_steps = left / len(self.rows) / step_seconds
+        for row in rows:
+            if row.candidate.period > max(most_steps, _LEAST_STEPS):
+                missing = row.candidate.period / most_steps
+                more = math.ceil(2 * missing * self._seconds)
+                row.fail(f"it needs {row.candidate.period:,} steps: --seconds={more}")
+        periods = [row.candidate.period for row in rows if row.reason is None]
+        period = math.lcm(*periods)
+        # Half of a trial is its start.
+        in_time = most_steps / _ROUNDS / 2
+        self.steps = period * math.ceil(max(_LEAST_STEPS, in_time) / period)
+        if not periods:
             return
-        in_time = (left / (trials * rounds) - baseline.overhead) / baseline.step_seconds
-        self.steps = period * math.ceil(max(_LEAST_STEPS, in_time - period) / period)
 
         # 2. The rounds. Workers read ahead in the first steps.
         workers = max(candidate.workers for candidate in candidates)
         window = Window(first_steps=FIRST_STEPS + 2 * workers, steps=self.steps)
-        for _ in range(rounds):
+        for done in range(_ROUNDS):
+            # One more takes as long as the mean of the others.
+            if done and self._left() < (left - self._left()) / done:
+                break
             for row in self.rows:
                 if row.reason is None:
                     self._measure_row(row, window)
 
-    def _needed(self, period: int, baseline: Baseline) -> float:
-        """Return the seconds of a trial of the fewest steps."""
-        return baseline.overhead + baseline.step_seconds * max(period, _LEAST_STEPS)
+    def _left(self) -> float:
+        """Return the seconds that trials may take from now on."""
+        return self._begun + self._seconds - perf_counter()
 
     def _measure_row(self, row: Row, window: Window) -> None:
         try:
-            measured, _ = self._run(row.candidate, window)
+            row.note(self._run(row.candidate, window))
         except (CallError, ConfigurationError) as error:
             # The last line of a traceback is the error.
             row.fail(str(error).strip().splitlines()[-1])
-        else:
-            row.note(measured)
 
-    def _run(self, candidate: Candidate, window: Window) -> tuple[dict[str, Any], list[str]]:
+    def _run(self, candidate: Candidate, window: Window) -> dict[str, Any]:
         self._count += 1
         folder = self._folder / f"trial-{self._count}"
         folder.mkdir()
-        values, left_out = as_trial(self._compose(candidate.overrides), folder)
+        values, self.left_out = as_trial(self._compose(candidate.overrides), folder)
         arguments = (values, candidate.loader, window, folder)
-        measured = call_bounded(measure, *arguments, timeout=_TIMEOUT, paths=self._paths, explain=explain)
-        return measured, left_out
+        measured: dict[str, Any] = call_bounded(
+            measure, *arguments, timeout=_TIMEOUT, paths=self._paths, explain=explain
+        )
+        return measured

@@ -10,12 +10,12 @@ import yaml
 
 from equipoise.extensions.timing import clock as clock_module
 from equipoise.extensions.timing.tune import probe, rounds
-from tests.app.conftest import equipoise
+from tests.app.conftest import equipoise, no_trace, quick
 from tests.extensions.timing.tune.passing import CLOCK, FILES
 from tests.support.bounded_calls import call_here
 from tests.support.projects import project_in
 
-__all__ = ["equipoise"]
+__all__ = ["equipoise", "no_trace", "quick"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -24,7 +24,11 @@ pytestmark = [
 ]
 
 # Enough for rounds of steps that take some seconds.
-LONG = "--seconds=1000"
+LONG = "--seconds=400"
+VALIDATED = (
+    *("data._target_=tuned.module.Validated", "module._target_=tuned.module.Validating"),
+    *("+module.validation=4.0", "trainer.val_check_interval=4"),
+)
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def tuned(project: Path, equipoise: Any) -> Any:
 
 
 def speeds(result: dict[str, Any]) -> dict[str, float]:
-    return {row["change"]: median(row["speeds"]) for row in result["rows"] if row["speeds"]}
+    return {row["label"]: median(row["speeds"]) for row in result["rows"] if row["speeds"]}
 
 
 def test_workers_for_slow_data(tuned: Any, project: Path) -> None:
@@ -81,18 +85,24 @@ def test_a_loader_without_a_key(project: Path, equipoise: Any) -> None:
 
 def test_frequent_validation(tuned: Any) -> None:
     """Trials are whole periods: 4 steps of a second and a validation of 4; every 36 steps the latter takes a tenth."""
-    validated = (
-        "data._target_=tuned.module.Validated",
-        "module._target_=tuned.module.Validating",
-        "+module.validation=4.0",
-        "trainer.val_check_interval=4",
-    )
-    result = tuned(*validated, "--seconds=3000")
+    result = tuned(*VALIDATED, "--seconds=700")
     assert result["limit"] == "validation"
     remedy = result["rows"][1]
-    assert remedy["overrides"] == ["trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=2"]
+    assert remedy["candidate"]["overrides"] == ["trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=2"]
     assert median(remedy["speeds"]) == pytest.approx(2 / (1 + 4 / 48), rel=1e-9)
     assert result["steps"] % 48 == 0
+
+
+def test_a_remedy_that_takes_too_long(tuned: Any) -> None:
+    """It needs two epochs, which do not fit; the others are measured."""
+    result = tuned(*VALIDATED, "--seconds=350")
+    assert result["rows"][1]["reason"].startswith("it needs 48 steps: --seconds=")
+    assert result["steps"] == 20
+    assert speeds(result)["data.num_workers=2"] == 1.0
+    assert (
+        result["sentence"]
+        == "validation every 4 steps takes 50% of the time, and nothing that was tried makes it faster."
+    )
 
 
 def test_a_callback_acts_less_often(tuned: Any) -> None:
@@ -160,4 +170,4 @@ def test_trials_in_processes(tmp_path: Path, equipoise: Any) -> None:
     with project_in(tmp_path, FILES, "tuned"):
         code, out, complaint = equipoise("tune", "--json", "--seconds=5", "strategy=ddp", "trainer.devices=[cpu,cpu]")
     assert code == 0, complaint
-    assert json.loads(out)["step_seconds"] > 0
+    assert sum(json.loads(out)["shares"].values()) == pytest.approx(1.0)
