@@ -1,0 +1,1 @@
+"""A project in which limits are planted by arguments."""
