@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.campaign import Row
 from benchmarks.gpu.measuring import Setting
-from benchmarks.gpu.memory import MIB, collected
+from benchmarks.gpu.memory import MIB, collected, make_workspaces
 from benchmarks.gpu.networks import QUIET, Task, Training, convolution, mlp, transformer
 from benchmarks.gpu.steps import quiet
 from equipoise import Callback, Trainer
@@ -55,6 +55,7 @@ class AllocatedPeak(Callback):
 def predictions(setting: Setting) -> Iterator[Row]:
     """Compare predicted with measured peaks."""
     quiet()
+    make_workspaces(setting)
     for task in (mlp(setting), convolution(setting), transformer(setting)):
         # Each prediction starts a process.
         for precision in setting.pick(PRECISIONS, PRECISIONS[:1]):

@@ -20,7 +20,7 @@ from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.strategies.distributed.process_group import ProcessGroup
 
-__all__ = ["agree_with_first", "check_can_share", "is_first", "launched_rank", "refuse_sweep"]
+__all__ = ["agree_with_first", "check_can_share", "check_runs_here", "is_first", "launched_rank", "refuse_sweep"]
 
 # Seconds until all processes have come: those of other machines may start later.
 _MEETING = 1800.0
@@ -68,6 +68,28 @@ def check_can_share(values: Mapping[str, Any], rank: Rank) -> None:
         )
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         refuse_sweep(rank)
+
+
+def check_runs_here(values: Mapping[str, Any], command: str) -> None:
+    """Check that a command that starts processes of its own is one process on one machine.
+
+    Args:
+        values: The configuration.
+        command: The command, for the message.
+
+    Raises:
+        ConfigurationError: If there is a launcher, or another machine or process.
+    """
+    if values.get("launcher"):
+        raise ConfigurationError(f"{command} runs on the devices of this machine; leave the launcher out.")
+    if values["trainer"].get("num_nodes") not in (None, 1):
+        raise ConfigurationError(f"{command} runs on this machine alone; leave trainer.num_nodes out.")
+    rank = launched_rank()
+    if rank is not None:
+        raise ConfigurationError(
+            f"{command} starts its processes by itself, but this is one of {rank.world_size}: {rank.origin}. Start one"
+            " process."
+        )
 
 
 def refuse_sweep(rank: Rank) -> None:

@@ -34,7 +34,7 @@ comes last. The loop that fires them:
 fails or is interrupted, `on_out_of_memory` when a batch does not fit.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -120,6 +120,10 @@ class Callback(_LightningCallback):
             A function with the same arguments and result; `function` itself if nothing is to be changed.
         """
         return function
+
+    def progress_values(self) -> Mapping[str, Any]:
+        """Return values for `ProgressBar`, by name, when it is redrawn; they are shown after the logged ones."""
+        return {}
 
     def on_out_of_memory(
         self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent

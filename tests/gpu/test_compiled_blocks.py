@@ -1,4 +1,4 @@
-"""Compiled blocks compute on a GPU what eager ones compute. Not run on a GPU yet."""
+"""Compiled blocks compute on a GPU what eager ones compute. Not run on two GPUs yet."""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,6 +14,7 @@ from typing import Any
 import rich
 from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 
+from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.progress.display import Display
 from equipoise.callbacks.progress.drawing import Drawing
@@ -374,7 +375,12 @@ class ProgressBar(_LightningProgressBar):
 
     def _metrics(self, drawing: Drawing, *, wait: bool) -> dict[str, Any]:
         self._wait_for_values = wait
-        return self.get_metrics(drawing.trainer, drawing.module)
+        metrics = dict(self.get_metrics(drawing.trainer, drawing.module))
+        for callback in drawing.trainer.callbacks:
+            # Others are Lightning's.
+            if isinstance(callback, Callback):
+                metrics |= callback.progress_values()
+        return metrics
 
 
 def _check_interval(name: str, seconds: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
-from equipoise.app.torchrun import launched_rank
+from equipoise.app.torchrun import check_runs_here
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.candidates.candidate import batch_size_of
 from equipoise.extensions.comparison.candidates.candidates import chosen_candidates
@@ -68,18 +68,7 @@ def show_comparison(arguments: Sequence[str], folders: Sequence[Path]) -> None:
 
 def _check(values: dict[str, Any], options: Options) -> None:
     """Refuse what has no meaning here, or would fail in the end."""
-    # 1. Several processes or machines.
-    if values.get("launcher"):
-        raise ConfigurationError("equipoise compare runs on the devices of this machine; leave the launcher out.")
-    if values["trainer"].get("num_nodes") not in (None, 1):
-        raise ConfigurationError("equipoise compare runs on this machine alone; leave trainer.num_nodes out.")
-    rank = launched_rank()
-    if rank is not None:
-        raise ConfigurationError(
-            f"equipoise compare starts its processes by itself, but this is one of {rank.world_size}: {rank.origin}."
-            " Start one process."
-        )
-    # 2. The batch size, and flags.
+    check_runs_here(values, "equipoise compare")
     check_has_number(values, "equipoise compare")
     if options.searches_largest and batch_size_of(values) is None:
         raise ConfigurationError("--largest changes data.batch_size, but the data have no such key with a number.")

@@ -34,7 +34,7 @@ def added_sections(trainer: Any, module: Any) -> Sequence[ReportSection]:
 
 
 def _as_text(section: Any) -> ReportSection:
-    """Return a section whose parts are text, so that the page can draw it.
+    """Return a section whose parts are text and numbers, so that the page can draw it.
 
     Raises:
         ConfigurationError: If it is no section, or the rows of its table differ in length.
@@ -47,4 +47,7 @@ def _as_text(section: Any) -> ReportSection:
     lengths = {len(row) for row in table}
     if len(lengths) > 1:
         raise ConfigurationError(f"All rows of its table must have as many cells as the first, not {sorted(lengths)}.")
-    return ReportSection(str(section.title), str(section.text), table)
+    lines = {}
+    for name, points in section.lines.items():
+        lines[str(name)] = [(float(x), float(y)) for x, y in points]
+    return ReportSection(str(section.title), str(section.text), table, lines)

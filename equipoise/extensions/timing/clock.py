@@ -22,14 +22,16 @@ class Clock:
 
     Args:
         device_times: Follows the steps on a CUDA device; None without one.
+        first_steps: Number of first steps. Default: 3.
 
     Attributes:
         steps: Steps so far.
         first_seconds: Duration of the first steps.
     """
 
-    def __init__(self, device_times: DeviceTimes | None = None) -> None:
+    def __init__(self, device_times: DeviceTimes | None = None, first_steps: int = FIRST_STEPS) -> None:
         self.device_times = device_times
+        self.first_steps = first_steps
         self.steps = 0
         self.first_seconds = 0.0
         self._begun = perf_counter()
@@ -43,7 +45,7 @@ class Clock:
         """Number of steps after the first ones."""
         if not self._is_past_first:
             return 0
-        return self.steps - FIRST_STEPS
+        return self.steps - self.first_steps
 
     def elapsed(self) -> float:
         """Return the seconds since the end of the first steps."""
@@ -79,7 +81,7 @@ class Clock:
             function = device_times.marking(function, cell.part)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.steps == FIRST_STEPS:
+            if self.steps == self.first_steps:
                 self._begin_anew()
             if device_times is not None:
                 device_times.begin_step()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from equipoise.extensions.timing.parts import (
     CALLBACK,
@@ -16,10 +16,14 @@ from equipoise.extensions.timing.parts import (
 )
 from equipoise.extensions.timing.run_times import RunTimes
 
-__all__ = ["Facts", "describe_limit"]
+__all__ = ["LEAST_SHARE", "SHORT_STEPS", "SLOW_PROCESS", "Facts", "Limit", "find_limit", "times_less_often"]
+
+# What limits a run besides the parts of a step.
+SHORT_STEPS = "short steps"
+SLOW_PROCESS = "a slow process"
 
 # Without a part of this share, a run would be 1.25 times as fast. Less is not worth a change.
-_LEAST_SHARE = 0.2
+LEAST_SHARE = 0.2
 # A remedy is for such a share.
 _GOOD_SHARE = 0.1
 # Processes differ by some percent on machines that are alike.
@@ -58,43 +62,75 @@ class Facts:
     compiles: bool = False
 
 
-def describe_limit(times: RunTimes, facts: Facts) -> str | None:
-    """Return a sentence about the part that limits a run most; None if nothing does, or the run was short."""
+@dataclass(frozen=True)
+class Limit:
+    """The part that limits a run.
+
+    Attributes:
+        part: Its name among the parts of the times, `SHORT_STEPS` or `SLOW_PROCESS`.
+        share: Its share of the time.
+        statement: What takes this share.
+        remedy: What to do.
+        settings: Arguments of the trainer that are the remedy, if it is one of these alone. Default: none.
+    """
+
+    part: str
+    share: float
+    statement: str
+    remedy: str
+    settings: dict[str, int | float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the sentence."""
+        return f"{self.statement}: {self.remedy}"
+
+
+def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
+    """Return the part that limits a run most; None if nothing does, or the run was short."""
     if times.seconds < _LEAST_SECONDS or times.steps < _LEAST_STEPS:
         return None
-    short_steps = _about_short_steps(times, facts)
-    limits = [(share, text) for share, text in _limits(times, facts) if share >= _LEAST_SHARE]
+    short_steps = _short_steps(times, facts)
+    limits = [limit for limit in _limits(times, facts) if limit.share >= LEAST_SHARE]
     # A worker takes longer to hand over a batch than such a step takes.
     if short_steps is not None:
-        limits = [(share, text) for share, text in limits if "num_workers" not in text]
+        limits = [limit for limit in limits if limit.part != DATA]
     if limits:
-        return max(limits)[1]
+        return max(limits, key=lambda limit: limit.share)
     if times.waiting_share() >= _LEAST_WAITING:
-        return _about_processes(times)
+        return _slow_process(times)
     return short_steps
 
 
-def _limits(times: RunTimes, facts: Facts) -> Iterator[tuple[float, str]]:
-    """Yield the share and the sentence of each part that could be smaller."""
+def _limits(times: RunTimes, facts: Facts) -> Iterator[Limit]:
+    """Yield each part that could be smaller."""
     for name, share in times.shares().items():
-        percent = f"{share:.0%}"
+        taken = f"takes {share:.0%} of the time"
         if name == DATA:
-            yield share, f"{percent} of the time is spent waiting for data: {_about_workers(facts)}"
+            statement = f"{share:.0%} of the time is spent waiting for data"
+            yield Limit(name, share, statement, _about_workers(facts))
         elif name == COPYING:
-            yield share, f"copying batches to the device takes {percent} of the time: try pin_memory=True in the loader"
+            yield Limit(name, share, f"copying batches to the device {taken}", "try pin_memory=True in the loader")
         elif name.startswith(CALLBACK):
-            yield share, f"the {name} takes {percent} of the time: let it do less, or act in fewer steps"
+            yield Limit(name, share, f"the {name} {taken}", "let it do less, or act in fewer steps")
         elif name == MODULE_HOOKS:
-            yield share, f"hooks of the module take {percent} of the time: let them do less, or act in fewer steps"
+            statement = f"hooks of the module take {share:.0%} of the time"
+            yield Limit(name, share, statement, "let them do less, or act in fewer steps")
         elif name == LOGGERS:
             every = 10 * facts.log_every_n_steps
-            yield share, f"writing to loggers takes {percent} of the time: try log_every_n_steps={every}"
+            yield _tried(name, share, f"writing to loggers {taken}", log_every_n_steps=every)
         elif name == CHECKPOINTS:
-            yield share, f"saving checkpoints takes {percent} of the time: save {_factor(share)} times less often"
+            remedy = f"save {times_less_often(share)} times less often"
+            yield Limit(name, share, f"saving checkpoints {taken}", remedy)
         elif name == VALIDATION and facts.validations:
-            yield share, _about_validation(times, facts, share)
+            yield _validation(times, facts, share)
         elif name == EXCHANGE and share > 2 * times.waiting_share():
-            yield share, f"exchanging gradients takes {percent} of the time: try accumulate_grad_batches=4"
+            yield _tried(name, share, f"exchanging gradients {taken}", accumulate_grad_batches=4)
+
+
+def _tried(part: str, share: float, statement: str, **settings: int | float) -> Limit:
+    """Return a limit whose remedy is arguments of the trainer."""
+    texts = [f"{name}={value}" for name, value in settings.items()]
+    return Limit(part, share, statement, f"try {' and '.join(texts)}", settings)
 
 
 def _about_workers(facts: Facts) -> str:
@@ -106,39 +142,51 @@ def _about_workers(facts: Facts) -> str:
     return f"the loader has num_workers={facts.num_workers}: prepare the samples once, before training"
 
 
-def _about_validation(times: RunTimes, facts: Facts, share: float) -> str:
+def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
     steps = math.ceil(times.steps / facts.validations)
-    enough = steps * _factor(share)
-    if enough < facts.epoch_steps:
-        remedy = f"val_check_interval={enough}"
-    else:
-        remedy = f"val_check_interval=1.0 and check_val_every_n_epoch={math.ceil(enough / facts.epoch_steps)}"
-    return f"validation every {steps:,} steps takes {share:.0%} of the time: try {remedy}"
+    enough = steps * times_less_often(share)
+    settings: dict[str, int | float] = {"val_check_interval": enough}
+    if enough >= facts.epoch_steps:
+        settings = {"val_check_interval": 1.0, "check_val_every_n_epoch": math.ceil(enough / facts.epoch_steps)}
+    statement = f"validation every {steps:,} steps takes {share:.0%} of the time"
+    return _tried(VALIDATION, share, statement, **settings)
 
 
-def _factor(share: float) -> int:
-    """Return how many times less often something must happen to take a good share of the time."""
+def times_less_often(share: float) -> int:
+    """Return how many times less often something must happen to take a good share of the time.
+
+    Args:
+        share: The share that it takes now.
+
+    Example:
+        >>> times_less_often(0.5)
+        9
+    """
     return math.ceil(share / (1 - share) * (1 - _GOOD_SHARE) / _GOOD_SHARE)
 
 
-def _about_processes(times: RunTimes) -> str:
+def _slow_process(times: RunTimes) -> Limit:
     longest = max(times.ranks)
     slowest = times.ranks.index(longest)
-    waiting = times.waiting_share() * times.seconds
-    more = longest / (longest - waiting) - 1
-    return (
-        f"rank {slowest} is {more:.0%} slower than the others, which wait {times.waiting_share():.0%} of the time for"
-        " it: give it fewer samples, as strategy=ddp with shares='auto' does, or look for other work on its device"
+    share = times.waiting_share()
+    more = longest / (longest - share * times.seconds) - 1
+    return Limit(
+        SLOW_PROCESS,
+        share,
+        f"rank {slowest} is {more:.0%} slower than the others, which wait {share:.0%} of the time for it",
+        "give it fewer samples, as strategy=ddp with shares='auto' does, or look for other work on its device",
     )
 
 
-def _about_short_steps(times: RunTimes, facts: Facts) -> str | None:
+def _short_steps(times: RunTimes, facts: Facts) -> Limit | None:
     seconds = times.step_seconds()
     if seconds >= _CALLS_SECONDS or facts.compiles:
         return None
     if facts.batch_size is None or facts.batch_size >= _LARGE_BATCH:
         return None
-    return (
-        f"a step takes {1e6 * seconds:.0f} µs, mostly for calls of operations that compute little: try a larger"
-        f" batch_size than {facts.batch_size}, or compile=True"
+    return Limit(
+        SHORT_STEPS,
+        1.0,
+        f"a step takes {1e6 * seconds:.0f} µs, mostly for calls of operations that compute little",
+        f"try a larger batch_size than {facts.batch_size}, or compile=True",
     )

@@ -8,20 +8,23 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
-from equipoise.extensions.timing.clock import Clock
+from equipoise.extensions.timing.clock import FIRST_STEPS, Clock
 from equipoise.extensions.timing.device_times import DeviceTimes
-from equipoise.extensions.timing.limits import Facts, describe_limit
+from equipoise.extensions.timing.limits import LEAST_SHARE, Facts, find_limit
 from equipoise.extensions.timing.parts import DATA, STEP, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
 from equipoise.interop.lightning.classes import is_a, takes_iterator
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.validation import check_whole
 
 __all__ = ["StepTimes"]
+
+_MOST_EPOCHS = 500
 
 
 class StepTimes(Callback):
@@ -41,10 +44,13 @@ class StepTimes(Callback):
     Args:
         log: Log the share of each part in the time of an epoch as `time/PART`, from 0 to 1, at the end of each epoch.
             Default: False.
+        first_steps: Number of first steps. Default: 3.
 
     Attributes:
         times: The times of this process; None before the end of the first steps.
         limit: The sentence; None if nothing limits the run.
+        facts: The facts on which its remedy depends; None before the end of a fit.
+        history: For each epoch the step at its end, and the share of each part; at most 500, thinned.
 
     Example:
         >>> from equipoise import StepTimes, Trainer
@@ -54,16 +60,22 @@ class StepTimes(Callback):
         42% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=8
     """
 
-    def __init__(self, *, log: bool = False) -> None:
+    def __init__(self, *, log: bool = False, first_steps: int = FIRST_STEPS) -> None:
         self.log_shares = log
+        check_whole("first_steps", first_steps, least=1)
+        self.first_steps = first_steps
         self.times: RunTimes | None = None
         self.limit: str | None = None
+        self.facts: Facts | None = None
+        self.history: list[tuple[int, dict[str, float]]] = []
         self._clock: Clock | None = None
         self._pulls_batches = False
         self._is_by_hand = False
         self._validations = 0
         # Seconds of the run and of its cells at the end of the last epoch.
         self._earlier: tuple[float, dict[Cell, float]] = (0.0, {})
+        # The same at the last look of a progress bar.
+        self._shown: tuple[float, dict[Cell, float]] = (0.0, {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the results, without the clock of a run."""
@@ -76,11 +88,13 @@ class StepTimes(Callback):
         device_times = None
         if trainer.strategy.root_device.type == "cuda":
             device_times = DeviceTimes()
-        self._clock = Clock(device_times)
+        self._clock = Clock(device_times, self.first_steps)
         self._pulls_batches = takes_iterator(pl_module, "training_step")
         self._is_by_hand = not pl_module.automatic_optimization
         self._validations = 0
         self._earlier = (0.0, {})
+        self._shown = (0.0, {})
+        self.history = []
         self.times = None
         self.limit = None
 
@@ -111,19 +125,44 @@ class StepTimes(Callback):
             clock.device_times.leave_out()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Log the shares of the epoch, if that is wanted."""
+        """Note the shares of the epoch, and log them, if that is wanted."""
         clock = self._clock
-        if clock is None or not clock.measured_steps or not self.log_shares:
+        if clock is None or not clock.measured_steps:
             return
-        times = self._read(clock, self._earlier)
+        shares = self._read(clock, self._earlier).shares()
         self._earlier = (clock.elapsed(), clock.seconds())
-        for name, share in times.shares().items():
+        self.history.append((trainer.global_step, shares))
+        # A long run keeps every second, fourth, eighth ... epoch of its past.
+        if len(self.history) > _MOST_EPOCHS:
+            del self.history[::2]
+        if not self.log_shares:
+            return
+        for name, share in shares.items():
             pl_module.log(f"time/{name.replace(' ', '_')}", share)
+
+    def progress_values(self) -> dict[str, str]:
+        """Return a word where data are late: the share of the time since the last redraw that was spent waiting."""
+        clock = self._clock
+        if clock is None or not clock.measured_steps:
+            return {}
+        share = self._read(clock, self._shown).shares().get(DATA, 0.0)
+        self._shown = (clock.elapsed(), clock.seconds())
+        if share < LEAST_SHARE:
+            return {}
+        return {"data": f"late {share:.0%}"}
 
     # The results.
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Exchange the times of all processes, and conclude."""
+        """Conclude, unless that was done."""
+        self.conclude(trainer)
+
+    def conclude(self, trainer: Any) -> None:
+        """Exchange the times of all processes, and conclude. It may be called before the end, by all processes.
+
+        Args:
+            trainer: The trainer of the fit.
+        """
         times = self._read_all()
         # Lightning's strategies have none.
         processes = getattr(trainer.strategy, "processes", None)
@@ -165,7 +204,10 @@ class StepTimes(Callback):
         if times is None:
             return
         self.times = times
-        self.limit = describe_limit(times, _facts(trainer, self._validations))
+        self.facts = _facts(trainer, self._validations)
+        limit = find_limit(times, self.facts)
+        if limit is not None:
+            self.limit = str(limit)
         trainer.summary_rows.update(times.rows())
         if self.limit is not None:
             trainer.summary_rows["limit"] = self.limit
@@ -182,7 +224,8 @@ def _has_summary(trainer: Any) -> bool:
 def _facts(trainer: Any, validations: int) -> Facts:
     """Return the facts on which the sentence depends."""
     loader = trainer.train_dataloader
-    if not isinstance(loader, DataLoader):
+    # Workers of a stream each read all of it, unless it shares itself out.
+    if not isinstance(loader, DataLoader) or (isinstance(loader.dataset, IterableDataset) and not loader.num_workers):
         loader = None
     epoch_steps = trainer.num_training_batches
     return Facts(

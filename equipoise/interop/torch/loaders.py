@@ -1,7 +1,7 @@
 """Copies of torch's loaders that read something else; the private names that they need have fallbacks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, default_collate
@@ -11,6 +11,7 @@ from equipoise.interop.adapters import find
 __all__ = [
     "collates_tensors_by_stacking",
     "iterator_of",
+    "with_arguments",
     "with_collated_batches",
     "with_dataset",
     "with_own_iterator",
@@ -21,6 +22,8 @@ __all__ = [
 _collate_functions: dict[Any, Any] | None = find("torch.utils.data._utils.collate.default_collate_fn_map")
 # The attribute in which a loader with `persistent_workers` keeps its iterator.
 _ITERATOR = "_iterator"
+# Batches for each worker, torch's default.
+_PREFETCH_FACTOR = 2
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any, *, batches: bool = False) -> DataLoader[Any]:
@@ -50,6 +53,24 @@ def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
     """Return a copy of a loader that reads another dataset; `with_sampler` explains the copy."""
     other = with_own_iterator(loader)
     vars(other)["dataset"] = dataset
+    return other
+
+
+def with_arguments(loader: DataLoader[Any], arguments: Mapping[str, Any]) -> DataLoader[Any]:
+    """Return a copy of a loader with other workers; `with_sampler` explains the copy.
+
+    Args:
+        loader: The loader.
+        arguments: `num_workers`, `persistent_workers` and `pin_memory`, as far as they change.
+    """
+    other = with_own_iterator(loader)
+    state = vars(other)
+    state |= arguments
+    # As the constructor does.
+    if state["num_workers"] == 0:
+        state |= {"prefetch_factor": None, "persistent_workers": False}
+    elif state["prefetch_factor"] is None:
+        state["prefetch_factor"] = _PREFETCH_FACTOR
     return other
 
 

@@ -4,6 +4,7 @@ A bound hook is one callable for all callbacks and the module that override it, 
 current hook, which `self.log` reads, and returns the module's result. A hook that is not overridden is bound as None.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -245,7 +246,8 @@ class Hooks:
             module: A copy of the module, whose method is returned. Default: the module itself.
         """
         step: Hook = getattr(self.module if module is None else module, name)
-        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+        # Strategies put functions around it, one around another.
+        if is_param_in_hook_signature(inspect.unwrap(step), "batch_idx", min_args=2):
             return step
 
         def run(batch: Any, batch_idx: int, *rest: int) -> Any:

@@ -197,6 +197,16 @@ class Weighted(Net):
         return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
 
 
+class WithoutIndex(Net):
+    """Its steps take the batch alone."""
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+    def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+        super().validation_step(batch, 0)
+
+
 # Runs
 
 # The module, and the options of the trainer. The ends are ragged unless a count says otherwise.
@@ -213,6 +223,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an unused layer": (Unused, {}),
     "attention": (Attention, {}),
     "recurrent": (Recurrent, {}),
+    "steps without an index": (WithoutIndex, {}),
     "weighted": (Weighted, {"accumulate_grad_batches": 2}),
     "activation checkpointing": (Net, {"activation_checkpointing": ["blocks.*"]}),
     "activation checkpointing around units": (Attention, {"activation_checkpointing": ["encoder"]}),
@@ -229,6 +240,7 @@ OFTEN = [
     "tied weights",
     "frozen parts",
     "attention",
+    "steps without an index",
     "manual optimisation",
     "toggled optimisers",
     "switches by hand",

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from equipoise import StepTimes
-from equipoise.extensions.timing.limits import Facts, describe_limit
+from equipoise.extensions.timing.limits import Facts, find_limit
 from equipoise.extensions.timing.run_times import RunTimes
 from tests.extensions.timing.programs import Slow, Ticking, Validated, fit, loader
 from tests.support.callback_runs import Clock
@@ -187,6 +187,11 @@ def test_a_healthy_program_has_no_sentence(clock: Clock, tmp_path: Path, program
 
 
 # Remedies that depend on more than a program shows.
+
+
+def describe_limit(times: RunTimes, facts: Facts) -> str | None:
+    limit = find_limit(times, facts)
+    return None if limit is None else str(limit)
 
 
 def times(steps: int = 100, ranks: Any = (), **parts: float) -> RunTimes:

@@ -1,19 +1,25 @@
 """Each second of a run belongs to one part, whatever contains what."""
 
+import io
 import pickle
 from typing import Any
 
 import lightning as L
 import pytest
+import rich
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
 from torch import Tensor
 
 import equipoise
 from equipoise import RunSummary, StepTimes
 from equipoise.extensions.report.added_sections import added_sections
+from equipoise.extensions.report.page.sections import added_section
+from equipoise.extensions.timing import step_times
 from equipoise.extensions.timing.clock import FIRST_STEPS
+from tests.extensions.report.page.parsing import parse
 from tests.extensions.timing.programs import FIRST, STEPS, Slow, Ticking, Validated, fit, loader
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock
 from tests.support.quiet import QUIET
@@ -219,3 +225,67 @@ def test_what_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None
     assert section.title == "Time"
     assert ("backward", "17.4%", "42 s") in [tuple(row) for row in section.table]
     assert times.limit in section.text
+
+
+# The progress bar.
+
+
+class Looking(equipoise.Callback):
+    """Looks as a bar does, after some batches."""
+
+    def __init__(self, times: StepTimes, every: int) -> None:
+        self.times = times
+        self.every = every
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.every == 0:
+            self.shown.append(self.times.progress_values())
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(3.5, {"data": "late 50%"}), (0.5, {})])
+def test_a_word_where_data_are_late(clock: Clock, seconds: float, word: Any) -> None:
+    """Each look counts from the one before, and there is none in the first steps."""
+    times = StepTimes()
+    looking = Looking(times, every=3)
+    run = trainer(callbacks=[times, looking])
+    run.fit(Ticking(clock), loader(clock, seconds))
+    assert looking.shown == [{}] + [word] * 7
+    assert times.progress_values() == {}
+
+
+def test_the_bar_shows_the_word(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(rich, "get_console", lambda: Console(file=output, width=160))
+    bar = equipoise.ProgressBar()
+    run = trainer(callbacks=[StepTimes(), bar], enable_progress_bar=True, max_epochs=2)
+    run.fit(Ticking(clock), loader(clock, 3.5))
+    assert "data late 50%" in output.getvalue()
+
+
+# The report.
+
+
+def test_the_report_stacks_the_parts_of_epochs(clock: Clock, tmp_path: Any) -> None:
+    """The lines are upper borders: waiting 3.5 of 7 seconds, then backward 2, forward 1 and the optimiser 0.5."""
+    times, run = fit(Ticking(clock), loader(clock, 3.5), max_epochs=3)
+    (section,) = [each for each in added_sections(run, run.lightning_module) if each.title == "Time"]
+    borders = {"waiting for data": 50.0, "backward": 550 / 7, "forward": 650 / 7, "optimiser": 100.0}
+    for name, height in borders.items():
+        assert [step for step, _ in section.lines[name]] == [24, 48, 72]
+        assert [y for _, y in section.lines[name]] == pytest.approx([height] * 3, rel=1e-12)
+    figure = parse(str(added_section(section))).one("figure")
+    assert "waiting for data, backward, forward, optimiser" in figure.text
+    assert len(times.history) == 3
+
+
+def test_the_history_of_a_long_run_is_thinned(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_MOST_EPOCHS", 4)
+    times, _ = fit(Ticking(clock), loader(clock, samples=4), max_epochs=7)
+    assert [step for step, _ in times.history] == [8, 16, 24, 28]
+
+
+def test_one_epoch_has_no_chart(clock: Clock) -> None:
+    _, run = fit(Ticking(clock), loader(clock))
+    (section,) = [each for each in added_sections(run, run.lightning_module) if each.title == "Time"]
+    assert section.lines == {}

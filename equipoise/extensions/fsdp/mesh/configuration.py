@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, part_of
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, is_cut, part_of
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.distributed.tensor_parallel import forget_cuts
 from equipoise.parallel.communication.processes import Processes
@@ -175,17 +175,6 @@ def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Par
         # A tied parameter stays tied.
         replaced[name] = wholes.get(id(parameter), parameter)
     return replaced
-
-
-def is_cut(parameter: Tensor) -> bool:
-    """Return True if each process of a row holds another part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if TENSOR not in names:
-        return False
-    placement = parameter.placements[names.index(TENSOR)]
-    return not placement.is_replicate()
 
 
 def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:

@@ -5,10 +5,11 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["DATA", "TENSOR", "Size", "check_size", "make_mesh", "part_of", "sizes_of"]
+__all__ = ["DATA", "TENSOR", "Size", "check_size", "is_cut", "make_mesh", "part_of", "row_placement", "sizes_of"]
 
 # The dimensions have the names that modules written for Lightning's ModelParallelStrategy read.
 DATA = "data_parallel"
@@ -81,3 +82,20 @@ def part_of(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.to_local()
     return part
+
+
+def row_placement(tensor: Tensor) -> Placement | None:
+    """Return how a tensor lies over the processes of a row; None if it does not lie over a row."""
+    if not isinstance(tensor, DTensor):
+        return None
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if TENSOR not in names:
+        return None
+    placement: Placement = tensor.placements[names.index(TENSOR)]
+    return placement
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Return True if each process of a row holds another part of a tensor."""
+    placement = row_placement(tensor)
+    return placement is not None and not placement.is_replicate()

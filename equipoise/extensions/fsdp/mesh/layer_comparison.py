@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR
+from equipoise.extensions.fsdp.mesh.grid import DATA, is_cut
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
@@ -251,7 +252,7 @@ class LayerComparison:
             of_all = tolerance.floor * largest
             allowed = max(of_parameter, of_all, _LEAST)
             share = difference / (size or 1.0)
-            noted = _Difference(difference / allowed, share, name, _is_cut(parameter))
+            noted = _Difference(difference / allowed, share, name, is_cut(parameter))
             differences.append(noted)
         return differences
 
@@ -300,29 +301,16 @@ def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
 
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
-    detached: Any = tensor.detach()
+    detached = tensor.detach()
     if isinstance(detached, DTensor):
-        detached = detached.full_tensor()
-    gathered: Tensor = detached
-    return gathered
+        return gather_whole(detached)
+    return detached
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return _whole_of(parameter.grad)
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    """Return True if a parameter is cut over a row."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if TENSOR not in names:
-        return False
-    dimension = names.index(TENSOR)
-    placement = parameter.placements[dimension]
-    return not placement.is_replicate()
 
 
 def _copied(batch: Any) -> Any:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of
+from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of, row_placement
+from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_overridden
@@ -142,19 +143,16 @@ def _gathered(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     if not isinstance(detached, DTensor):
         return detached.clone()
-    full: Tensor = detached.full_tensor()
-    return full
+    return gather_whole(detached)
 
 
 def _like(parameter: nn.Parameter, full: Tensor) -> Tensor:
     """Return a whole tensor as the parameter of a plan over one process has it; layers of that plan expect it so."""
-    if not isinstance(parameter, DTensor):
+    placement = row_placement(parameter)
+    if placement is None:
         return full
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if TENSOR not in names:
-        return full
-    dimension = names.index(TENSOR)
+    assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
-    if len(names) > 1:
+    if mesh.ndim > 1:
         mesh = mesh[TENSOR]
-    return DTensor.from_local(full, mesh, [parameter.placements[dimension]], run_check=False)
+    return DTensor.from_local(full, mesh, [placement], run_check=False)

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
+from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.state.loaded_shards import shard_like
 from equipoise.interop.torch.optimizers import only_parameter
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
@@ -102,4 +103,4 @@ def _gathered(value: Any) -> Any:
     """Return a tensor in shards as a whole; everything else as it is."""
     if not isinstance(value, DTensor):
         return value
-    return value.full_tensor()
+    return gather_whole(value)

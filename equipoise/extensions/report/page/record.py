@@ -69,6 +69,7 @@ class ReportSection:
         title: Its heading.
         text: A paragraph. Default: none.
         table: Rows of equal length below the paragraph, of which the first is the head. Default: no table.
+        lines: Lines of a chart below the table, by name: values by step. Default: no chart.
 
     Example:
         >>> ReportSection("Weather", table=[("Day", "Degrees"), ("Monday", "21")]).title
@@ -78,6 +79,7 @@ class ReportSection:
     title: str
     text: str = ""
     table: Sequence[Sequence[str]] = ()
+    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -291,7 +291,12 @@ def added_section(added: ReportSection) -> Markup:
     if added.table:
         heads, *others = added.table
         rows = table(heads, others)
-    return section(added.title, paragraph, rows)
+    figure = None
+    if added.lines:
+        styles = cycle(f"s{number}" for number in range(6))
+        lines = [Line(label=name, style=next(styles), points=points) for name, points in added.lines.items()]
+        figure = line_chart(f"{added.title} by step", lines, x="step", y="number", from_zero=True)
+    return section(added.title, paragraph, rows, figure)
 
 
 def configuration_section(text: str) -> Markup | None:

@@ -1,0 +1,198 @@
+"""Rounds: the limit of a run found once, and its remedies measured beside it, in turn."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.timing.clock import FIRST_STEPS
+from equipoise.extensions.timing.limits import Facts, Limit
+from equipoise.extensions.timing.tune.candidates import Candidate
+from equipoise.extensions.timing.tune.probe import Window
+from equipoise.extensions.timing.tune.trial import as_trial, explain, measure
+from equipoise.parallel.workers.bounded_call import CallError, call_bounded
+
+__all__ = ["Rounds", "Row"]
+
+# The first trial takes these shares of the time: as a rule, until a validation was seen, and in any case.
+_SHARE = 1 / 12
+_PATIENCE = 1 / 4
+_MOST = 1 / 2
+# Steps with which a limit is found, and the fewest of a trial.
+_LEAST_STEPS = 20
+_ROUNDS = 3
+# Differences of less are chance.
+_LEAST_GAIN = 1.05
+# Data and module are built in each trial, which may take longer than its steps.
+_TIMEOUT = 600.0
+
+# Returns the configuration with overrides.
+Compose = Callable[[Sequence[str]], Mapping[str, Any]]
+
+
+@dataclass
+class Row:
+    """A candidate and its measurements.
+
+    Attributes:
+        candidate: The candidate; one without a change is the run as it is.
+        step_seconds: The time of a step in each round.
+        shares: The share of each part in the last round.
+        reason: The reason why it was not measured; None if it was.
+    """
+
+    candidate: Candidate
+    step_seconds: list[float] = field(default_factory=list)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """True if it was measured in each round."""
+        return self.reason is None and bool(self.step_seconds)
+
+    def note(self, measured: Mapping[str, Any]) -> None:
+        """Note the measurements of a round."""
+        self.step_seconds.append(measured["seconds"] / measured["steps"])
+        self.shares = measured["shares"]
+
+    def fail(self, reason: str) -> None:
+        """Note why it is not measured."""
+        self.reason = reason
+
+    def speeds(self, base: "Row") -> list[float]:
+        """Return for each round how many times as fast it is as the run as it is; empty if it was not measured."""
+        if not self.is_measured:
+            return []
+        # A slow moment of the machine slows a whole round.
+        pairs = zip(base.step_seconds, self.step_seconds, strict=True)
+        return [base_seconds / seconds for base_seconds, seconds in pairs]
+
+    def is_improvement(self, base: "Row") -> bool:
+        """Return True if it is faster in each round, and by more than chance."""
+        speeds = self.speeds(base)
+        return bool(speeds) and min(speeds) > 1 and median(speeds) >= _LEAST_GAIN
+
+
+class Rounds:
+    """Runs the trials, each in a process of its own.
+
+    Args:
+        compose: Returns the configuration with further overrides.
+        folder: Folder for files of the trials.
+        paths: Folders from which processes import the user's modules.
+        seconds: About how long the trials may take.
+
+    Attributes:
+        rows: The run as it is, then the candidates.
+        steps: Number of steps that were timed in each trial.
+        first: What the first trial has measured: "seconds", "steps", "shares" and "device".
+        facts: Facts on which remedies depend.
+        limit: What limits the run; None if nothing does.
+        left_out: Names of loggers that trials leave out.
+    """
+
+    def __init__(self, compose: Compose, folder: Path, paths: Sequence[str], seconds: float) -> None:
+        self.rows = [Row(Candidate())]
+        self.steps = 0
+        self.first: dict[str, Any] = {}
+        self.facts = Facts()
+        self.limit: Limit | None = None
+        self.left_out: list[str] = []
+        self._compose = compose
+        self._folder = folder
+        self._paths = paths
+        self._seconds = seconds
+        self._begun = perf_counter()
+        self._count = 0
+
+    def find(self) -> None:
+        """Find what limits the run.
+
+        Raises:
+            ConfigurationError: If the configuration is wrong, or there is too little time.
+            StepError: If the user's program fails.
+        """
+        window = Window(
+            first_steps=FIRST_STEPS,
+            steps=_LEAST_STEPS,
+            seconds=_SHARE * self._seconds,
+            patience=_PATIENCE * self._seconds,
+            most_seconds=_MOST * self._seconds,
+        )
+        try:
+            first = self._run(Candidate(), window)
+        except CallError as error:
+            if error.is_wrong_input:
+                raise ConfigurationError(str(error)) from None
+            # A process that was killed has left only what it printed.
+            output = "" if error.is_raised else f"\n{error.output}"
+            raise StepError(f"The run fails, so there is nothing to measure:\n{error}{output.rstrip()}") from None
+        if first["steps"] < _LEAST_STEPS:
+            more = math.ceil(4 * self._seconds)
+            raise ConfigurationError(
+                f"Only {first['steps']} steps were made in {first['seconds']:.0f} s, and {_LEAST_STEPS} are needed:"
+                f" give more time, such as --seconds={more}."
+            )
+        self.first = first
+        self.facts = Facts(**first["facts"])
+        if first["limit"] is not None:
+            self.limit = Limit(**first["limit"])
+
+    def measure(self, candidates: Sequence[Candidate]) -> None:
+        """Measure candidates beside the run as it is, in turn."""
+        # 1. The number of steps: whole periods of what happens in some steps only.
+        rows = [Row(candidate) for candidate in candidates]
+        self.rows += rows
+        left = self._left()
+        step_seconds = self.first["seconds"] / self.first["steps"]
+        most_steps = left / len(self.rows) / step_seconds
+        for row in rows:
+            if row.candidate.period > max(most_steps, _LEAST_STEPS):
+                missing = row.candidate.period / most_steps
+                more = math.ceil(2 * missing * self._seconds)
+                row.fail(f"it needs {row.candidate.period:,} steps: --seconds={more}")
+        periods = [row.candidate.period for row in rows if row.reason is None]
+        period = math.lcm(*periods)
+        # Half of a trial is its start.
+        in_time = most_steps / _ROUNDS / 2
+        self.steps = period * math.ceil(max(_LEAST_STEPS, in_time) / period)
+        if not periods:
+            return
+
+        # 2. The rounds. Workers read ahead in the first steps.
+        workers = max(candidate.workers for candidate in candidates)
+        window = Window(first_steps=FIRST_STEPS + 2 * workers, steps=self.steps)
+        for done in range(_ROUNDS):
+            # One more takes as long as the mean of the others.
+            if done and self._left() < (left - self._left()) / done:
+                break
+            for row in self.rows:
+                if row.reason is None:
+                    self._measure_row(row, window)
+
+    def _left(self) -> float:
+        """Return the seconds that trials may take from now on."""
+        return self._begun + self._seconds - perf_counter()
+
+    def _measure_row(self, row: Row, window: Window) -> None:
+        try:
+            row.note(self._run(row.candidate, window))
+        except (CallError, ConfigurationError) as error:
+            # The last line of a traceback is the error.
+            row.fail(str(error).strip().splitlines()[-1])
+
+    def _run(self, candidate: Candidate, window: Window) -> dict[str, Any]:
+        self._count += 1
+        folder = self._folder / f"trial-{self._count}"
+        folder.mkdir()
+        values, self.left_out = as_trial(self._compose(candidate.overrides), folder)
+        arguments = (values, candidate.loader, window, folder)
+        measured: dict[str, Any] = call_bounded(
+            measure, *arguments, timeout=_TIMEOUT, paths=self._paths, explain=explain
+        )
+        return measured
