@@ -45,6 +45,9 @@ class Language(L.LightningModule):
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
@@ -200,4 +203,6 @@ def test_models_of_transformers_are_cut_by_their_own_plans() -> None:
     for kind, options in MODELS.items():
         module = language(kind, **options)
         fit(Net, module=module)
-        assert_close(weights_of(module), found[kind], 1e-10)
+        # Norms of these models compute in float32. There a difference of 1e-16 is one of 6e-8 where a number is rounded
+        # up in one run and down in the other. Weights differ by 1e-9 at most then, and by 1e-17 without such a number.
+        assert_close(weights_of(module), found[kind], 1e-8)

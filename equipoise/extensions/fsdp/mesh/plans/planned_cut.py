@@ -1,4 +1,4 @@
-"""The layers of a module that was written for one device, cut over rows of processes by the first plan that there is."""
+"""The layers of a module that was written for one device, cut over rows of processes by a plan."""
 
 from collections.abc import Mapping
 
