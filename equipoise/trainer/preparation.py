@@ -157,6 +157,9 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
             with strategy.root_device, context.precision.init_context():
                 hooks.call_module(name)
     hooks.call_callbacks("on_configure_model_end")
+    end_configuration = getattr(strategy, "end_configuration", None)
+    if end_configuration is not None:
+        end_configuration(module)
     note_batch_values(module)
 
 

@@ -31,6 +31,11 @@ def check_options(strategy: "FSDPStrategy") -> None:
         raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
     check_size("data", strategy.data)
     check_size("tensor", tensor)
+    if strategy.tensor_plan is not None:
+        # A run with whole layers has no use for this module.
+        from equipoise.extensions.fsdp.mesh.plans.styles import check_plan
+
+        check_plan(strategy.tensor_plan, "FSDPStrategy(tensor_plan=...)")
     if tensor != 1 and (replicas != 1 or strategy.cpu_offload):
         given = f"replicas={replicas}" if replicas != 1 else "cpu_offload=True"
         raise ConfigurationError(f"tensor={tensor!r} and {given} do not go together yet. Leave one of both out.")

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -60,8 +61,9 @@ _BEFORE_SHARDING = BeforeSharding()
 class FSDPStrategy(ProcessStrategy):
     """A process for each device; each holds a shard of all parameters, gradients and optimiser states.
 
-    With `tensor`, so many successive processes compute each batch together, by layers that the module's
-    `configure_model` has cut over `self.device_mesh["tensor_parallel"]`; each part is sharded over the other processes.
+    With `tensor`, so many successive processes compute each batch together, by layers that are cut over them: by a plan,
+    or by the module's `configure_model`, over `self.device_mesh["tensor_parallel"]`. Each part is sharded over the other
+    processes.
 
     A unit of the module, such as a block, is whole in each process only while it computes (torch's `fully_shard`;
     Zhao et al., "PyTorch FSDP", 2023). Gradients are those of one device on all samples of a step. Samples are shared
@@ -81,6 +83,10 @@ class FSDPStrategy(ProcessStrategy):
             number of processes divided by `tensor`.
         tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
             divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
+        tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
+            "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
+            attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
+            what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -126,6 +132,7 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: bool | int | None = None,
         data: Size = "auto",
         tensor: Size = 1,
+        tensor_plan: Mapping[str, str | ParallelStyle] | None = None,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
@@ -141,6 +148,7 @@ class FSDPStrategy(ProcessStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.data = data
         self.tensor = tensor
+        self.tensor_plan = tensor_plan
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
@@ -204,6 +212,24 @@ class FSDPStrategy(ProcessStrategy):
             self._configuration = Configuration(module, mesh)
             share_values(module, processes)
             set_device_mesh(module, mesh)
+
+    def end_configuration(self, module: nn.Module) -> None:
+        """Cut the layers of a module that cuts none itself, by a plan."""
+        if self.processes.processes_per_batch == 1:
+            return
+        self.begin_configuration(module)
+        configuration = self._configuration
+        if configuration is None:
+            return
+        if not configuration.has_cut:
+            from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
+
+            cut_by_plan(module, configuration.mesh, self.tensor_plan)
+        elif self.tensor_plan is not None:
+            raise ConfigurationError(
+                "`configure_model` has cut or sharded layers already, which FSDPStrategy(tensor_plan=...) would cut"
+                " once more. Leave one of both out."
+            )
 
     def _note_whole_layers(self, module: nn.Module) -> None:
         """Note how layers are before they are cut, to compare them with cut ones."""

@@ -17,7 +17,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.formats import format_bytes, format_count
 
-__all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of", "units_of_module"]
+__all__ = ["ROOT", "Unit", "aligned", "choose_units", "expression_of", "table_of", "unit_of", "units_of_module"]
 
 # The name of the root in tables and messages.
 ROOT = "(root)"
@@ -189,13 +189,17 @@ def _depth(unit: Unit) -> int:
 def _matches(pattern: str | type[nn.Module], submodules: Mapping[str, nn.Module]) -> set[str]:
     """Return the names of the submodules that a pattern names, or which are of a class."""
     if isinstance(pattern, str):
-        expression = _expression(pattern)
+        expression = expression_of(pattern)
         return {name for name in submodules if expression.fullmatch(name)}
     return {name for name, module in submodules.items() if isinstance(module, pattern) and _can_be_unit(module)}
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of names as a regular expression."""
+def expression_of(pattern: str) -> re.Pattern[str]:
+    """Return a pattern of names as a regular expression.
+
+    Args:
+        pattern: The pattern, in which * stands for anything between two dots, and ** for anything.
+    """
     escaped = re.escape(pattern)
     return re.compile(escaped.replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
 
@@ -265,11 +269,15 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
             format_bytes(bytes_here),
         )
         rows.append(row)
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines, with columns of equal width."""
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines, with columns of equal width.
+
+    Args:
+        rows: The cells of each row.
+    """
     columns = zip(*rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
     lines = []

@@ -208,10 +208,11 @@ def check_cut(module: nn.Module, tensor: int) -> None:
     if tensor > 1 and not any(map(is_cut, module.parameters())):
         raise ConfigurationError(
             f"FSDPStrategy(tensor={tensor}): {type(module).__name__} has no layer that is cut over {tensor} processes,"
-            " so each of them would compute the same. Cut layers in `configure_model`, by torch's"
-            " parallelize_module(self.network, self.device_mesh['tensor_parallel'], plan), or leave tensor out. After"
-            " a run layers are whole again: a hook that makes the network once, and returns early where it is there"
-            " already, cuts it in each run nevertheless."
+            " so each of them would compute the same. Say which layers are cut, as in tensor_plan={'blocks.*.up':"
+            " 'colwise', 'blocks.*.down': 'rowwise'}, or cut them in `configure_model`, by torch's parallelize_module"
+            " and self.device_mesh['tensor_parallel']; or leave tensor out. After a run layers are whole again: a hook"
+            " that makes the network once, and returns early where it is there already, cuts it in each run"
+            " nevertheless."
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.is_meta:

@@ -1,0 +1,35 @@
+"""The layers of a module that was written for one device, cut over rows of processes by a plan."""
+
+from collections.abc import Mapping
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from equipoise.extensions.fsdp.mesh.grid import TENSOR
+from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan, layers_table, reasons_of
+from equipoise.extensions.fsdp.mesh.plans.sources import given_plan, plan_of_models
+from equipoise.extensions.fsdp.mesh.plans.styles import Style
+
+__all__ = ["cut_by_plan"]
+
+
+def cut_by_plan(module: nn.Module, mesh: DeviceMesh, option: Mapping[str, Style] | None) -> None:
+    """Cut the layers of a module, and log a table of all that could be cut; all processes call this together.
+
+    Args:
+        module: The user's module, whose `configure_model` has cut nothing.
+        mesh: The mesh of the run.
+        option: The plan of the strategy; None: that of the module, or of a model of transformers in it.
+
+    Raises:
+        ConfigurationError: If the user's plan has an entry that names nothing, or is no style.
+    """
+    plan = given_plan(module, option) or plan_of_models(module)
+    if plan is None:
+        return
+    row = mesh[TENSOR]
+    reasons = reasons_of(module, plan, row.size())
+    table = layers_table(module, plan, reasons)
+    rank_zero_info(f"Layers cut over {row.size()} processes, by the plan of {plan.origin}:\n{table}")
+    apply_plan(module, plan, reasons, row)

@@ -1,0 +1,80 @@
+"""Styles of a plan: the names by which a plan says how a layer is cut, and what torch makes of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from equipoise.errors import ConfigurationError
+
+__all__ = ["COLWISE", "DIVIDED", "ROWWISE", "STYLES", "Style", "check_plan", "cut_width", "is_alone", "title_of"]
+
+COLWISE = "colwise"
+ROWWISE = "rowwise"
+# Of an attribute that counts what is cut, such as a number of heads.
+DIVIDED = "divided"
+
+Style = str | ParallelStyle
+
+# The names are those of transformers' plans. Their heads lie in dimension 2 where norms of single heads compute.
+STYLES: Mapping[str, ParallelStyle] = {
+    COLWISE: ColwiseParallel(),
+    ROWWISE: RowwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# Layers of these styles take whole inputs and return whole outputs, whatever becomes of their neighbours.
+_ALONE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
+
+
+def check_plan(plan: Any, name: str) -> None:
+    """Check the names and styles of a plan that a user has written.
+
+    Args:
+        plan: The plan.
+        name: What an error calls it.
+
+    Raises:
+        ConfigurationError: If it is no mapping of names to styles.
+    """
+    if not isinstance(plan, Mapping):
+        raise ConfigurationError(f"{name} must be a mapping of names to styles, not {plan!r}.")
+    for layer, style in plan.items():
+        is_style = isinstance(style, ParallelStyle) or (isinstance(style, str) and style in {*STYLES, DIVIDED})
+        if not isinstance(layer, str) or not is_style:
+            known = ", ".join(map(repr, [*STYLES, DIVIDED]))
+            raise ConfigurationError(
+                f"{name} has the entry {layer!r}: {style!r}. Styles are {known} or an object such as"
+                " torch.distributed.tensor.parallel.ColwiseParallel()."
+            )
+
+
+def is_alone(style: Style) -> bool:
+    """Return True if a layer can be cut by a style while the layers around it stay whole."""
+    return isinstance(style, str) and style in _ALONE
+
+
+def title_of(style: Style) -> str:
+    """Return the name of a style for tables."""
+    return style if isinstance(style, str) else type(style).__name__
+
+
+def cut_width(layer: nn.Module, style: Style) -> int | None:
+    """Return the width of a layer that a style divides; None if it divides none.
+
+    Raises:
+        TypeError: If torch cannot cut such a layer by the style.
+    """
+    made = STYLES[style] if isinstance(style, str) else style
+    if not isinstance(made, ColwiseParallel | RowwiseParallel):
+        return None
+    is_colwise = isinstance(made, ColwiseParallel)
+    if isinstance(layer, nn.Linear):
+        return layer.out_features if is_colwise else layer.in_features
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim if is_colwise else layer.num_embeddings
+    raise TypeError(f"{type(layer).__name__} is neither nn.Linear nor nn.Embedding")
