@@ -493,15 +493,15 @@ class FailsIn(Small):
 @pytest.fixture
 def elsewhere() -> Iterator[str]:
     """A folder that does not lie on this machine's disk."""
-    yield "memory://run"
-    fsspec.filesystem("memory").rm("/run", recursive=True)
+    yield "memory://reported"
+    fsspec.filesystem("memory").rm("/reported", recursive=True)
 
 
 @BOTH
 def test_a_report_elsewhere(elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type) -> None:
     """Beside the checkpoint from which it is continued, and with the configuration that lies there."""
     monkeypatch.chdir(tmp_path)
-    fsspec.filesystem("memory").pipe_file("memory://run/config.yaml", b"width: 17")
+    fsspec.filesystem("memory").pipe_file("memory://reported/config.yaml", b"width: 17")
     for epochs, ckpt_path in ((2, None), (3, f"{elsewhere}/last.ckpt")):
         saves = ModelCheckpoint(elsewhere, filename="{epoch}", save_last=True)
         callbacks = [saves, RunReport()]
@@ -514,7 +514,7 @@ def test_a_report_elsewhere(elsewhere: str, tmp_path: Path, monkeypatch: pytest.
             enable_checkpointing=True,
         )
         run.fit(Small(), loader(4), ckpt_path=ckpt_path)
-        document = parse(fsspec.filesystem("memory").cat("memory://run/report.html").decode())
+        document = parse(fsspec.filesystem("memory").cat("memory://reported/report.html").decode())
         assert sections(document)["Configuration"].one("pre").text.strip() == "width: 17"
         steps, _ = curves(document)["loss", "loss"]
         assert len(steps) == epochs

@@ -120,7 +120,8 @@ def _divide(part: nn.Module, attribute: str, name: str, tensor: int) -> None:
     number = getattr(part, attribute)
     if number % tensor:
         raise ConfigurationError(
-            f"{name} is {number}, which is not divisible by {tensor}. Leave it and the layers around it out of the plan."
+            f"{name} is {number}, which is not divisible by {tensor}. Leave it, and the layers around it, out of the"
+            " plan."
         )
     setattr(part, attribute, number // tensor)
 
