@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
     "Unit",
+    "align_columns",
     "format_bytes",
     "format_clock",
     "format_count",
@@ -204,3 +206,18 @@ def format_path(path: str) -> str:
     with contextlib.suppress(ValueError):
         return str(Path(path).relative_to(Path.cwd()))
     return path
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines, with columns of equal width.
+
+    Args:
+        rows: The cells of each row.
+    """
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

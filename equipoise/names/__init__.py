@@ -1,1 +1,1 @@
-"""Public names: where they are defined, and where they were."""
+"""Public names: where they are defined, and where they were. Patterns of names."""

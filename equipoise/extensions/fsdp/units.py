@@ -4,7 +4,6 @@ Chosen by themselves are repeated blocks, which are the layers of a deep network
 lies in no unit belongs to the root, whose weights are whole from the first use in a step to the end of its backward.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -15,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import part_of
-from equipoise.formats import format_bytes, format_count
+from equipoise.formats import align_columns, format_bytes, format_count
+from equipoise.names.patterns import expression_of
 
-__all__ = ["ROOT", "Unit", "aligned", "choose_units", "expression_of", "table_of", "unit_of", "units_of_module"]
+__all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of", "units_of_module"]
 
 # The name of the root in tables and messages.
 ROOT = "(root)"
@@ -194,16 +194,6 @@ def _matches(pattern: str | type[nn.Module], submodules: Mapping[str, nn.Module]
     return {name for name, module in submodules.items() if isinstance(module, pattern) and _can_be_unit(module)}
 
 
-def expression_of(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of names as a regular expression.
-
-    Args:
-        pattern: The pattern, in which * stands for anything between two dots, and ** for anything.
-    """
-    escaped = re.escape(pattern)
-    return re.compile(escaped.replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
-
-
 def _no_match(pattern: str, matches: set[str], submodules: Mapping[str, nn.Module]) -> str:
     """Return the message for a pattern that names no unit."""
     if matches:
@@ -269,19 +259,4 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
             format_bytes(bytes_here),
         )
         rows.append(row)
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines, with columns of equal width.
-
-    Args:
-        rows: The cells of each row.
-    """
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return align_columns(rows)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise import ConfigurationError, FSDPStrategy
 from equipoise.extensions.fsdp.mesh.plans.cutting import layers_table, reasons_of
-from equipoise.extensions.fsdp.mesh.plans.sources import Plan, given_plan, plan_of_models
+from equipoise.extensions.fsdp.mesh.plans.sources import Plan, plan_of_models, written_plan
 from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, Heads
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
@@ -82,19 +82,19 @@ def test_plans_that_are_none(plan: Any, words: str) -> None:
 )
 def test_entries_that_name_nothing(plan: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        given_plan(Net(), plan)
+        written_plan(Net(), plan)
 
 
 def test_the_option_comes_before_the_method() -> None:
     module = Planned()
-    plan = given_plan(module, PLAN)
+    plan = written_plan(module, PLAN)
     assert plan is not None
     assert list(plan.styles) == [f"blocks.{index}.{name}" for name in ("up", "down") for index in range(3)]
-    plan = given_plan(module, None)
+    plan = written_plan(module, None)
     assert plan is not None
     assert plan.origin == "Planned.tensor_plan()"
     assert plan.divided == ["attention.heads"]
-    assert given_plan(Net(), None) is None
+    assert written_plan(Net(), None) is None
 
 
 # Layers that stay whole
@@ -103,7 +103,7 @@ def test_the_option_comes_before_the_method() -> None:
 def test_widths_that_do_not_divide_stay_whole_with_their_neighbours() -> None:
     module = Net()
     module.blocks[1].up = nn.Linear(7, 15)
-    plan = given_plan(module, {**PLAN, "first": "colwise_gather_output", "blocks.0.norm": "colwise"})
+    plan = written_plan(module, {**PLAN, "first": "colwise_gather_output", "blocks.0.norm": "colwise"})
     assert plan is not None
     reasons = reasons_of(module, plan, 2)
     assert reasons == {

@@ -11,13 +11,15 @@ from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
-from equipoise.extensions.fsdp.mesh.plans.styles import STYLES, cut_width, is_alone, title_of
-from equipoise.extensions.fsdp.units import aligned
+from equipoise.extensions.fsdp.mesh.plans.styles import cut_width, is_alone, style_of, title_of
+from equipoise.formats import align_columns
 
 __all__ = ["apply_plan", "layers_table", "reasons_of"]
 
 # Attributes that state the width of a head.
 _WIDTHS_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+# A number between dots.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
@@ -34,20 +36,23 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
     reasons = dict(plan.reasons)
     tied = _tied_layers(module)
     for name in plan.styles:
-        reason = tied.get(name) or _reason(module, name, plan, tensor)
+        reason = tied.get(name)
+        if reason is None:
+            reason = _reason(module, name, plan, tensor)
         if reason is not None:
             reasons[name] = reason
 
     # 2. Their neighbours.
     siblings = defaultdict(list)
-    for name in plan.styles:
-        if not is_alone(plan.styles[name]):
+    for name, style in plan.styles.items():
+        if not is_alone(style):
             siblings[_parent(name)].append(name)
     for names in siblings.values():
-        first = next((name for name in names if name in reasons), None)
-        for name in names:
-            if first is not None:
-                reasons.setdefault(name, f"{first.rpartition('.')[2]} stays whole")
+        uncut = [name for name in names if name in reasons]
+        if uncut:
+            _, _, last_part = uncut[0].rpartition(".")
+            for name in names:
+                reasons.setdefault(name, f"{last_part} stays whole")
     return reasons
 
 
@@ -59,38 +64,51 @@ def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None
         width = cut_width(layer, style)
     except TypeError as error:
         return str(error)
+    # Norms of a part of the features have nothing to divide.
     if width is None:
         return None
     if any(parameter.is_meta or is_lazy(parameter) for parameter in layer.parameters()):
         return "its weights have no values yet"
-    if any(True for _ in layer.buffers()):
+    if list(layer.buffers()):
         return "it has buffers, which torch would cut as well"
     if width % tensor:
         return f"a width of {width} is not divisible by {tensor}"
+
     # Each process has whole heads.
     parent = module.get_submodule(_parent(name))
+    attributes = vars(parent)
     for attribute in _WIDTHS_OF_HEADS:
-        head = vars(parent).get(attribute)
-        if type(head) is int and head > 0 and width % (head * tensor):
-            return f"{width // head} heads are not divisible by {tensor}"
+        head = attributes.get(attribute)
+        # By type, as modules may have something else by this name.
+        if type(head) is not int or head <= 0:
+            continue
+        heads = width // head
+        if width % (head * tensor):
+            return f"{heads} heads are not divisible by {tensor}"
     return None
 
 
 def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    parent, _, _ = name.rpartition(".")
+    return parent
 
 
 def _tied_layers(module: nn.Module) -> dict[str, str]:
     """Return the reasons of layers that share a parameter with another one, by their names."""
+    # 1. The layers of each parameter.
     owners: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners[id(parameter)].append(_parent(name))
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, parameter in parameters:
+        layer = _parent(name)
+        owners[id(parameter)].append(layer)
+
+    # 2. Those of a parameter with several.
     reasons = {}
     for names in owners.values():
         for name in names:
-            others = [other for other in names if other != name]
-            if others:
-                reasons[name] = f"it shares a weight with {others[0]}"
+            further = [other for other in names if other != name]
+            if further:
+                reasons[name] = f"it shares a weight with {further[0]}"
     return reasons
 
 
@@ -102,21 +120,32 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
         plan: The plan.
         reasons: Why layers stay whole, by their names.
         row: The processes that compute a batch together.
+
+    Raises:
+        ConfigurationError: If an attribute that is to be divided is not divisible.
     """
-    for name, style in plan.styles.items():
-        if name not in reasons:
-            made = STYLES[style] if isinstance(style, str) else style
-            parallelize_module(module.get_submodule(name), row, made)
+    # 1. The layers.
     cut = [name for name in plan.styles if name not in reasons]
+    for name in cut:
+        layer = module.get_submodule(name)
+        style = style_of(plan.styles[name])
+        parallelize_module(layer, row, style)
+
+    # 2. What counts their heads.
     for name in plan.divided:
-        owner, _, attribute = name.rpartition(".")
-        prefix = f"{owner}." if owner else ""
+        owner = _parent(name)
+        prefix = ""
+        if owner:
+            prefix = f"{owner}."
         # Where no layer of the owner is cut, each process has all heads.
         if any(layer.startswith(prefix) for layer in cut):
-            _divide(module.get_submodule(owner), attribute, name, row.size())
+            _divide(module, name, row.size())
 
 
-def _divide(part: nn.Module, attribute: str, name: str, tensor: int) -> None:
+def _divide(module: nn.Module, name: str, tensor: int) -> None:
+    """Divide an attribute by the number of processes."""
+    owner, _, attribute = name.rpartition(".")
+    part = module.get_submodule(owner)
     number = getattr(part, attribute)
     if number % tensor:
         raise ConfigurationError(
@@ -140,18 +169,23 @@ def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
     for row in _rows(module, plan, reasons):
         numbers[row] += 1
     lines = [("layer", "number", "style", "reason")]
-    for (name, style, reason), number in numbers.items():
-        lines.append((name, str(number), style, reason))
-    return aligned(lines)
+    for row, number in numbers.items():
+        name, style, reason = row
+        line = (name, str(number), style, reason)
+        lines.append(line)
+    return align_columns(lines)
 
 
 def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the pattern, the style and the reason of each layer."""
     for name, layer in module.named_modules():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        if name in plan.styles and name not in reasons:
-            yield pattern, title_of(plan.styles[name]), ""
-        elif name in plan.styles or isinstance(layer, nn.Linear | nn.Embedding):
+        pattern = _NUMBER.sub("*", name)
+        style = plan.styles.get(name)
+        if style is not None and name not in reasons:
+            yield pattern, title_of(style), ""
+        elif style is not None or isinstance(layer, nn.Linear | nn.Embedding):
             reason = reasons.get(name, "it is in no plan")
             yield pattern, "whole", reason
     for name in plan.divided:
-        yield re.sub(r"(?<![^.])\d+(?![^.])", "*", name), "divided", ""
+        pattern = _NUMBER.sub("*", name)
+        yield pattern, "divided", ""

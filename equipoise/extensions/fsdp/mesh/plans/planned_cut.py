@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from equipoise.extensions.fsdp.mesh.grid import TENSOR
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan, layers_table, reasons_of
-from equipoise.extensions.fsdp.mesh.plans.sources import given_plan, plan_of_models
+from equipoise.extensions.fsdp.mesh.plans.sources import plan_of_models, written_plan
 from equipoise.extensions.fsdp.mesh.plans.styles import Style
 
 __all__ = ["cut_by_plan"]
@@ -25,7 +25,10 @@ def cut_by_plan(module: nn.Module, mesh: DeviceMesh, option: Mapping[str, Style]
     Raises:
         ConfigurationError: If the user's plan has an entry that names nothing, or is no style.
     """
-    plan = given_plan(module, option) or plan_of_models(module)
+    # What the user has written comes before what a model brings along.
+    plan = written_plan(module, option)
+    if plan is None:
+        plan = plan_of_models(module)
     if plan is None:
         return
     row = mesh[TENSOR]

@@ -7,9 +7,9 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, STYLES, Style, check_plan
-from equipoise.extensions.fsdp.units import expression_of
+from equipoise.names.patterns import expression_of
 
-__all__ = ["Plan", "given_plan", "plan_of_models"]
+__all__ = ["Plan", "plan_of_models", "written_plan"]
 
 _OPTION = "FSDPStrategy(tensor_plan=...)"
 
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     reasons: dict[str, str]
 
 
-def given_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan | None:
+def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan | None:
     """Return the plan that the user has written; None if there is none.
 
     Args:
@@ -40,33 +40,43 @@ def given_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan | 
     Raises:
         ConfigurationError: If an entry is no style, or names nothing in the module.
     """
+    # 1. The entries.
     origin = _OPTION
     if option is None:
         method = getattr(module, "tensor_plan", None)
         if not callable(method):
             return None
-        origin = f"{type(module).__name__}.tensor_plan()"
+        kind = type(module)
+        origin = f"{kind.__name__}.tensor_plan()"
         option = method()
         check_plan(option, origin)
     assert option is not None
+
+    # 2. The layers and attributes that they name.
     plan = Plan(origin, {}, [], {})
     for pattern, style in option.items():
         if style == DIVIDED:
             names = _attributes(module, pattern)
+            missing = "number of the module or its submodules"
             plan.divided.extend(names)
         else:
             names = _layers(module, pattern)
-            plan.styles.update(dict.fromkeys(names, style))
+            missing = "submodule"
+            styles = dict.fromkeys(names, style)
+            plan.styles.update(styles)
         if not names:
-            kind = "number of the module or its submodules" if style == DIVIDED else "submodule"
-            raise ConfigurationError(f"{origin} has the entry {pattern!r}, which names no {kind}.")
+            raise ConfigurationError(f"{origin} has the entry {pattern!r}, which names no {missing}.")
     return plan
 
 
-def _layers(module: nn.Module, pattern: str, prefix: str = "") -> list[str]:
+def _layers(module: nn.Module, pattern: str) -> list[str]:
     """Return the full names of the submodules that a pattern names."""
-    expression = expression_of(prefix + pattern)
-    return [name for name, _ in module.named_modules() if name and expression.fullmatch(name)]
+    expression = expression_of(pattern)
+    names = []
+    for name, _ in module.named_modules():
+        if name and expression.fullmatch(name):
+            names.append(name)
+    return names
 
 
 def _attributes(module: nn.Module, pattern: str) -> list[str]:
@@ -75,9 +85,11 @@ def _attributes(module: nn.Module, pattern: str) -> list[str]:
     expression = expression_of(owners)
     names = []
     for name, part in module.named_modules():
-        is_number = type(vars(part).get(attribute)) is int
-        if is_number and expression.fullmatch(name):
-            names.append(f"{name}.{attribute}" if name else attribute)
+        value = vars(part).get(attribute)
+        # By type: True counts among the integers.
+        if type(value) is int and expression.fullmatch(name):
+            full_name = f"{name}.{attribute}"
+            names.append(full_name.removeprefix("."))
     return names
 
 
@@ -91,21 +103,28 @@ def plan_of_models(module: nn.Module) -> Plan | None:
     for prefix, styles in _models(module):
         for pattern, style in styles.items():
             # Some entries name parameters, such as those of experts in one tensor.
-            for name in _layers(module, pattern, prefix):
+            for name in _layers(module, prefix + pattern):
                 if style in STYLES:
                     plan.styles[name] = style
                 else:
                     plan.reasons[name] = f"torch has no style for {style!r}"
-    return plan if plan.styles else None
+    if not plan.styles:
+        return None
+    return plan
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the prefix of the names and the plan of each model, unless it lies in another one."""
-    found: list[str] = []
+    outer: list[str] = []
     for name, part in module.named_modules():
-        # The attribute is that of transformers, which is not imported for it.
-        plan = getattr(part, "tp_plan", None) if hasattr(part, "config") else None
-        prefix = f"{name}." if name else ""
-        if isinstance(plan, Mapping) and plan and not any(prefix.startswith(outer) for outer in found):
-            found.append(prefix)
+        # Attributes of transformers, which is not imported for them.
+        plan = getattr(part, "tp_plan", None)
+        if not hasattr(part, "config") or not isinstance(plan, Mapping) or not plan:
+            continue
+        prefix = ""
+        if name:
+            prefix = f"{name}."
+        # Plans of inner models are contained in that of the outer one.
+        if not any(prefix.startswith(other) for other in outer):
+            outer.append(prefix)
             yield prefix, plan

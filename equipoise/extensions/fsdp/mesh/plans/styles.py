@@ -9,10 +9,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["COLWISE", "DIVIDED", "ROWWISE", "STYLES", "Style", "check_plan", "cut_width", "is_alone", "title_of"]
+__all__ = [
+    "DIVIDED",
+    "STYLES",
+    "Style",
+    "check_plan",
+    "cut_width",
+    "is_alone",
+    "style_of",
+    "title_of",
+]
 
-COLWISE = "colwise"
-ROWWISE = "rowwise"
 # Of an attribute that counts what is cut, such as a number of heads.
 DIVIDED = "divided"
 
@@ -20,8 +27,8 @@ Style = str | ParallelStyle
 
 # The names are those of transformers' plans. Their heads lie in dimension 2 where norms of single heads compute.
 STYLES: Mapping[str, ParallelStyle] = {
-    COLWISE: ColwiseParallel(),
-    ROWWISE: RowwiseParallel(),
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
@@ -43,10 +50,12 @@ def check_plan(plan: Any, name: str) -> None:
     """
     if not isinstance(plan, Mapping):
         raise ConfigurationError(f"{name} must be a mapping of names to styles, not {plan!r}.")
+    names = [*STYLES, DIVIDED]
     for layer, style in plan.items():
-        is_style = isinstance(style, ParallelStyle) or (isinstance(style, str) and style in {*STYLES, DIVIDED})
+        # Objects of torch are compared by identity, so that any of them can be asked for.
+        is_style = isinstance(style, ParallelStyle) or style in names
         if not isinstance(layer, str) or not is_style:
-            known = ", ".join(map(repr, [*STYLES, DIVIDED]))
+            known = ", ".join(map(repr, names))
             raise ConfigurationError(
                 f"{name} has the entry {layer!r}: {style!r}. Styles are {known} or an object such as"
                 " torch.distributed.tensor.parallel.ColwiseParallel()."
@@ -60,7 +69,17 @@ def is_alone(style: Style) -> bool:
 
 def title_of(style: Style) -> str:
     """Return the name of a style for tables."""
-    return style if isinstance(style, str) else type(style).__name__
+    if isinstance(style, str):
+        return style
+    kind = type(style)
+    return kind.__name__
+
+
+def style_of(style: Style) -> ParallelStyle:
+    """Return the object of torch that a style names."""
+    if isinstance(style, str):
+        return STYLES[style]
+    return style
 
 
 def cut_width(layer: nn.Module, style: Style) -> int | None:
@@ -69,12 +88,22 @@ def cut_width(layer: nn.Module, style: Style) -> int | None:
     Raises:
         TypeError: If torch cannot cut such a layer by the style.
     """
-    made = STYLES[style] if isinstance(style, str) else style
-    if not isinstance(made, ColwiseParallel | RowwiseParallel):
-        return None
-    is_colwise = isinstance(made, ColwiseParallel)
+    # 1. The widths of the outputs and of the inputs.
     if isinstance(layer, nn.Linear):
-        return layer.out_features if is_colwise else layer.in_features
-    if isinstance(layer, nn.Embedding):
-        return layer.embedding_dim if is_colwise else layer.num_embeddings
-    raise TypeError(f"{type(layer).__name__} is neither nn.Linear nor nn.Embedding")
+        widths = (layer.out_features, layer.in_features)
+    elif isinstance(layer, nn.Embedding):
+        widths = (layer.embedding_dim, layer.num_embeddings)
+    else:
+        widths = None
+
+    # 2. The one that is cut.
+    torch_style = style_of(style)
+    if not isinstance(torch_style, ColwiseParallel | RowwiseParallel):
+        return None
+    if widths is None:
+        kind = type(layer)
+        raise TypeError(f"{kind.__name__} is neither nn.Linear nor nn.Embedding")
+    outputs, inputs = widths
+    if isinstance(torch_style, ColwiseParallel):
+        return outputs
+    return inputs
