@@ -177,7 +177,8 @@ def test_training_by_a_plan_equals_that_of_one_device() -> None:
     whole, _ = fit(Heads, max_epochs=1, module=whole)
     assert_close(weights_of(whole), found["again"])
     assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
-    assert "Net has no layer that is cut over 2 processes" in found["nothing"]
+    assert "cuts no layer" in found["nothing"]
+    assert "first stays whole: a width of 7 is not divisible by 2." in found["nothing"]
 
 
 # The names of models of transformers, and their options.

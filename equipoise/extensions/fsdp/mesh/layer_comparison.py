@@ -268,8 +268,8 @@ class LayerComparison:
             num_others = max(number for _, _, number in of_processes)
             raise ConfigurationError(_refusal(loss, worst, num_others))
         rank_zero_info(
-            "Cut layers compute the same as whole ones: in the first batch the loss and all gradients agree, within"
-            f" {max(loss.share, worst.share):.0e} of their largest elements."
+            "Cut layers compute the same as whole ones: in the first batch the loss and all gradients agree. The"
+            f" largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
         )
 
 

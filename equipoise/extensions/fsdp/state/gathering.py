@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -45,7 +46,7 @@ def gather_whole(tensor: DTensor) -> Tensor:
         return result
 
     # 1. How long the cut dimension was before each cut.
-    cuts = _cuts(placements)
+    cuts = _cuts(placements, tensor.device_mesh)
     lengths = []
     shape = list(tensor.shape)
     for mesh_dimension, dimension in cuts:
@@ -62,7 +63,7 @@ def gather_whole(tensor: DTensor) -> Tensor:
     return part
 
 
-def _cuts(placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+def _cuts(placements: tuple[Placement, ...], mesh: DeviceMesh) -> list[tuple[int, int]]:
     """Return the dimension of the mesh and that of the tensor for each cut, in the order in which they were made.
 
     Torch cuts by the dimensions of the mesh in their order. `fully_shard` cuts parts of parts, and its placement has
@@ -71,7 +72,8 @@ def _cuts(placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
     first = []
     last = []
     for mesh_dimension, placement in enumerate(placements):
-        if placement.is_replicate():
+        # A mesh of one process may have no group any more.
+        if placement.is_replicate() or mesh.size(mesh_dimension) == 1:
             continue
         cut = (mesh_dimension, placement.dim)  # type: ignore[attr-defined]
         if getattr(placement, "split_factor", 1) > 1:

@@ -1,11 +1,12 @@
 """The layers of a module that was written for one device, cut over rows of processes by a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import TENSOR
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan, layers_table, reasons_of
 from equipoise.extensions.fsdp.mesh.plans.sources import plan_of_models, written_plan
@@ -23,7 +24,8 @@ def cut_by_plan(module: nn.Module, mesh: DeviceMesh, option: Mapping[str, Style]
         option: The plan of the strategy; None: that of the module, or of a model of transformers in it.
 
     Raises:
-        ConfigurationError: If the user's plan has an entry that names nothing, or is no style.
+        ConfigurationError: If the user's plan has an entry that names nothing, or is no style, or if all layers of the
+            plan stay whole.
     """
     # What the user has written comes before what a model brings along.
     plan = written_plan(module, option)
@@ -35,4 +37,18 @@ def cut_by_plan(module: nn.Module, mesh: DeviceMesh, option: Mapping[str, Style]
     reasons = reasons_of(module, plan, row.size())
     table = layers_table(module, plan, reasons)
     rank_zero_info(f"Layers cut over {row.size()} processes, by the plan of {plan.origin}:\n{table}")
+    uncut = [name for name in plan.styles if name in reasons]
+    if len(uncut) == len(plan.styles):
+        raise ConfigurationError(
+            f"FSDPStrategy(tensor={row.size()}): the plan of {plan.origin} cuts no layer, so each process would compute"
+            f" the same. {_reason_of(uncut, reasons)} Change the plan, or leave tensor out."
+        )
     apply_plan(module, plan, reasons, row)
+
+
+def _reason_of(uncut: Sequence[str], reasons: Mapping[str, str]) -> str:
+    """Return a sentence about the first layer that stays whole."""
+    if not uncut:
+        return "It names none."
+    name = uncut[0]
+    return f"{name} stays whole: {reasons[name]}."

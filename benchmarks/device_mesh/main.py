@@ -1,0 +1,86 @@
+"""Do networks that were written for one device train as on one where their layers are cut over several?"""
+
+import argparse
+import sys
+import time
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.device_mesh.networks import NETWORKS, TOKENS, VOCABULARY, Network, Task
+from equipoise import ConfigurationError, FSDPStrategy, Trainer
+
+MESHES = {"tensor 2": (1, 2), "tensor 4": (1, 4), "tensor 2 x data 2": (2, 2)}
+STEPS = 10
+BATCH = 4
+
+
+def samples() -> list[Tensor]:
+    """Return ten batches of random tokens."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (STEPS * BATCH, TOKENS), generator=draw)
+    return list(tokens)
+
+
+def fit(task: Task, strategy: Any, processes: int, rows: int) -> dict[str, Tensor]:
+    """Train for ten steps in float64, and return the weights."""
+    trainer = Trainer(
+        strategy=strategy,
+        devices=["cpu"] * processes,
+        precision="64-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(samples(), batch_size=BATCH // rows))  # type: ignore[arg-type]
+    return {name: parameter.detach() for name, parameter in task.named_parameters()}
+
+
+def compare(task: Task, network: Network, expected: dict[str, Tensor], rows: int, columns: int) -> str:
+    """Return the largest difference of a weight, or the first sentence of a refusal."""
+    strategy = FSDPStrategy(data=rows, tensor=columns, tensor_plan=network.plan, timeout=300.0)
+    try:
+        weights = fit(task, strategy, rows * columns, rows)
+    except ConfigurationError as error:
+        return f"refused: {str(error).split('. ')[0]}"
+    largest = 0.0
+    for name, weight in weights.items():
+        difference = (weight - expected[name]).abs().max()
+        largest = max(largest, float(difference))
+    return f"{largest:.1e}"
+
+
+def main() -> None:
+    """Train all networks on all meshes, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS], help="default: all")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    begin = time.perf_counter()
+    print("| network |", " | ".join(MESHES), "|\n| --- |", " | ".join("---" for _ in MESHES), "|")
+    for name in options.networks:
+        network = NETWORKS[name]
+        torch.manual_seed(3)
+        task = Task(network.make())
+        for parameter in task.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        expected = fit(deepcopy(task), "single_device", 1, 1)
+        cells = []
+        for rows, columns in MESHES.values():
+            cell = compare(deepcopy(task), network, expected, rows, columns)
+            cells.append(cell)
+        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+    print(f"\n{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
