@@ -224,6 +224,7 @@ class FSDPStrategy(ProcessStrategy):
         if not configuration.has_cut:
             from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
 
+            configuration.note_new_parts()
             cut_by_plan(module, configuration.mesh, self.tensor_plan)
         elif self.tensor_plan is not None:
             raise ConfigurationError(

@@ -52,6 +52,16 @@ class Language(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class OfTransformers(Net):
+    """Has a plan as models of transformers have one."""
+
+    config = object()
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        return {"blocks.*.up": "colwise", "blocks.*.down": "moe_tp_experts", "blocks.*.norm.bias": "rowwise"}
+
+
 def language(kind: str, **options: Any) -> Any:
     torch.manual_seed(3)
     return Language(kind, **options)
@@ -92,7 +102,7 @@ def test_the_option_comes_before_the_method() -> None:
     assert list(plan.styles) == [f"blocks.{index}.{name}" for name in ("up", "down") for index in range(3)]
     plan = written_plan(module, None)
     assert plan is not None
-    assert plan.origin == "Planned.tensor_plan()"
+    assert plan.origin == "Planned.tensor_plan"
     assert plan.divided == ["attention.heads"]
     assert written_plan(Net(), None) is None
 
@@ -107,7 +117,7 @@ def test_widths_that_do_not_divide_stay_whole_with_their_neighbours() -> None:
     assert plan is not None
     reasons = reasons_of(module, plan, 2)
     assert reasons == {
-        "blocks.0.norm": "LayerNorm is neither nn.Linear nor nn.Embedding",
+        "blocks.0.norm": "torch.nn.modules.normalization.LayerNorm is no plain nn.Linear or nn.Embedding",
         "blocks.0.up": "norm stays whole",
         "blocks.0.down": "norm stays whole",
         "blocks.1.up": "a width of 15 is not divisible by 2",
@@ -138,18 +148,64 @@ def test_layers_that_cannot_be_cut() -> None:
 def test_models_have_the_plans_of_transformers() -> None:
     module = nn.ModuleDict({"net": Net(), "other": nn.Linear(2, 2)})
     assert plan_of_models(module) is None
-    net: Any = module["net"]
-    net.config = object()
-    net.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "moe_tp_experts", "blocks.*.weight": "rowwise"}
-    net.blocks[0].config = net.config
-    net.blocks[0].tp_plan = {"up": "rowwise"}
+    module = nn.ModuleDict({"net": OfTransformers(), "other": nn.Linear(2, 2)})
     plan = plan_of_models(module)
     assert plan is not None
     assert plan.styles == dict.fromkeys((f"net.blocks.{index}.up" for index in range(3)), "colwise")
-    assert plan.reasons["net.blocks.2.down"] == "torch has no style for 'moe_tp_experts'"
+    assert plan.reasons["net.blocks.1.down"] == "torch has no style for 'moe_tp_experts'"
+    assert plan.reasons["net.blocks.2.norm.bias"] == "it is a parameter"
+    assert reasons_of(module, plan, 2)["net.blocks.0.up"] == "down stays whole"
+
+
+def test_numbers_of_layers_that_stay_whole_are_not_divided() -> None:
+    module = Heads()
+    names = dict.fromkeys((f"attention.{name}" for name in ("query", "key", "value")), "colwise")
+    plan = Plan("", {**names, "attention.output": "rowwise"}, ["attention.heads"], {})
+    reasons = reasons_of(module, plan, 3)
+    assert reasons.keys() == plan.styles.keys()
+    assert "layers that it counts stay whole" in layers_table(module, plan, reasons)
+    module.attention.key.weight = module.attention.query.weight
+    assert reasons_of(module, plan, 2).keys() == plan.styles.keys()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.Embedding(4, 4, max_norm=1.0),
+        nn.MultiheadAttention(4, 2).out_proj,
+    ],
+    ids=["weight norm", "embedding with a norm", "never called"],
+)
+def test_layers_that_compute_something_else(layer: nn.Module) -> None:
+    module = nn.ModuleDict({"layer": layer})
+    reasons = reasons_of(module, Plan("", {"layer": "colwise"}, [], {}), 2)
+    assert "is no plain nn.Linear or nn.Embedding" in reasons["layer"]
+
+
+def test_a_plan_that_is_a_submodule() -> None:
+    module = Net()
+    module.tensor_plan = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"Net\.tensor_plan must be a mapping of names to styles, not Linear"):
+        written_plan(module, None)
 
 
 # Trainings
+
+
+class MadeLate(Planned):
+    """Its hook makes the attention, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = self.attention
+        del self.attention
+        self.spare = [self.late]
+        del self.late
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "attention"):
+            self.attention = self.spare[0]
 
 
 def outcomes() -> dict[str, Any]:
@@ -161,6 +217,8 @@ def outcomes() -> dict[str, Any]:
     # Once more, with heads as before.
     module, _ = fit(Planned, fsdp(tensor=2), 2, batch_size=12, max_epochs=1, module=module)
     found["again"] = weights_of(module)
+    module, _ = fit(MadeLate, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
+    found["heads"] = module.attention.heads
     for name, kind, plan in (("twice", Cut, PLAN), ("nothing", Net, {"first": "colwise_gather_output"})):
         with pytest.raises(ConfigurationError) as caught:
             fit(kind, fsdp(tensor=2, tensor_plan=plan), 2, batch_size=12)
@@ -176,6 +234,7 @@ def test_training_by_a_plan_equals_that_of_one_device() -> None:
     assert_close(weights_of(whole), found["method"])
     whole, _ = fit(Heads, max_epochs=1, module=whole)
     assert_close(weights_of(whole), found["again"])
+    assert found["heads"] == whole.attention.heads
     assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
     assert "cuts no layer" in found["nothing"]
     assert "first stays whole: a width of 7 is not divisible by 2." in found["nothing"]

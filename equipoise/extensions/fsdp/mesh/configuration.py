@@ -65,9 +65,7 @@ class Configuration:
         self._tied = _tied_names(module)
         # Each part, with its attributes.
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        for part in module.modules():
-            attributes = dict(_plain_attributes(part))
-            self._before.append((part, attributes))
+        self.note_new_parts()
         self._parameters: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         # Of each part: the name, the value before, the value after.
         self._changes: list[tuple[nn.Module, str, Any, Any]] = []
@@ -76,6 +74,14 @@ class Configuration:
     def has_cut(self) -> bool:
         """True if `configure_model` has cut parameters, over the columns or the rows."""
         return any(isinstance(parameter, DTensor) for parameter in self._module.parameters())
+
+    def note_new_parts(self) -> None:
+        """Note the attributes of parts that were not there before, so that they receive them back as well."""
+        noted = {id(part) for part, _ in self._before}
+        for part in self._module.modules():
+            if id(part) not in noted:
+                attributes = dict(_plain_attributes(part))
+                self._before.append((part, attributes))
 
     def note_changes(self) -> None:
         """Note what `configure_model` has changed.

@@ -143,7 +143,9 @@ def _gathered(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     if not isinstance(detached, DTensor):
         return detached.clone()
-    return gather_whole(detached)
+    # What only a mesh of one process has cut is returned as it is.
+    gathered = gather_whole(detached)
+    return gathered.clone()
 
 
 def _like(parameter: nn.Parameter, full: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parameter import is_lazy
 
-from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.styles import cut_width, is_alone, style_of, title_of
 from equipoise.formats import align_columns
@@ -17,7 +16,7 @@ from equipoise.formats import align_columns
 __all__ = ["apply_plan", "layers_table", "reasons_of"]
 
 # Attributes that state the width of a head.
-_WIDTHS_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_WIDTHS_OF_HEADS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 # A number between dots.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -42,8 +41,17 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
         if reason is not None:
             reasons[name] = reason
 
-    # 2. Their neighbours.
+    for name in plan.divided:
+        owner, _, attribute = name.rpartition(".")
+        number = getattr(module.get_submodule(owner), attribute)
+        if number % tensor:
+            for layer in _counted_layers(plan, owner):
+                reasons.setdefault(layer, f"{attribute} is {number}, which is not divisible by {tensor}")
+
+    # 2. Their neighbours, also those of layers and parameters for which torch has no style.
     siblings = defaultdict(list)
+    for name in plan.reasons:
+        siblings[_parent(name)].append(name)
     for name, style in plan.styles.items():
         if not is_alone(style):
             siblings[_parent(name)].append(name)
@@ -120,9 +128,6 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
         plan: The plan.
         reasons: Why layers stay whole, by their names.
         row: The processes that compute a batch together.
-
-    Raises:
-        ConfigurationError: If an attribute that is to be divided is not divisible.
     """
     # 1. The layers.
     cut = [name for name in plan.styles if name not in reasons]
@@ -131,28 +136,27 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
         style = style_of(plan.styles[name])
         parallelize_module(layer, row, style)
 
-    # 2. What counts their heads.
+    # 2. What counts their heads, if the layers that have these heads are cut.
     for name in plan.divided:
-        owner = _parent(name)
-        prefix = ""
-        if owner:
-            prefix = f"{owner}."
-        # Where no layer of the owner is cut, each process has all heads.
-        if any(layer.startswith(prefix) for layer in cut):
-            _divide(module, name, row.size())
+        owner, _, attribute = name.rpartition(".")
+        counted = _counted_layers(plan, owner)
+        if counted and not reasons.keys() & set(counted):
+            part = module.get_submodule(owner)
+            number = getattr(part, attribute)
+            setattr(part, attribute, number // row.size())
 
 
-def _divide(module: nn.Module, name: str, tensor: int) -> None:
-    """Divide an attribute by the number of processes."""
-    owner, _, attribute = name.rpartition(".")
-    part = module.get_submodule(owner)
-    number = getattr(part, attribute)
-    if number % tensor:
-        raise ConfigurationError(
-            f"{name} is {number}, which is not divisible by {tensor}. Leave it, and the layers around it, out of the"
-            " plan."
-        )
-    setattr(part, attribute, number // tensor)
+def _counted_layers(plan: Plan, owner: str) -> list[str]:
+    """Return the layers whose parts an attribute of their owner counts: those right below it, else all below it."""
+    prefix = ""
+    if owner:
+        prefix = f"{owner}."
+    below = []
+    for name, style in plan.styles.items():
+        if name.startswith(prefix) and not is_alone(style):
+            below.append(name)
+    children = [name for name in below if _parent(name) == owner]
+    return children or below
 
 
 def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
@@ -188,4 +192,8 @@ def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tu
             yield pattern, "whole", reason
     for name in plan.divided:
         pattern = _NUMBER.sub("*", name)
-        yield pattern, "divided", ""
+        counted = _counted_layers(plan, _parent(name))
+        if reasons.keys() & set(counted):
+            yield pattern, "whole", "layers that it counts stay whole"
+        else:
+            yield pattern, "divided", ""

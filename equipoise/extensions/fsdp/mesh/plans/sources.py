@@ -43,12 +43,14 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     # 1. The entries.
     origin = _OPTION
     if option is None:
-        method = getattr(module, "tensor_plan", None)
-        if not callable(method):
-            return None
         kind = type(module)
-        origin = f"{kind.__name__}.tensor_plan()"
-        option = method()
+        origin = f"{kind.__name__}.tensor_plan"
+        option = getattr(module, "tensor_plan", None)
+        if option is None:
+            return None
+        # A submodule of this name would be called with a batch.
+        if callable(option) and not isinstance(option, nn.Module):
+            option = option()
         check_plan(option, origin)
     assert option is not None
 
@@ -102,24 +104,36 @@ def plan_of_models(module: nn.Module) -> Plan | None:
     plan = Plan("transformers", {}, [], {})
     for prefix, styles in _models(module):
         for pattern, style in styles.items():
-            # Some entries name parameters, such as those of experts in one tensor.
-            for name in _layers(module, prefix + pattern):
+            names = _layers(module, prefix + pattern)
+            for name in names:
                 if style in STYLES:
                     plan.styles[name] = style
                 else:
                     plan.reasons[name] = f"torch has no style for {style!r}"
+            # Some entries name parameters, such as those of experts in one tensor.
+            if not names:
+                reasons = dict.fromkeys(_parameters(module, prefix + pattern), "it is a parameter")
+                plan.reasons.update(reasons)
     if not plan.styles:
         return None
     return plan
+
+
+def _parameters(module: nn.Module, pattern: str) -> list[str]:
+    """Return the full names of the parameters that a pattern names."""
+    expression = expression_of(pattern)
+    return [name for name, _ in module.named_parameters() if expression.fullmatch(name)]
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the prefix of the names and the plan of each model, unless it lies in another one."""
     outer: list[str] = []
     for name, part in module.named_modules():
-        # Attributes of transformers, which is not imported for them.
-        plan = getattr(part, "tp_plan", None)
-        if not hasattr(part, "config") or not isinstance(plan, Mapping) or not plan:
+        # A property of transformers, which is not imported for it. Modules around a model pass on its attributes.
+        if not isinstance(getattr(type(part), "tp_plan", None), property) or not hasattr(part, "config"):
+            continue
+        plan: Any = part.tp_plan
+        if not isinstance(plan, Mapping) or not plan:
             continue
         prefix = ""
         if name:

@@ -88,21 +88,22 @@ def cut_width(layer: nn.Module, style: Style) -> int | None:
     Raises:
         TypeError: If torch cannot cut such a layer by the style.
     """
-    # 1. The widths of the outputs and of the inputs.
-    if isinstance(layer, nn.Linear):
+    # 1. The widths of the outputs and of the inputs. Subclasses may compute something else.
+    widths = None
+    if type(layer) is nn.Linear:
         widths = (layer.out_features, layer.in_features)
-    elif isinstance(layer, nn.Embedding):
+    elif type(layer) is nn.Embedding and layer.max_norm is None:
         widths = (layer.embedding_dim, layer.num_embeddings)
-    else:
-        widths = None
 
     # 2. The one that is cut.
     torch_style = style_of(style)
     if not isinstance(torch_style, ColwiseParallel | RowwiseParallel):
         return None
-    if widths is None:
+    own = dict(layer.named_parameters(recurse=False))
+    # A norm of weights computes them from others.
+    if widths is None or "weight" not in own:
         kind = type(layer)
-        raise TypeError(f"{kind.__name__} is neither nn.Linear nor nn.Embedding")
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no plain nn.Linear or nn.Embedding")
     outputs, inputs = widths
     if isinstance(torch_style, ColwiseParallel):
         return outputs
