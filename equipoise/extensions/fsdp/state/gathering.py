@@ -46,19 +46,21 @@ def gather_whole(tensor: DTensor) -> Tensor:
         return result
 
     # 1. How long the cut dimension was before each cut.
-    cuts = _cuts(placements, tensor.device_mesh)
+    mesh = tensor.device_mesh
+    cuts = _cuts(placements, mesh)
     lengths = []
     shape = list(tensor.shape)
     for mesh_dimension, dimension in cuts:
         length = shape[dimension]
         lengths.append(length)
-        sizes = _part_sizes(length, tensor.device_mesh.size(mesh_dimension))
-        rank = tensor.device_mesh.get_local_rank(mesh_dimension)
+        count = mesh.size(mesh_dimension)
+        rank = mesh.get_local_rank(mesh_dimension)
+        sizes = _part_sizes(length, count)
         shape[dimension] = sizes[rank]
 
     # 2. The last cut is undone first.
     for (mesh_dimension, dimension), length in zip(reversed(cuts), reversed(lengths), strict=True):
-        group = tensor.device_mesh.get_group(mesh_dimension)
+        group = mesh.get_group(mesh_dimension)
         part = _joined(part, dimension, length, group)
     return part
 

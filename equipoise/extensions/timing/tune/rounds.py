@@ -18,6 +18,8 @@ from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 
 __all__ = ["Rounds", "Row"]
 
+# A limit is named after a second.
+_LEAST_SECONDS = 1.5
 # The first trial takes these shares of the time: as a rule, until a validation was seen, and in any case.
 _SHARE = 1 / 12
 _PATIENCE = 1 / 4
@@ -120,7 +122,7 @@ class Rounds:
         window = Window(
             first_steps=FIRST_STEPS,
             steps=_LEAST_STEPS,
-            seconds=_SHARE * self._seconds,
+            seconds=max(_LEAST_SECONDS, _SHARE * self._seconds),
             patience=_PATIENCE * self._seconds,
             most_seconds=_MOST * self._seconds,
         )
@@ -148,7 +150,8 @@ class Rounds:
         # 1. The number of steps: whole periods of what happens in some steps only.
         rows = [Row(candidate) for candidate in candidates]
         self.rows += rows
-        left = self._left()
+        # What follows takes time that may be over already.
+        left = max(self._left(), 1.0)
         step_seconds = self.first["seconds"] / self.first["steps"]
         most_steps = left / len(self.rows) / step_seconds
         for row in rows:
@@ -171,7 +174,15 @@ class Rounds:
             # One more takes as long as the mean of the others.
             if done and self._left() < (left - self._left()) / done:
                 break
-            for row in self.rows:
+            base, *others = self.rows
+            self._measure_row(base, window)
+            # There is nothing to compare with in this round. Earlier rounds stay, if there are any.
+            if base.reason is not None and not done:
+                raise StepError(f"The run fails when it is started once more: {base.reason}")
+            if base.reason is not None:
+                base.reason = None
+                break
+            for row in others:
                 if row.reason is None:
                     self._measure_row(row, window)
 
@@ -193,6 +204,6 @@ class Rounds:
         values, self.left_out = as_trial(self._compose(candidate.overrides), folder)
         arguments = (values, candidate.loader, window, folder)
         measured: dict[str, Any] = call_bounded(
-            measure, *arguments, timeout=_TIMEOUT, paths=self._paths, explain=explain
+            measure, *arguments, timeout=_TIMEOUT + self._seconds, paths=self._paths, explain=explain
         )
         return measured

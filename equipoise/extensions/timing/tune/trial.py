@@ -14,11 +14,11 @@ from equipoise.parallel.workers.messages.tracebacks import shortened
 
 __all__ = ["as_trial", "explain", "measure"]
 
-# Beyond any trial. It is a number, as schedules may divide by it.
+# Beyond any trial. It is a positive number, as schedules may count with it.
 _MOST_STEPS = 1_000_000
 # The trainer ends when the window does, and prints nothing.
 _ENDLESS = {
-    "max_epochs": -1,
+    "max_epochs": _MOST_STEPS,
     "min_epochs": None,
     "max_steps": _MOST_STEPS,
     "min_steps": None,

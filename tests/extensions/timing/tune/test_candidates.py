@@ -114,6 +114,6 @@ def test_a_trial_writes_into_its_folder_alone(tmp_path: Any) -> None:
     assert left_out == ["wandb"]
     assert trial["callbacks"] == {"a": {**CHECKPOINT, "dirpath": str(tmp_path / "dirpath")}}
     assert trial["trainer"]["default_root_dir"] == str(tmp_path / "default_root_dir")
-    assert (trial["trainer"]["max_epochs"], trial["trainer"]["precision"]) == (-1, "64-true")
+    assert (trial["trainer"]["max_epochs"], trial["trainer"]["precision"]) == (1_000_000, "64-true")
     assert (trial["seed"], trial["ckpt_path"], trial["test"], trial["logger"]) == (0, None, False, {})
     assert values["trainer"]["max_epochs"] == 3

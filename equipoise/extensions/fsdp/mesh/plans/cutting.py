@@ -43,10 +43,12 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
 
     for name in plan.divided:
         owner, _, attribute = name.rpartition(".")
-        number = getattr(module.get_submodule(owner), attribute)
+        part = module.get_submodule(owner)
+        number = getattr(part, attribute)
         if number % tensor:
+            reason = f"{attribute} is {number}, which is not divisible by {tensor}"
             for layer in _counted_layers(plan, owner):
-                reasons.setdefault(layer, f"{attribute} is {number}, which is not divisible by {tensor}")
+                reasons.setdefault(layer, reason)
 
     # 2. Their neighbours, also those of layers and parameters for which torch has no style.
     siblings = defaultdict(list)

@@ -112,7 +112,8 @@ def plan_of_models(module: nn.Module) -> Plan | None:
                     plan.reasons[name] = f"torch has no style for {style!r}"
             # Some entries name parameters, such as those of experts in one tensor.
             if not names:
-                reasons = dict.fromkeys(_parameters(module, prefix + pattern), "it is a parameter")
+                parameters = _parameters(module, prefix + pattern)
+                reasons = dict.fromkeys(parameters, "it is a parameter")
                 plan.reasons.update(reasons)
     if not plan.styles:
         return None
@@ -122,7 +123,11 @@ def plan_of_models(module: nn.Module) -> Plan | None:
 def _parameters(module: nn.Module, pattern: str) -> list[str]:
     """Return the full names of the parameters that a pattern names."""
     expression = expression_of(pattern)
-    return [name for name, _ in module.named_parameters() if expression.fullmatch(name)]
+    names = []
+    for name, _ in module.named_parameters():
+        if expression.fullmatch(name):
+            names.append(name)
+    return names
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -130,7 +135,8 @@ def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     outer: list[str] = []
     for name, part in module.named_modules():
         # A property of transformers, which is not imported for it. Modules around a model pass on its attributes.
-        if not isinstance(getattr(type(part), "tp_plan", None), property) or not hasattr(part, "config"):
+        attribute = getattr(type(part), "tp_plan", None)
+        if not isinstance(attribute, property) or not hasattr(part, "config"):
             continue
         plan: Any = part.tp_plan
         if not isinstance(plan, Mapping) or not plan:

@@ -1,0 +1,44 @@
+"""Rounds whose trials fail."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.timing.tune.candidates import Candidate
+from equipoise.extensions.timing.tune.results import best_of
+from equipoise.extensions.timing.tune.rounds import Rounds
+
+
+def rounds_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *, last_base: int) -> Rounds:
+    """Return rounds in which the run as it is fails after so many trials; a candidate is twice as fast."""
+    rounds = Rounds(lambda overrides: {}, folder, [], 60.0)
+    rounds.first = {"seconds": 1.0, "steps": 100}
+    trials = {"base": 0}
+
+    def run(candidate: Candidate, window: Any) -> dict[str, Any]:
+        if candidate.overrides:
+            return {"seconds": 1.0, "steps": 100, "shares": {}}
+        if trials["base"] == last_base:
+            raise ConfigurationError("killed")
+        trials["base"] += 1
+        return {"seconds": 2.0, "steps": 100, "shares": {}}
+
+    monkeypatch.setattr(rounds, "_run", run)
+    return rounds
+
+
+def test_the_run_as_it_is_fails_in_a_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = rounds_in(tmp_path, monkeypatch, last_base=1)
+    rounds.measure([Candidate(("a=1",))])
+    assert [len(row.step_seconds) for row in rounds.rows] == [1, 1]
+    best = best_of(rounds.rows)
+    assert best is not None
+    assert best.speeds(rounds.rows[0]) == [2.0]
+
+
+def test_the_run_as_it_is_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = rounds_in(tmp_path, monkeypatch, last_base=0)
+    with pytest.raises(StepError, match="fails when it is started once more: killed"):
+        rounds.measure([Candidate(("a=1",))])
