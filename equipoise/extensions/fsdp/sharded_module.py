@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
-from equipoise.extensions.fsdp.mesh.grid import part_of
+from equipoise.extensions.fsdp.mesh.grid import copy_marks, part_of
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards
 from equipoise.extensions.fsdp.state.root_switches import RootSwitches
@@ -124,7 +124,11 @@ class ShardedModule:
             _fill_meta(unit)
             copy_from_first(parameter for parameter in parameters if not isinstance(parameter, DTensor))
             _copy_along_column(parameters, sharding.mesh)
+            before = dict(unit.module.named_parameters(remove_duplicate=False))
             fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
+            # Optimisers may group parameters by attributes.
+            for name, parameter in unit.module.named_parameters(remove_duplicate=False):
+                copy_marks(parameter, before[name])
         unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
         gather_in_forms(unit.module, sharding.forms)

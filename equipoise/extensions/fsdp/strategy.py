@@ -276,6 +276,9 @@ class FSDPStrategy(ProcessStrategy):
         # It comes to its device unit by unit, since it may not fit there.
         precision.convert_module(module)
         self._module = module
+        if self._configuration is not None:
+            # A conversion makes new parameters of cut ones.
+            self._configuration.copy_marks()
         self._run = self._begin_run(module)
         if self._configuration is not None:
             self._configuration.hand_over()

@@ -13,6 +13,7 @@ from equipoise.extensions.fsdp.mesh.plans.sources import Plan, plan_of_models, w
 from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, Heads
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.test_transparency import Marked
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -217,6 +218,7 @@ def outcomes() -> dict[str, Any]:
     # Once more, with heads as before.
     module, _ = fit(Planned, fsdp(tensor=2), 2, batch_size=12, max_epochs=1, module=module)
     found["again"] = weights_of(module)
+    found["marks"] = weights_of(fit(Marked, fsdp(tensor=2, tensor_plan=PLAN), 2, batch_size=12)[0])
     module, _ = fit(MadeLate, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
     found["heads"] = module.attention.heads
     for name, kind, plan in (("twice", Cut, PLAN), ("nothing", Net, {"first": "colwise_gather_output"})):
@@ -234,6 +236,7 @@ def test_training_by_a_plan_equals_that_of_one_device() -> None:
     assert_close(weights_of(whole), found["method"])
     whole, _ = fit(Heads, max_epochs=1, module=whole)
     assert_close(weights_of(whole), found["again"])
+    assert_close(weights_of(fit(Marked)[0]), found["marks"])
     assert found["heads"] == whole.attention.heads
     assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
     assert "cuts no layer" in found["nothing"]

@@ -197,6 +197,21 @@ class Weighted(Net):
         return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
 
 
+class Marked(Net):
+    """Its optimiser groups parameters by an attribute that they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.blocks.parameters():
+            parameter.no_decay = True  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        marked = [parameter for parameter in self.parameters() if hasattr(parameter, "no_decay")]
+        others = [parameter for parameter in self.parameters() if not hasattr(parameter, "no_decay")]
+        groups = [{"params": marked, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
 class WithoutIndex(Net):
     """Its steps take the batch alone."""
 
@@ -223,6 +238,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an unused layer": (Unused, {}),
     "attention": (Attention, {}),
     "recurrent": (Recurrent, {}),
+    "marked parameters": (Marked, {"again": True}),
     "steps without an index": (WithoutIndex, {}),
     "weighted": (Weighted, {"accumulate_grad_batches": 2}),
     "activation checkpointing": (Net, {"activation_checkpointing": ["blocks.*"]}),
@@ -240,6 +256,7 @@ OFTEN = [
     "tied weights",
     "frozen parts",
     "attention",
+    "marked parameters",
     "steps without an index",
     "manual optimisation",
     "toggled optimisers",

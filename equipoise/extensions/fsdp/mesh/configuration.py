@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, is_cut, part_of
+from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, copy_marks, is_cut, part_of
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
 from equipoise.interop.distributed.tensor_parallel import forget_cuts
 from equipoise.parallel.communication.processes import Processes
@@ -101,6 +101,12 @@ class Configuration:
         # 2. Attributes of the parts that were there before.
         self._note_attributes()
 
+    def copy_marks(self) -> None:
+        """Give what stands in the place of parameters their attributes, which optimisers may read."""
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name in self._parameters:
+                copy_marks(parameter, self._parameters[name])
+
     def _note_attributes(self) -> None:
         for part, before in self._before:
             after = dict(_plain_attributes(part))
@@ -175,7 +181,9 @@ def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Par
             # As in all parameters after an error, values read as NaN.
             missing = float("nan") if parameter.is_floating_point() else 0
             element = torch.full((), missing, dtype=parameter.dtype)
-            wholes[id(parameter)] = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
+            whole = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
+            copy_marks(whole, parameter)
+            wholes[id(parameter)] = whole
     replaced = {}
     for name, parameter in parameters.items():
         # A tied parameter stays tied.

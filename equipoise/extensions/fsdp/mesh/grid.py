@@ -2,14 +2,25 @@
 
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["DATA", "TENSOR", "Size", "check_size", "is_cut", "make_mesh", "part_of", "row_placement", "sizes_of"]
+__all__ = [
+    "DATA",
+    "TENSOR",
+    "Size",
+    "check_size",
+    "copy_marks",
+    "is_cut",
+    "make_mesh",
+    "part_of",
+    "row_placement",
+    "sizes_of",
+]
 
 # The dimensions have the names that modules written for Lightning's ModelParallelStrategy read.
 DATA = "data_parallel"
@@ -82,6 +93,18 @@ def part_of(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.to_local()
     return part
+
+
+def copy_marks(parameter: nn.Parameter, original: nn.Parameter) -> None:
+    """Copy the attributes that a user has set on a parameter, such as `no_decay`, to what stands in its place.
+
+    Args:
+        parameter: The parameter that stands in its place.
+        original: The parameter that has them.
+    """
+    marks = vars(parameter)
+    for name, value in vars(original).items():
+        marks.setdefault(name, value)
 
 
 def row_placement(tensor: Tensor) -> Placement | None:
