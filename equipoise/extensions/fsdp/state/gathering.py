@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from equipoise.parallel.batches.shares import even_chunks
+
 __all__ = ["gather_whole", "whole"]
 
 
@@ -55,7 +57,8 @@ def gather_whole(tensor: DTensor) -> Tensor:
         lengths.append(length)
         count = mesh.size(mesh_dimension)
         rank = mesh.get_local_rank(mesh_dimension)
-        sizes = _part_sizes(length, count)
+        # Parts are those of `torch.chunk`, of which the last ones may be empty.
+        sizes = even_chunks(length, count)
         shape[dimension] = sizes[rank]
 
     # 2. The last cut is undone first.
@@ -85,21 +88,10 @@ def _cuts(placements: tuple[Placement, ...], mesh: DeviceMesh) -> list[tuple[int
     return first + last
 
 
-def _part_sizes(length: int, count: int) -> list[int]:
-    """Return the sizes of the parts of a dimension as `torch.chunk` makes them; the last ones may be empty."""
-    largest = -(-length // count)
-    sizes = []
-    remaining = length
-    for _ in range(count):
-        size = min(largest, remaining)
-        sizes.append(size)
-        remaining -= size
-    return sizes
-
-
 def _joined(part: Tensor, dimension: int, length: int, group: dist.ProcessGroup) -> Tensor:
     """Return the parts of all processes of a group as one tensor."""
-    sizes = _part_sizes(length, dist.get_world_size(group))
+    count = dist.get_world_size(group)
+    sizes = even_chunks(length, count)
     # Messages of all processes have one size. Bytes are of a type that each backend knows.
     shape = list(part.shape)
     shape[dimension] = sizes[0]

@@ -1,4 +1,4 @@
-"""What `equipoise tune` tells: a sentence, a table, the overrides, or all of it as JSON."""
+"""Results of `equipoise tune`: a sentence, a table, the overrides, or all of it as JSON."""
 
 import json
 from collections.abc import Sequence

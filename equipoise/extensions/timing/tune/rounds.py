@@ -146,7 +146,14 @@ class Rounds:
             self.limit = Limit(**first["limit"])
 
     def measure(self, candidates: Sequence[Candidate]) -> None:
-        """Measure candidates beside the run as it is, in turn."""
+        """Measure candidates beside the run as it is, in turn.
+
+        Args:
+            candidates: The candidates.
+
+        Raises:
+            StepError: If the run as it is fails before it was measured in a round.
+        """
         # 1. The number of steps: whole periods of what happens in some steps only.
         rows = [Row(candidate) for candidate in candidates]
         self.rows += rows
@@ -175,12 +182,12 @@ class Rounds:
             if done and self._left() < (left - self._left()) / done:
                 break
             base, *others = self.rows
-            self._measure_row(base, window)
-            # There is nothing to compare with in this round. Earlier rounds stay, if there are any.
-            if base.reason is not None and not done:
-                raise StepError(f"The run fails when it is started once more: {base.reason}")
-            if base.reason is not None:
-                base.reason = None
+            try:
+                base.note(self._run(base.candidate, window))
+            except (CallError, ConfigurationError) as error:
+                if not done:
+                    raise StepError(f"The run fails when it is started once more: {_last_line(error)}") from None
+                # Nothing can be compared with it in this round. Earlier rounds count.
                 break
             for row in others:
                 if row.reason is None:
@@ -194,8 +201,7 @@ class Rounds:
         try:
             row.note(self._run(row.candidate, window))
         except (CallError, ConfigurationError) as error:
-            # The last line of a traceback is the error.
-            row.fail(str(error).strip().splitlines()[-1])
+            row.fail(_last_line(error))
 
     def _run(self, candidate: Candidate, window: Window) -> dict[str, Any]:
         self._count += 1
@@ -207,3 +213,9 @@ class Rounds:
             measure, *arguments, timeout=_TIMEOUT + self._seconds, paths=self._paths, explain=explain
         )
         return measured
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of a message, which is the error where the message is a traceback."""
+    lines = str(error).strip().splitlines()
+    return lines[-1]

@@ -41,6 +41,7 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
         if reason is not None:
             reasons[name] = reason
 
+    # 2. Layers whose parts cannot be counted.
     for name in plan.divided:
         owner, _, attribute = name.rpartition(".")
         part = module.get_submodule(owner)
@@ -50,7 +51,7 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
             for layer in _counted_layers(plan, owner):
                 reasons.setdefault(layer, reason)
 
-    # 2. Their neighbours, also those of layers and parameters for which torch has no style.
+    # 3. Their neighbours, also those of layers and parameters for which torch has no style.
     siblings = defaultdict(list)
     for name in plan.reasons:
         siblings[_parent(name)].append(name)
@@ -77,8 +78,9 @@ def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None
     # Norms of a part of the features have nothing to divide.
     if width is None:
         return None
-    if any(parameter.is_meta or is_lazy(parameter) for parameter in layer.parameters()):
-        return "its weights have no values yet"
+    for parameter in layer.parameters():
+        if parameter.is_meta or is_lazy(parameter):
+            return "its weights have no values yet"
     if list(layer.buffers()):
         return "it has buffers, which torch would cut as well"
     if width % tensor:
@@ -138,11 +140,10 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
         style = style_of(plan.styles[name])
         parallelize_module(layer, row, style)
 
-    # 2. What counts their heads, if the layers that have these heads are cut.
+    # 2. What counts their heads.
     for name in plan.divided:
-        owner, _, attribute = name.rpartition(".")
-        counted = _counted_layers(plan, owner)
-        if counted and not reasons.keys() & set(counted):
+        if _is_divided(name, plan, reasons):
+            owner, _, attribute = name.rpartition(".")
             part = module.get_submodule(owner)
             number = getattr(part, attribute)
             setattr(part, attribute, number // row.size())
@@ -157,8 +158,19 @@ def _counted_layers(plan: Plan, owner: str) -> list[str]:
     for name, style in plan.styles.items():
         if name.startswith(prefix) and not is_alone(style):
             below.append(name)
-    children = [name for name in below if _parent(name) == owner]
+    children = []
+    for name in below:
+        if _parent(name) == owner:
+            children.append(name)
     return children or below
+
+
+def _is_divided(name: str, plan: Plan, reasons: dict[str, str]) -> bool:
+    """Return True if all layers whose parts an attribute counts are cut, and there is one at least."""
+    counted = _counted_layers(plan, _parent(name))
+    if not counted:
+        return False
+    return reasons.keys().isdisjoint(counted)
 
 
 def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
@@ -194,8 +206,7 @@ def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tu
             yield pattern, "whole", reason
     for name in plan.divided:
         pattern = _NUMBER.sub("*", name)
-        counted = _counted_layers(plan, _parent(name))
-        if reasons.keys() & set(counted):
-            yield pattern, "whole", "layers that it counts stay whole"
-        else:
+        if _is_divided(name, plan, reasons):
             yield pattern, "divided", ""
+        else:
+            yield pattern, "whole", "layers that it counts stay whole"
