@@ -401,6 +401,9 @@ def test_a_pipeline_that_cannot_be(tmp_path, equipoise, monkeypatch, override, t
 def elsewhere():
     """A file system in memory, which holds nothing but the run."""
     files = fsspec.filesystem("memory")
+    # All tests of a process share it.
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
     yield files
     files.store.clear()
     files.pseudo_dirs[:] = [""]

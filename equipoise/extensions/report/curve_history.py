@@ -1,7 +1,7 @@
 """History of learning curves: logged values by step, metrics by epoch."""
 
 import contextlib
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -79,9 +79,11 @@ class CurveHistory:
         curves: For every metric's name its values, by epochs done.
         validation_names: Names of the metrics that validation adds.
         batches_done: Number of batches done in the present epoch.
+        observer: Receives name, step and value of each value by step when it is recorded; None for no one.
     """
 
     def __init__(self) -> None:
+        self.observer: Callable[[str, int, float], None] | None = None
         self.curves: dict[str, Curve] = {}
         self.validation_names: set[str] = set()
         self.batches_done = 0
@@ -96,6 +98,10 @@ class CurveHistory:
         self._pending: tuple[int, int] | None = None
         # Metrics that existed before the present validation.
         self._names_before: frozenset[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the curves, without the observer of a run."""
+        return {**vars(self), "observer": None}
 
     # Recorded curves.
 
@@ -143,7 +149,8 @@ class CurveHistory:
             listeners.append(self.hear)
 
     def leave(self, trainer: Any) -> None:
-        """Stop receiving values; may be called twice."""
+        """Stop receiving values and handing them on; may be called twice."""
+        self.observer = None
         listeners = getattr(trainer, "metric_listeners", [])
         if self.hear in listeners:
             listeners.remove(self.hear)
@@ -248,7 +255,10 @@ class CurveHistory:
         # Loggers receive the number of the epoch with all other values.
         if name != "epoch" and isinstance(value, (int, float)):
             curve = self._by_step.setdefault(name, StepCurve())
-            curve.add(step, float(value))
+            number = float(value)
+            curve.add(step, number)
+            if self.observer is not None:
+                self.observer(name, step, number)
 
     def _recorded_name(self, trainer: Any, name: str) -> str:
         """Return the name under which a metric is recorded: `loss` for `loss_epoch` if callbacks see both."""

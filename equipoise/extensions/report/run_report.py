@@ -25,6 +25,7 @@ from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.page.page import write_page, write_report
 from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
+from equipoise.extensions.report.run_file.live_values import LiveValues
 from equipoise.extensions.report.run_file.origin import origin_section, read_origin
 from equipoise.extensions.report.run_file.run_file import write_run_file
 from equipoise.extensions.report.run_summary import RunSummary
@@ -57,7 +58,8 @@ class RunReport(FitRecorder):
 
     `run.json` beside the page has the state, the curves and times of the run for programs, with the command, versions
     and the commit of the working folder; `equipoise runs` reads it. It is written when training begins, and with each
-    page.
+    page. Between two of them, values are appended to `live.jsonl` in the moment in which loggers receive them, for
+    `equipoise watch`.
 
     Example:
         >>> from equipoise import RunReport, Trainer
@@ -75,10 +77,12 @@ class RunReport(FitRecorder):
         self._earlier: Fit | None = None
         # What was run; None before it is read.
         self._origin: Mapping[str, Any] | None = None
+        # Values since the last `run.json`; None before training, and where they cannot be appended to a file.
+        self._live: LiveValues | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves, without a fit under way."""
-        return copied_state(self, _fit=None, _earlier=None, _origin=None)
+        return copied_state(self, _fit=None, _earlier=None, _origin=None, _live=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far, unless a `RunSummary` records them."""
@@ -135,6 +139,7 @@ class RunReport(FitRecorder):
             # A folder that cannot be written is told of at the end.
             with contextlib.suppress(OSError):
                 self._write_run_file(trainer, pl_module, self._fit, "running")
+                self._begin_live(trainer, pl_module, self._fit)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Write a report, if the last one is a minute old."""
@@ -178,6 +183,21 @@ class RunReport(FitRecorder):
             error += _take_notes(self._folder)
         self._conclude(trainer, pl_module, "failed", error)
 
+    def _begin_live(self, trainer: Any, module: Any, fit: Fit) -> None:
+        """Let values be appended to a file from now on."""
+        # Objects behind a URL cannot be appended to.
+        folder = self._folder
+        if not isinstance(folder, Path):
+            return
+
+        def write_whole() -> None:
+            with contextlib.suppress(OSError):
+                self._write_run_file(trainer, module, fit, "running")
+
+        live = LiveValues(folder, fit.clock, write_whole)
+        self.recorded.observer = live.add
+        self._live = live
+
     # The report.
 
     def _conclude(self, trainer: Any, module: Any, outcome: Outcome, error: str = "") -> None:
@@ -186,6 +206,9 @@ class RunReport(FitRecorder):
         if fit is None:
             return
         path = self._write(trainer, module, fit, outcome, error)
+        if self._live is not None:
+            self._live.remove()
+            self._live = None
         # The trainer is released.
         self._earlier = replace(fit, trainer=None, size_of=None, last_step=trainer.global_step)
         if path is not None:
@@ -224,6 +247,8 @@ class RunReport(FitRecorder):
         content = collect_run_file(trainer, module, fit, self.recorded, outcome, error)
         facts = {**content.facts, **self._read_origin()}
         write_run_file(replace(content, facts=facts), self._folder)
+        if self._live is not None:
+            self._live.clear()
 
 
 def _folder_of_failure(trainer: Any) -> AnyPath:

@@ -53,7 +53,8 @@ def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
     """
     columns = [Column(key, _value_of_key(key)) for key in keys]
     for name in metrics:
-        columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number))
+        if not _is_learning_rate(name):
+            columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number))
         columns.append(Column(f"last {name}", _value_of_metric(name, "last"), format_number))
     return [
         *columns,
@@ -109,10 +110,14 @@ def _place_of_kind(name: str) -> int:
     for place, word in enumerate(_KINDS):
         if word in name.lower():
             return place
-    # Learning rates are metrics to loggers, and the least interesting ones.
-    if name.startswith("lr"):
+    if _is_learning_rate(name):
         return len(_KINDS) + 1
     return len(_KINDS)
+
+
+def _is_learning_rate(name: str) -> bool:
+    """Return whether a metric is a learning rate: a metric to loggers, of which no value is the best."""
+    return name.startswith("lr-")
 
 
 def sorted_runs(runs: Sequence[Run], by: str | None = None) -> list[Run]:

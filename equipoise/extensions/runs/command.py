@@ -18,6 +18,7 @@ from equipoise.extensions.report.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_runs
 from equipoise.extensions.runs.configuration import differing_keys
+from equipoise.extensions.runs.folders import folders_of
 from equipoise.extensions.runs.found import find_runs
 from equipoise.extensions.runs.page import runs_page
 from equipoise.extensions.runs.reading import read_run
@@ -28,7 +29,6 @@ from equipoise.tables.whole_table import print_table
 __all__ = ["show_runs", "write_page_of_sweep"]
 
 _TAKES = "equipoise runs takes FOLDERS, --sort=COLUMN, --json and --html=PATH"
-_DEFAULT_FOLDERS = ("outputs", "multirun")
 # Columns of a terminal; the page has more, and JSON has all.
 _MOST_KEYS = 6
 _MOST_METRICS = 3
@@ -46,12 +46,7 @@ def show_runs(arguments: Sequence[str]) -> None:
     """
     readers = {"--json": present, "--sort": _some_text, "--html": _some_text}
     names, flags = read_flags(arguments, readers, _TAKES)
-    for name in names:
-        if not Path(name).is_dir():
-            raise ConfigurationError(f"There is no folder {name!r} on this machine: {_TAKES}.")
-    folders = [Path(name) for name in names]
-    if not names:
-        folders = [Path(name) for name in _DEFAULT_FOLDERS if Path(name).is_dir()]
+    folders = folders_of(names, _TAKES)
     runs, unreadable = _read(folders, flags.get("--sort"))
     if "--json" in flags:
         print(json.dumps(_as_json(runs, unreadable), indent=2))

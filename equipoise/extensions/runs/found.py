@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from equipoise.extensions.report.run_file.live_values import LIVE_FILE
 from equipoise.extensions.runs.run import Unreadable
 
 __all__ = ["FoundRun", "find_runs", "natural"]
 
 _CONFIGURATION = "config.yaml"
-_FILES = (_CONFIGURATION, "run.json", "metrics.csv", "hparams.yaml", "report.html")
+_FILES = (_CONFIGURATION, "run.json", LIVE_FILE, "metrics.csv", "hparams.yaml", "report.html")
 # Files of which one is enough to be a run.
 _SIGNS = {_CONFIGURATION, "run.json", "metrics.csv"}
 # Digits that count in a number within a name.

@@ -17,7 +17,7 @@ from equipoise.extensions.runs.configuration import differences_between, differi
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import Unit
 
-__all__ = ["runs_page"]
+__all__ = ["report_link", "runs_page"]
 
 # What a page shows at most, so that it stays below 2 MB.
 _MOST_RUNS = 200
@@ -39,23 +39,47 @@ _NOTHING = {
 }
 
 
-def runs_page(runs: Sequence[Run], unreadable: Sequence[Unreadable], folder: Path) -> str:
+def runs_page(
+    runs: Sequence[Run], unreadable: Sequence[Unreadable], folder: Path, *, time: str | None = None, script: str = ""
+) -> str:
     """Return the HTML of the page.
 
     Args:
         runs: The runs in their order, of which the first 200 are shown.
         unreadable: Files that could not be read.
         folder: The folder in which the page will lie, for links to reports.
+        time: What the page says of its time. Default: the present time.
+        script: JavaScript that runs after that of the page, and may ask the page's server. Default: none.
     """
     shown = runs[:_MOST_RUNS]
-    header = page_header("Runs side by side", f"{len(runs):,} runs", datetime.now())
+    title = f"{len(runs):,} runs"
+    outcome = ""
+    if len(runs) == 1:
+        title = _cut(runs[0].name)
+        outcome = runs[0].state
+    header = page_header("Runs side by side", title, time or datetime.now(), outcome)
     return html_page(
-        f"{len(runs):,} runs",
+        title,
         header,
         _sections(shown, len(runs), unreadable, folder),
         style=_file("runs.css"),
-        script=_file("runs.js"),
+        script=_file("runs.js") + script,
+        asks_server=bool(script),
     )
+
+
+def report_link(run: Run, folder: Path) -> str | None:
+    """Return the link to the report of a run from a page in a folder, quoted; None without a report."""
+    if run.report is None:
+        return None
+    try:
+        path = Path(os.path.relpath(run.report, folder))
+    except ValueError:
+        # Another drive of Windows.
+        return None
+    content = path.as_posix().encode(errors="surrogateescape")
+    # A colon is quoted, so no name begins another scheme.
+    return quote(content)
 
 
 def _file(name: str) -> str:
@@ -173,16 +197,10 @@ def _cell(run: Run, column: Column, *, is_number: bool) -> Markup:
 def _link(run: Run, folder: Path) -> Markup:
     """Return the name of a run, as a link to its report if it has one."""
     name = _cut(run.name)
-    if run.report is None:
+    link = report_link(run, folder)
+    if link is None:
         return tag("span", name)
-    try:
-        path = Path(os.path.relpath(run.report, folder))
-    except ValueError:
-        # Another drive of Windows.
-        return tag("span", name)
-    # A colon is quoted, so no name begins another scheme.
-    content = path.as_posix().encode(errors="surrogateescape")
-    return tag("a", name, href=quote(content))
+    return tag("a", name, href=link)
 
 
 # The curves.
@@ -257,7 +275,13 @@ def _timed(curve: Curve, times: Curve) -> list[Point]:
 
 
 def _origins_section(runs: Sequence[Run]) -> Markup:
-    """Return the table of the first difference to the first run, commits, versions and commands."""
+    """Return the table of the first difference to the first run, commits, versions and commands.
+
+    A single run has a table of its facts.
+    """
+    if len(runs) == 1:
+        facts = [(fact.capitalize(), _cut(value)) for fact, value in runs[0].origin.items() if value]
+        return section("What was run", table(("Fact", "Value"), facts))
     # 1. Facts in which runs differ are columns, all others are a sentence.
     columns = []
     common = []

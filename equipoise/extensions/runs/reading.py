@@ -16,6 +16,7 @@ import psutil
 import yaml
 
 from equipoise.extensions.report.page.scales import thin
+from equipoise.extensions.report.run_file.live_values import LIVE_FILE
 from equipoise.extensions.runs.configuration import flat_configuration
 from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
@@ -73,6 +74,8 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
     }
     values: dict[str, Any] = {}
     unreadable = []
+    # What a run moves from here to run.json meanwhile is there.
+    live = _read_live(run_files.files.get(LIVE_FILE))
     for name, read in readers.items():
         path = run_files.files.get(name)
         if path is None or _is_needless(name, values):
@@ -91,6 +94,8 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
             unreadable.append(Unreadable(path, printable(lines[0])))
     if not _is_fit(values) and not unreadable:
         return None, []
+    if values.get("state") == "running":
+        values |= _with_live(values, live)
     values = _with_end(run_files.folder, values)
     name = printable(format_path(str(run_files.folder.absolute())))
     run = Run(
@@ -100,6 +105,42 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
         **values,
     )
     return run, unreadable
+
+
+def _read_live(path: Path | None) -> list[tuple[str, float, float, float]]:
+    """Return the values of a run since its run.json was written: name, step, value and seconds."""
+    values = []
+    with suppress(*_DAMAGE):
+        if path is None or path.stat().st_size > _MOST_BYTES["run.json"]:
+            return []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            # The last line may be cut off.
+            name, step, value, seconds = json.loads(line)
+            values.append((_text(name), _finite(step), float(value), _finite(seconds)))
+    return values
+
+
+def _with_live(values: Mapping[str, Any], live: Sequence[tuple[str, float, float, float]]) -> dict[str, Any]:
+    """Return curves, times, steps and seconds of a run with the values since its run.json."""
+    if not live:
+        return {}
+    curves = {name: dict(curve) for name, curve in values["curves"].items()}
+    times = dict(values["times"])
+    if not times:
+        times[min(float(values["steps"]), live[0][1])] = 0.0
+    seconds = values["seconds"]
+    for name, step, value, at in live:
+        curves.setdefault(name, {})[step] = value
+        seconds = max(seconds, at)
+        # A value of step 9 stands where ten steps are done.
+        if step + 1 > max(times):
+            times[step + 1] = at
+    return {
+        "curves": curves,
+        "times": times,
+        "steps": max(values["steps"], int(max(times))),
+        "seconds": seconds,
+    }
 
 
 def _is_needless(name: str, values: Mapping[str, Any]) -> bool:

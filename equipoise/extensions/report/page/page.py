@@ -98,7 +98,13 @@ def render_report(record: RunRecord) -> str:
 
 
 def html_page(
-    title: str, header: Markup, sections: Iterable[Markup | None], *, style: str = "", script: str = ""
+    title: str,
+    header: Markup,
+    sections: Iterable[Markup | None],
+    *,
+    style: str = "",
+    script: str = "",
+    asks_server: bool = False,
 ) -> str:
     """Return the HTML of a page in the style of the reports, complete in itself.
 
@@ -108,26 +114,29 @@ def html_page(
         sections: The sections; None is left out.
         style: Rules after those of the reports. Default: none.
         script: JavaScript after that of the reports, which may run as well. Default: none.
+        asks_server: Whether the script may ask the server of the page for more. Default: False.
     """
     styles = Markup(_file("report.css") + style)
     scripts = Markup(_file("report.js") + script)
-    head = _head(title, styles, scripts)
+    head = _head(title, styles, scripts, asks_server=asks_server)
     body = tag(
         "body",
         header,
         tag("main", *sections),
-        _footer(),
+        _footer(asks_server=asks_server),
         tag("script", scripts),
     )
     page = tag("html", head, body, lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
 
 
-def _head(title: str, style: Markup, script: Markup) -> Markup:
+def _head(title: str, style: Markup, script: Markup, *, asks_server: bool) -> Markup:
     # Only this style and this script may run, whatever text came into the page.
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
+    if asks_server:
+        policy += "; connect-src 'self'"
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -261,6 +270,8 @@ def _tile_style(value: str) -> str | None:
     return None
 
 
-def _footer() -> Markup:
+def _footer(*, asks_server: bool) -> Markup:
     text = "Made by Equipoise. This page is complete in itself: it asks no network for anything."
+    if asks_server:
+        text = "Made by Equipoise. This page asks the program that serves it, and nothing else."
     return tag("footer", join(text))

@@ -58,52 +58,55 @@ function nearby(values, plot, down) {
   return few.sort((one, other) => other[1] - one[1]);
 }
 
-for (const plot of document.querySelectorAll(".plot")) {
-  const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
-  const low = straight(Number(plot.dataset.low)), high = straight(Number(plot.dataset.high));
-  let lines = null, cross = null;
-  plot.addEventListener("pointermove", (event) => {
-    lines ??= [...plot.querySelectorAll(".line")].map((line) => ({
-      line, label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
-    }));
-    const seen = lines.filter(({ line }) => !line.classList.contains("off"));
-    if (!seen.length) return;
-    const box = plot.getBoundingClientRect();
-    const at = back(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
-    const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
-    const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
-    if (!cross) {
-      cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
-      cross.setAttribute("class", "cross");
-      cross.setAttribute("y1", 0);
-      cross.setAttribute("y2", plot.dataset.bottom);
-      plot.append(cross);
-    }
-    cross.removeAttribute("visibility");
-    for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
-    const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, event.clientY - box.top);
-    const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
-    const mark = event.target.closest(".mark");
-    show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
-  });
-  plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
-}
+function prepare(root) {
+  for (const plot of root.querySelectorAll(".plot")) {
+    const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
+    const low = straight(Number(plot.dataset.low)), high = straight(Number(plot.dataset.high));
+    let lines = null, cross = null;
+    plot.addEventListener("pointermove", (event) => {
+      lines ??= [...plot.querySelectorAll(".line")].map((line) => ({
+        line, label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
+      }));
+      const seen = lines.filter(({ line }) => !line.classList.contains("off"));
+      if (!seen.length) return;
+      const box = plot.getBoundingClientRect();
+      const at = back(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
+      const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
+      const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
+      if (!cross) {
+        cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
+        cross.setAttribute("class", "cross");
+        cross.setAttribute("y1", 0);
+        cross.setAttribute("y2", plot.dataset.bottom);
+        plot.append(cross);
+      }
+      cross.removeAttribute("visibility");
+      for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
+      const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, event.clientY - box.top);
+      const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
+      const mark = event.target.closest(".mark");
+      show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
+    });
+    plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
+  }
 
-// What a browser would show late and by itself is shown at once.
-for (const piece of document.querySelectorAll(".cell, .group, .mark")) {
-  const title = piece.querySelector("title");
-  if (!title) continue;
-  piece.dataset.tip = title.textContent;
-  piece.setAttribute("aria-label", title.textContent);
-  title.remove();
-  if (piece.classList.contains("mark")) continue;
-  piece.addEventListener("pointermove", (event) => show(piece.dataset.tip, event));
-  piece.addEventListener("pointerleave", () => { tip.hidden = true; });
+  // What a browser would show late and by itself is shown at once.
+  for (const piece of root.querySelectorAll(".cell, .group, .mark")) {
+    const title = piece.querySelector("title");
+    if (!title) continue;
+    piece.dataset.tip = title.textContent;
+    piece.setAttribute("aria-label", title.textContent);
+    title.remove();
+    if (piece.classList.contains("mark")) continue;
+    piece.addEventListener("pointermove", (event) => show(piece.dataset.tip, event));
+    piece.addEventListener("pointerleave", () => { tip.hidden = true; });
+  }
+  for (const picture of root.querySelectorAll(".plot > title, .treemap > title, .gantt > title")) {
+    picture.parentElement.setAttribute("aria-label", picture.textContent);
+    picture.remove();
+  }
 }
-for (const picture of document.querySelectorAll(".plot > title, .treemap > title, .gantt > title")) {
-  picture.parentElement.setAttribute("aria-label", picture.textContent);
-  picture.remove();
-}
+prepare(document);
 
 // A word that would be cut is shortened.
 function fit() {

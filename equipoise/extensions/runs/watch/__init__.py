@@ -1,0 +1,1 @@
+"""`equipoise watch`: the page of runs, served with the values of the present moment."""

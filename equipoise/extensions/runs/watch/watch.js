@@ -1,0 +1,41 @@
+
+// Asks the server for the page again, and shows what has changed.
+{
+  const word = document.createElement("p");
+  word.setAttribute("role", "status");
+  document.querySelector("header").append(word);
+  let version = null;
+
+  function update(text) {
+    const next = new DOMParser().parseFromString(text, "text/html");
+    const within = () => [...document.querySelectorAll("main a, main button, main input")];
+    const focused = within().indexOf(document.activeElement);
+    document.title = next.title;
+    document.querySelector("h1").replaceWith(next.querySelector("h1"));
+    document.querySelector("main").replaceWith(next.querySelector("main"));
+    prepare(document);
+    arrange();
+    if (focused >= 0) within()[focused]?.focus({ preventScroll: true });
+  }
+
+  async function ask() {
+    const begun = performance.now();
+    let pause = 1000;
+    try {
+      const answer = await fetch("/", { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
+      word.textContent = "";
+      // A chart that is being read stays until the pointer leaves it.
+      if (answer.status === 200 && tip.hidden) {
+        update(await answer.text());
+        version = answer.headers.get("ETag");
+      }
+      // A large page must not keep the server busy.
+      pause = Math.max(pause, 5 * (performance.now() - begun));
+    } catch {
+      word.textContent = "The server has ended. These are the last values.";
+      pause = 5000;
+    }
+    setTimeout(ask, pause);
+  }
+  setTimeout(ask, 1000);
+}

@@ -1,0 +1,237 @@
+"""`equipoise watch`: values while a run trains, and a server that gives this machine pages and nothing else."""
+
+import http.client
+import json
+import math
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from equipoise import Callback, RunReport, Trainer
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.report.run_file.live_values import LiveValues
+from equipoise.extensions.runs.found import FoundRun, find_runs
+from equipoise.extensions.runs.reading import read_run
+from equipoise.extensions.runs.run import Run
+from equipoise.extensions.runs.watch.command import watch
+from equipoise.extensions.runs.watch.server import WatchServer
+from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
+from tests.extensions.report.page.parsing import parse
+from tests.extensions.runs.conftest import WriteRun, content
+from tests.support.callback_runs import Small, loader
+
+
+def only_run(folder: Path) -> Run:
+    (found,) = find_runs([folder])
+    assert isinstance(found, FoundRun)
+    run, unreadable = read_run(found)
+    assert run is not None
+    assert not unreadable
+    return run
+
+
+class Logs(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", float(self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+class Looks(Callback):
+    """Looks at the files of the run after each step, as another program would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        done = trainer.global_step
+        if not trainer.is_global_zero or not done:
+            return
+        run = only_run(self.folder)
+        assert run.state == "running"
+        assert run.steps == done
+        assert run.curves["number"] == {step: step for step in range(done)}
+        assert len(run.times) == done + 1
+        assert list(run.times.values()) == sorted(run.times.values())
+
+
+class TestLiveValues:
+    @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+    def test_values_can_be_read_as_soon_as_they_are_logged(self, tmp_path: Path, devices: list[str]):
+        trainer = Trainer(
+            devices=devices,
+            strategy="ddp" if len(devices) > 1 else "auto",
+            max_epochs=3,
+            log_every_n_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+            callbacks=[RunReport(), Looks(tmp_path)],
+        )
+        trainer.fit(Logs(), loader(4, 2), loader(2, 2))
+        run = only_run(tmp_path)
+        assert run.state == "finished"
+        assert len(run.curves["number"]) == trainer.global_step > 3
+        assert not (tmp_path / "live.jsonl").exists()
+
+    def test_the_file_stays_small(self, tmp_path: Path):
+        wholes = []
+
+        def write_whole() -> None:
+            wholes.append((tmp_path / "live.jsonl").read_text().count("\n"))
+            live.clear()
+
+        live = LiveValues(tmp_path, 0.0, write_whole)
+        for step in range(2500):
+            live.add("loss", step, 0.5)
+        assert wholes == [1000, 1000]
+        assert (tmp_path / "live.jsonl").read_text().count("\n") == 500
+
+    def test_a_file_that_cannot_be_written_is_left_alone(self, tmp_path: Path):
+        live = LiveValues(tmp_path / "missing", 0.0, lambda: None)
+        live.add("loss", 0, 0.5)
+        live.clear()
+        live.remove()
+
+    def test_a_killed_run_keeps_its_last_values(self, write_run: WriteRun):
+        folder = write_run("run", state="running", process=2**22 + 1)
+        lines = [["val_loss", 29, 0.125, 90.0], ["new", 29, "nan", 90.0]]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines) + '["val_loss", 39'
+        (folder / "live.jsonl").write_text(text)
+        run = only_run(folder)
+        assert run.curves["val_loss"] == {9.0: 0.5, 19.0: 0.25, 29.0: 0.125}
+        assert math.isnan(run.curves["new"][29.0])
+        assert (run.steps, run.seconds) == (30, 90.0)
+        assert run.times[30.0] == 90.0
+
+    def test_a_finished_run_has_its_values_from_the_whole_file(self, write_run: WriteRun):
+        folder = write_run("run")
+        (folder / "live.jsonl").write_text('["val_loss", 29, 0.125, 90.0]\n')
+        assert only_run(folder).steps == 20
+
+
+@pytest.fixture
+def served(write_run: WriteRun) -> Iterator[WatchServer]:
+    """Return a server for two runs below the working folder, of which the first one has a report."""
+    first = write_run("one")
+    (first / "report.html").write_text("<p>the report</p>")
+    write_run("two", state="running")
+    with WatchServer(WatchedRuns([Path("outputs/one"), Path("outputs/two")]), 0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server: WatchServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+class TestServer:
+    def test_the_page_changes_with_the_files(self, served: WatchServer):
+        status, headers, text = ask(served)
+        assert status == 200
+        assert "connect-src" in text
+        rows = parse(text).one("table", "runs").one("tbody").all("tr")
+        assert [row.all("td")[1].text for row in rows] == ["finished", "running"]
+        # 1. Nothing has changed.
+        version = headers["ETag"]
+        assert ask(served, **{"If-None-Match": version})[0] == 304
+        # 2. A value was logged.
+        Path("outputs/two/live.jsonl").write_text('["val_loss", 29, 0.0625, 90.0]\n')
+        status, headers, text = ask(served, **{"If-None-Match": version})
+        assert status == 200
+        assert headers["ETag"] != version
+        assert "0.0625" in text
+        # 3. The run has ended.
+        Path("outputs/two/run.json").write_text(json.dumps(content()))
+        rows = parse(ask(served)[2]).one("table", "runs").one("tbody").all("tr")
+        assert [row.all("td")[1].text for row in rows] == ["finished", "finished"]
+
+    def test_reports_are_served_without_access_to_other_pages(self, served: WatchServer):
+        link = parse(ask(served)[2]).one("table", "runs").one("a").attributes["href"]
+        status, headers, text = ask(served, f"/{link}")
+        assert (status, text) == (200, "<p>the report</p>")
+        assert headers["Content-Security-Policy"] == "sandbox allow-scripts"
+        Path("outputs/one/report.html").unlink()
+        assert ask(served, f"/{link}")[0] == 404
+
+    @pytest.mark.parametrize(
+        "path",
+        ["/one/run.json", "/../one/report.html", "/%2e%2e/one/report.html", "//etc/passwd", "/one", "/two/report.html"],
+    )
+    def test_nothing_else_can_be_read(self, served: WatchServer, path: str):
+        assert ask(served, path)[0] == 404
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+    def test_nothing_can_be_written(self, served: WatchServer, method: str):
+        assert ask(served, method=method)[0] == 501
+
+    def test_a_page_of_another_site_cannot_ask_under_its_name(self, served: WatchServer):
+        assert ask(served, Host="evil.example")[0] == 403
+        assert ask(served, Host="evil.example:8265")[0] == 403
+        assert ask(served, Host="localhost:9000")[0] == 200
+
+    def test_heads_have_no_content(self, served: WatchServer):
+        status, headers, text = ask(served, method="HEAD")
+        assert (status, text) == (200, "")
+        assert int(headers["Content-Length"]) > 1000
+
+    def test_only_this_machine_is_answered(self, served: WatchServer):
+        assert served.socket.getsockname()[0] == "127.0.0.1"
+        # All of 127.0.0.0/8 is this machine, but only one address of it is listened to.
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", served.server_port), 60):
+            pass
+
+    def test_folders_without_runs_have_a_page(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_run: WriteRun
+    ):
+        monkeypatch.chdir(tmp_path)
+        runs = WatchedRuns([])
+        assert b"There are none." in runs.page().html
+        write_run("first")
+        assert b"outputs/first" in runs.page().html
+
+
+class TestCommand:
+    def test_it_ends_with_an_interruption(self, tmp_path: Path):
+        program = "from equipoise.extensions.runs.watch.command import watch; watch(['--port=0'])"
+        arguments = [sys.executable, "-c", program]
+        with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline().startswith("Runs: http://127.0.0.1:")
+                process.send_signal(signal.SIGINT)
+                assert process.stdout.read() == "Ended.\n"
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+
+    def test_a_port_that_is_taken(self, served: WatchServer, tmp_path: Path):
+        with pytest.raises(ConfigurationError, match=r"--port=\d+ cannot be used: .*in use"):
+            watch([str(tmp_path), f"--port={served.server_port}"])
+
+    @pytest.mark.parametrize("port", ["--port=70000", "--port", "--port=x", "--port=-1"])
+    def test_a_port_that_is_none(self, port: str):
+        with pytest.raises(ConfigurationError, match="a number from 0 to 65535"):
+            watch([port])
+
+    def test_a_folder_that_does_not_exist(self):
+        with pytest.raises(ConfigurationError, match="no folder 'elsewhere' on this machine: equipoise watch takes"):
+            watch(["elsewhere"])
