@@ -105,6 +105,14 @@ function prepare(root) {
     picture.parentElement.setAttribute("aria-label", picture.textContent);
     picture.remove();
   }
+
+  // What scrolls is reached by keys as well.
+  for (const wide of root.querySelectorAll(".scroll, .configuration")) {
+    if (wide.scrollWidth <= wide.clientWidth) continue;
+    wide.tabIndex = 0;
+    wide.setAttribute("role", "region");
+    wide.setAttribute("aria-label", wide.closest("section").querySelector("h2").firstChild.textContent);
+  }
 }
 prepare(document);
 
