@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from equipoise.callbacks import AdapterCheckpoints as AdapterCheckpoints
     from equipoise.callbacks import Callback as Callback
+    from equipoise.callbacks import Efficiency as Efficiency
     from equipoise.callbacks import EvaluationResult as EvaluationResult
     from equipoise.callbacks import Float8Training as Float8Training
     from equipoise.callbacks import InplaceActivations as InplaceActivations

@@ -44,6 +44,7 @@ NAMING_THE_TRAINER = {
 EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "comparison": {"pipeline", "planning", "report", "tuning"},
     "compiled": set(),
+    "efficiency": {"report"},
     "ensemble": set(),
     "equality": set(),
     "export": set(),

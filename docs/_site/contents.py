@@ -54,6 +54,7 @@ GROUPS = {
     ],
     "Measuring: plan, compare, tuning": [
         "docs/step_times",
+        "docs/efficiency",
         "docs/planning",
         "docs/compare",
         "docs/tuning",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks.memory.memory_logger import MemoryLogger as MemoryLogger
     from equipoise.callbacks.oom_recovery import OOMRecovery as OOMRecovery
     from equipoise.callbacks.progress.progress_bar import ProgressBar as ProgressBar
+    from equipoise.extensions.efficiency.efficiency import Efficiency as Efficiency
     from equipoise.extensions.quantization.adapter_checkpoints import AdapterCheckpoints as AdapterCheckpoints
     from equipoise.extensions.quantization.float8_training import Float8Training as Float8Training
     from equipoise.extensions.quantization.quantization import Quantization as Quantization

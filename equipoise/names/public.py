@@ -34,6 +34,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.callbacks.callback": ("Callback",),
         "equipoise.callbacks.evaluation.evaluation_pass": ("EvaluationResult",),
         "equipoise.callbacks.evaluation.no_grad_evaluation": ("NoGradEvaluation",),
+        "equipoise.extensions.efficiency.efficiency": ("Efficiency",),
         "equipoise.extensions.savers.inplace_activations": ("InplaceActivations",),
         "equipoise.extensions.quantization.adapter_checkpoints": ("AdapterCheckpoints",),
         "equipoise.extensions.quantization.float8_training": ("Float8Training",),

@@ -1,0 +1,259 @@
+"""`Efficiency`: counted operations against the formula, and values of runs on one device and in processes."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import Efficiency, Trainer
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.efficiency import energy
+from equipoise.extensions.efficiency.peaks import peak_of
+from equipoise.extensions.efficiency.section import section
+from equipoise.extensions.efficiency.usage import Usage
+from tests.extensions.compiled.conftest import Lowering, lowering
+
+__all__ = ["lowering"]
+
+IN, HIDDEN, OUT = 6, 10, 4
+# The backward of the first layer has no gradient of its input.
+OF_A_SAMPLE = 2 * (IN * HIDDEN + HIDDEN * OUT) + 2 * IN * HIDDEN + 2 * 2 * HIDDEN * OUT
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(IN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUT))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        optimizer.step()
+
+
+class Tokens(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch["input_ids"].float()).square().mean()
+
+
+def loader(samples: int, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(samples, IN)), batch_size=batch_size)
+
+
+def fitted(callback: Efficiency, module: LightningModule, data: Any, **options: Any) -> Trainer:
+    defaults = {
+        "devices": ["cpu"],
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(callbacks=[callback], **{**defaults, **options})
+    trainer.fit(module, data)
+    return trainer
+
+
+class TestOperations:
+    @pytest.mark.parametrize("module", [Net, ByHand])
+    @pytest.mark.parametrize("counted_step", [0, 1, 4])
+    def test_they_are_those_of_the_formula(self, module: type[Net], counted_step: int):
+        callback = Efficiency(peak=1e6, counted_step=counted_step)
+        # Batches of 8, 8, 8, 8 and 3 samples in each of two epochs.
+        trainer = fitted(callback, module(), loader(35, 8))
+        usage = callback.usage
+        assert usage is not None
+        first_samples = {0: 24, 1: 24, 4: 35}[counted_step]
+        assert usage.samples == 70 - first_samples
+        assert usage.operations == usage.samples * OF_A_SAMPLE
+        assert usage.values()["utilisation"] == pytest.approx(usage.operations / usage.seconds / 1e6)
+        assert "share of the peak" in trainer.summary_rows
+
+    def test_two_processes_compute_twice_as_many(self):
+        callback = Efficiency(peak=1e6)
+        fitted(callback, Net(), loader(64, 4), devices=["cpu", "cpu"], strategy="ddp")
+        usage = callback.usage
+        assert usage is not None
+        assert usage.samples == 128 - 3 * 8
+        assert usage.operations == usage.samples * OF_A_SAMPLE
+        assert usage.peak == 2e6
+
+    def test_a_random_size_of_batches(self):
+        seed = random.randrange(2**31)
+        print(f"seed {seed}")
+        size = random.Random(seed).randint(1, 9)
+        callback = Efficiency()
+        fitted(callback, Net(), loader(size * 5, size))
+        assert callback.usage is not None
+        assert callback.usage.operations == 7 * size * OF_A_SAMPLE
+
+    def test_a_compiled_run_has_one_eager_step(self, lowering: Lowering):
+        callback = Efficiency()
+        fitted(callback, Net(), loader(40, 8), compile=True)
+        assert lowering.calls > 0
+        assert callback.usage is not None
+        assert callback.usage.operations == 7 * 8 * OF_A_SAMPLE
+
+    def test_threads_are_not_counted(self):
+        callback = Efficiency(peak=1e6)
+        trainer = fitted(callback, Net(), loader(40, 8), devices=["cpu", "cpu"], strategy="dp")
+        assert callback.why_not_counted == "strategy='dp' computes a step in several threads"
+        found = section(trainer, None)
+        assert found is not None
+        assert found.text.startswith("Operations were not counted: strategy='dp'")
+        assert callback.usage is not None
+        assert callback.usage.operations == 0
+
+    def test_they_change_nothing_in_the_run(self):
+        weights = []
+        for callbacks in ([], [Efficiency()]):
+            torch.manual_seed(3)
+            module = Net()
+            trainer = Trainer(
+                devices=["cpu"],
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                callbacks=callbacks,
+            )
+            trainer.fit(module, loader(40, 8))
+            weights.append(torch.cat([each.detach().flatten() for each in module.parameters()]))
+        assert torch.equal(*weights)
+
+
+def test_tokens_and_logged_values():
+    data = DataLoader([{"input_ids": torch.ones(IN, dtype=torch.long)} for _ in range(40)], batch_size=4)
+    callback = Efficiency(log=True, peak=1e6)
+    trainer = fitted(callback, Tokens(), data)
+    assert callback.usage is not None
+    assert callback.usage.tokens == (80 - 12) * IN
+    names = {"samples_per_second", "tokens_per_second", "operations_per_second", "utilisation"}
+    assert {name.removeprefix("efficiency/") for name in trainer.callback_metrics if "/" in name} >= names
+    # Of the first epoch, the first steps are left out.
+    assert [epoch.tokens for _, epoch in callback.history] == [28 * IN, 40 * IN]
+    own = Efficiency(tokens=lambda batch: 7)
+    fitted(own, Net(), loader(40, 8))
+    assert own.usage is not None
+    assert own.usage.tokens == 7 * 7
+
+
+def test_a_run_of_first_steps_alone_has_no_values():
+    callback = Efficiency(peak=1e6)
+    trainer = fitted(callback, Net(), loader(8, 8))
+    assert callback.usage is not None
+    assert callback.usage.values() == {}
+    assert section(trainer, None) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5e12),
+        ("NVIDIA H100 PCIe", "16-true", 756e12),
+        ("NVIDIA H100 NVL", "bf16-true", 835.5e12),
+        ("NVIDIA H200", "fp8", 1979e12),
+        ("NVIDIA A100-SXM4-40GB", "64-true", 19.5e12),
+        ("NVIDIA L40S", "bf16-mixed", 362e12),
+        ("NVIDIA L4", "32-true", 30.3e12),
+        ("NVIDIA GeForce RTX 3090 Ti", "16-mixed", 80e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "16-mixed", None),
+        ("NVIDIA GeForce RTX 4090 D", "16-mixed", None),
+        ("Tesla V100-SXM2-16GB", "bf16-mixed", None),
+        ("Tesla V100-SXM2-16GB", "16-mixed", 125e12),
+        ("Tesla T4", "64-true", None),
+        ("NVIDIA RTX 6000 Ada Generation", "16-mixed", 364.2e12),
+        ("Some Device", "32-true", None),
+    ],
+)
+def test_peaks_by_the_names_that_drivers_report(name: str, precision: str, peak: float | None):
+    assert peak_of(name, precision) == peak
+
+
+def test_products_of_float32_in_tf32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert peak_of("NVIDIA A100-SXM4-40GB", "32-true") == 156e12
+        assert peak_of("Tesla T4", "32-true") == 8.1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class TestEnergy:
+    def powercap(self, folder: Path, microjoules: int) -> Path:
+        (folder / "intel-rapl:0").mkdir(exist_ok=True)
+        (folder / "intel-rapl:0" / "energy_uj").write_text(f"{microjoules}\n")
+        (folder / "intel-rapl:0" / "max_energy_range_uj").write_text("9999999\n")
+        return folder
+
+    def test_processors_whose_counter_begins_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(energy, "_POWERCAP", self.powercap(tmp_path, 9_000_000))
+        (meter,) = energy.meters_for([torch.device("cpu")], with_processors=True)
+        self.powercap(tmp_path, 500_000)
+        assert meter.joules() == pytest.approx(1.5)
+        self.powercap(tmp_path, 700_000)
+        assert meter.joules() == pytest.approx(1.7)
+        assert energy.meters_for([torch.device("cpu")], with_processors=False) == []
+
+    def test_a_counter_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(energy, "_POWERCAP", self.powercap(tmp_path, 0))
+        (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
+        assert energy.meters_for([torch.device("cpu")], with_processors=True) == []
+
+    def test_it_is_in_the_values_of_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(energy, "_POWERCAP", self.powercap(tmp_path, 1_000_000))
+
+        class Draws(Net):
+            def on_train_end(hooks) -> None:
+                self.powercap(tmp_path, 3_500_000)
+
+        callback = Efficiency()
+        trainer = fitted(callback, Draws(), loader(40, 8))
+        # The module's hook runs after those of callbacks, so the run ends with what was read before it.
+        assert callback.usage is not None
+        assert callback.usage.joules == 0.0
+        found = section(trainer, None)
+        assert found is not None
+        assert "Energy is not available" not in found.text
+
+
+def test_the_section_has_a_row_for_each_epoch():
+    callback = Efficiency(peak=1e6)
+    trainer = fitted(callback, Net(), loader(40, 8), max_epochs=3)
+    found = section(trainer, None)
+    assert found is not None
+    assert [row[0] for row in found.table][1:] == ["whole training", *(f"epoch up to step {n}" for n in (5, 10, 15))]
+    assert list(found.lines) == ["percent of the peak"]
+    assert "Energy is not available" in found.text
+
+
+def test_differences_of_usage():
+    one = Usage(seconds=1, samples=2, batches=1, tokens=4, operations=8, peak=10, joules=3)
+    two = Usage(seconds=3, samples=5, batches=2, tokens=9, operations=20, peak=10, joules=7)
+    assert two.since(one) == Usage(seconds=2, samples=3, batches=1, tokens=5, operations=12, peak=10, joules=4)
+    assert two.since(None) is two
+
+
+@pytest.mark.parametrize("options", [{"peak": 0}, {"peak": -1.0}, {"counted_step": -1}, {"counted_step": 1.5}])
+def test_wrong_arguments(options: dict[str, Any]):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Efficiency(**options)
