@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from equipoise.callbacks import MemoryLogger as MemoryLogger
     from equipoise.callbacks import NoGradEvaluation as NoGradEvaluation
     from equipoise.callbacks import OOMRecovery as OOMRecovery
+    from equipoise.callbacks import OptunaPruning as OptunaPruning
     from equipoise.callbacks import ProgressBar as ProgressBar
     from equipoise.callbacks import Quantization as Quantization
     from equipoise.callbacks import RunReport as RunReport

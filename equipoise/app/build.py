@@ -1,6 +1,7 @@
 """Build the objects that a composed configuration names, after all its values are checked."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import hydra
@@ -9,19 +10,22 @@ from omegaconf import DictConfig, OmegaConf
 from equipoise.app.config.checks import check_keys, check_targets
 from equipoise.app.output import find_checkpoint
 from equipoise.errors import ConfigurationError
+from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import find_rank, slurm_job
 from equipoise.trainer.checkpointing.file import check_is_file
 
-__all__ = ["build", "build_trainer", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
+__all__ = ["build", "build_trainer", "check_loggers", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
 
 # Arguments of the trainer that are groups of their own in the configuration, with the way to choose them.
 _GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
+# By class of a logger of Lightning: the package that it needs, and the modules of which one must be there.
 _PACKAGES_OF_LOGGERS = {
-    "CometLogger": "comet-ml",
-    "MLFlowLogger": "mlflow",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb",
+    "CometLogger": ("comet-ml", ["comet_ml"]),
+    "MLFlowLogger": ("mlflow", ["mlflow"]),
+    "TensorBoardLogger": ("tensorboard", ["tensorboard", "tensorboardX"]),
+    "WandbLogger": ("wandb", ["wandb"]),
 }
+_DATABASE = "sqlite:///"
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
@@ -54,6 +58,29 @@ def check_values(values: Mapping[str, Any]) -> None:
                 f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{_way_out(key, part)}"
             )
         check_targets(part, key)
+
+
+def check_loggers(values: Mapping[str, Any]) -> None:
+    """Check that the packages of Lightning's loggers are installed, and that a database of MLflow is a local file.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    for key, node in _members(values, "logger"):
+        module, _, class_name = str(node["_target_"]).rpartition(".")
+        if not module.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+            continue
+        package, modules = _PACKAGES_OF_LOGGERS.get(class_name, ("", []))
+        if package and not any(map(find_spec, modules)):
+            raise ConfigurationError(
+                f"{key} needs {package}, which is not installed: pip install {package}. Or leave it out: logger=csv."
+            )
+        address = str(node.get("tracking_uri"))
+        if address.startswith(_DATABASE) and is_remote(to_path(address.removeprefix(_DATABASE))):
+            raise ConfigurationError(
+                f"{key}.tracking_uri is a database, which must be a file of this machine, not {address!r}: name a local"
+                f" one, or a server, {key}.tracking_uri=http://HOST:PORT {key}.artifact_location=null."
+            )
 
 
 def _way_out(key: str, part: Any) -> str:
@@ -114,18 +141,9 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
         ConfigurationError: If the target cannot be imported or does not take an argument.
     """
     check_targets(values, key, more)
-    try:
-        # A partial function first: Hydra would copy the objects among the further arguments.
-        constructor = hydra.utils.instantiate(values, _partial_=True, _convert_="all")
-        return constructor(**more)
-    except ModuleNotFoundError as error:
-        class_name = values["_target_"].rpartition(".")[2]
-        package = _PACKAGES_OF_LOGGERS.get(class_name)
-        if package is None:
-            raise
-        raise ConfigurationError(
-            f"{key} needs {package}, which is not installed: pip install {package}. Or leave it out: logger=csv."
-        ) from error
+    # A partial function first: Hydra would copy the objects among the further arguments.
+    constructor = hydra.utils.instantiate(values, _partial_=True, _convert_="all")
+    return constructor(**more)
 
 
 def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Any:

@@ -6,8 +6,10 @@ run ──→ check all values, begin the folder ──┬───────�
 Where torchrun or Slurm has started several processes, each of them calls `run`, and rank 0 begins the folder.
 """
 
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.batch_size import with_batch_size
-from equipoise.app.build import build, build_trainer, check_values, chosen_checkpoint, overrides, plain_values
+from equipoise.app.build import (
+    build,
+    build_trainer,
+    check_loggers,
+    check_values,
+    chosen_checkpoint,
+    overrides,
+    plain_values,
+)
 from equipoise.app.hydra_errors import explain
 from equipoise.app.output import keep_metrics, remove_if_empty, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
@@ -65,6 +75,7 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         launcher = None
         with without_empty_folder(_made_by_hydra(output)):
             check_values(with_batch_size(values)[0])
+            check_loggers(values)
             rank = launched_rank(values)
             if rank is not None:
                 check_can_share(values, rank)
@@ -157,13 +168,30 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
         raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
 
     # 2. Run them, without two of Lightning's warnings.
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _wandb_finished():
         # The folder is this run's own.
         warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
         if values["stage"] != "fit":
             # Nothing is saved there.
             warnings.filterwarnings("ignore", "The dirpath has changed")
         return _run_stages(trainer, module, data, values, finders)
+
+
+@contextmanager
+def _wandb_finished() -> Iterator[None]:
+    """End the run of Weights & Biases that a block begins, with its state; the next job of a sweep would continue it.
+
+    At the end of the program wandb would not see how an interrupted run ended.
+    """
+    earlier = getattr(sys.modules.get("wandb"), "run", None)
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        begun = getattr(sys.modules.get("wandb"), "run", None)
+        if begun is not None and begun is not earlier:
+            begun.finish(exit_code=exit_code)
 
 
 def _run_stages(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from equipoise.extensions.report.run_summary import RunSummary as RunSummary
     from equipoise.extensions.savers.inplace_activations import InplaceActivations as InplaceActivations
     from equipoise.extensions.timing.step_times import StepTimes as StepTimes
+    from equipoise.extensions.tuning.optuna_pruning import OptunaPruning as OptunaPruning
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)

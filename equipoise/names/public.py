@@ -45,6 +45,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.report.run_report": ("RunReport",),
         "equipoise.extensions.report.run_summary": ("RunSummary",),
         "equipoise.extensions.timing.step_times": ("StepTimes",),
+        "equipoise.extensions.tuning.optuna_pruning": ("OptunaPruning",),
     },
     # What strategies and callbacks of others take part in plans with.
     "equipoise.extensions.planning": {

@@ -93,6 +93,10 @@ class ProcessEnvironment:
     warning_filters: list[_WarningFilter] = field(default_factory=_warning_filters)
     warning_format: Callable[..., str] | None = field(default_factory=_warning_format)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings, with the variables of this moment: loggers of services set some as they are pickled."""
+        return vars(self) | {"environment": dict(os.environ)}
+
     def restore(self) -> None:
         """Apply the settings to this process."""
         os.environ.clear()

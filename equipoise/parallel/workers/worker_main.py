@@ -11,9 +11,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, set_start_method
+from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,10 +26,14 @@ from equipoise.parallel.workers.main_script import MainScript, main_script
 from equipoise.parallel.workers.messages import log_forwarding
 from equipoise.parallel.workers.messages.reports import Report, report_of
 
-__all__ = ["Job", "WorkerOptions", "run_worker", "send_to_parent"]
+__all__ = ["Job", "Question", "WorkerOptions", "call_in_parent", "run_worker", "send_to_parent"]
+
+T = TypeVar("T")
 
 # The function that sends to the parent; none in a process that is no worker.
 _senders: list[Callable[[Any], None]] = []
+# Answers of the parent to the questions of this process.
+_answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
 
 
 @dataclass(frozen=True)
@@ -188,9 +193,10 @@ def _set_up_libraries(options: WorkerOptions, send: Callable[[Any], None]) -> No
 
 
 def _end_with_parent(parent: Connection) -> None:
-    """End this process when the other end of the connection is closed."""
-    with contextlib.suppress(OSError):
-        connection.wait([parent])
+    """Receive answers of the parent, and end this process when the other end of the connection is closed."""
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            _answers.put(parent.recv())
     os._exit(1)
 
 
@@ -202,3 +208,45 @@ def send_to_parent(message: Any) -> None:
     """
     for send in _senders:
         send(message)
+
+
+class Question(NamedTuple):
+    """A function that a worker lets its parent call.
+
+    Attributes:
+        function: The function, without arguments.
+    """
+
+    function: Callable[[], Any]
+
+    def answer(self) -> tuple[Any, Exception | None]:
+        """Return what the function returns, and None; or None, and its error."""
+        try:
+            return self.function(), None
+        except Exception as error:
+            return None, error
+
+
+def call_in_parent(function: Callable[[], T]) -> T:
+    """Call a function in the process that has started this worker, and return what it returns.
+
+    A process that is no worker calls the function itself. One thread of a process may ask at a time.
+
+    Args:
+        function: A function without arguments that can be pickled, as can its result.
+
+    Raises:
+        Exception: The error of the function.
+
+    Example:
+        >>> import os
+        >>> call_in_parent(os.getpid) == os.getpid()
+        True
+    """
+    if not _senders:
+        return function()
+    send_to_parent(Question(function))
+    value, error = _answers.get()
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch
 from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
 from equipoise.parallel.workers.messages import log_forwarding
 from equipoise.parallel.workers.messages.reports import Report
-from equipoise.parallel.workers.worker_main import WorkerOptions, run_worker
+from equipoise.parallel.workers.worker_main import Question, WorkerOptions, run_worker
 
 __all__ = ["Task", "WorkerProcess"]
 
@@ -99,7 +99,7 @@ class WorkerProcess:
         return cls(rank, process, parent_end, stack_of_parent)
 
     def read(self) -> None:
-        """Read a log record, the report, or an object of the function. A closed connection becomes a report, too."""
+        """Read a log record, the report, a question or an object. A closed connection becomes a report, too."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -110,6 +110,10 @@ class WorkerProcess:
             log_forwarding.hand_on(message)
         elif isinstance(message, Report):
             self.report = message
+        elif isinstance(message, Question):
+            # A worker that was killed since then reads no answer.
+            with contextlib.suppress(OSError):
+                self.connection.send(message.answer())
         else:
             self.messages.append(message)
 

@@ -1,5 +1,6 @@
 """Workers show the warnings that their parent would show, in its words."""
 
+import os
 import re
 import threading
 import warnings
@@ -58,6 +59,22 @@ def test_filters_reach_the_workers() -> None:
     expected = ["nothing", "UserWarning: a folder is new", "error", "nothing", "FutureWarning: old [1]"]
     assert shown(0) == expected
     assert launch(shown, 1) == expected
+
+
+class Service:
+    """Starts as it is pickled, and says in a variable how it is reached, as the service of Weights & Biases does."""
+
+    def __getstate__(self) -> dict[str, str]:
+        os.environ["ADDRESS_OF_SERVICE"] = "there"
+        return {}
+
+    def __call__(self, rank: int) -> str | None:
+        return os.environ.get("ADDRESS_OF_SERVICE")
+
+
+def test_variables_of_what_is_sent_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADDRESS_OF_SERVICE", "nowhere")
+    assert launch(Service(), 1) == "there"
 
 
 def test_a_filter_of_plain_text_matches_that_text_alone() -> None:

@@ -24,6 +24,7 @@ from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
+from equipoise.parallel.workers.worker_main import call_in_parent
 from equipoise.parallel.workers.worker_process import WorkerProcess
 from tests.conftest import threads_that_stay
 
@@ -78,6 +79,23 @@ def test_the_first_ones_answer_comes_back(count: int) -> None:
     assert answer["process"] != os.getpid()
     assert answer["tensor"].tolist() == [0, 0]
     assert launch(number, count) == 0
+
+
+def refuse() -> None:
+    raise KeyError("no answer")
+
+
+def ask(rank: int) -> tuple[int, list[int], str]:
+    with pytest.raises(KeyError) as info:
+        call_in_parent(refuse)
+    return os.getpid(), [call_in_parent(os.getpid) for _ in range(2)], str(info.value)
+
+
+def test_the_parent_answers_questions() -> None:
+    own, answers, error = launch(ask, 2)
+    assert own != os.getpid()
+    assert answers == [os.getpid()] * 2
+    assert error == "'no answer'"
 
 
 def test_functions_that_have_no_name() -> None:
