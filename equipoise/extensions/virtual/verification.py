@@ -115,29 +115,30 @@ class VerifiedSteps(PartSteps):
         """
         processes = self._processes
         received = _unpacked(packed[(processes.rank + 1) % processes.world_size], self._device)
-        repeats = {number: self._repeat(step, number, part, *state).digests for number, part in received.items()}
+        repeats = {number: self._repeats(step, number, [part], *state)[0].digests for number, part in received.items()}
         gathered = processes.gather_objects((originals, repeats))
         first = {number: digests for of_process, _ in gathered for number, digests in of_process.items()}
         second = {number: digests for _, of_process in gathered for number, digests in of_process.items()}
         for number in sorted(first):
             if first[number] != second[number]:
-                self._refuse(step, number, packed, first[number], second[number], *state)
+                different = [name for name in first[number] if first[number][name] != second[number][name]]
+                self._refuse(step, number, packed, different, *state)
 
-    def _repeat(
+    def _repeats(
         self,
         step: TrainingStep,
         number: int,
-        part: Part,
+        copies: Sequence[Part],
         parameters: Sequence[nn.Parameter],
         buffers: Buffers,
         shown: Sequence[str] = (),
-    ) -> _Repeat:
-        """Compute a part once more, and restore all that this changes.
+    ) -> list[_Repeat]:
+        """Compute a part once more, as often as there are copies of it, and restore at the end all that this changes.
 
         Args:
             step: The user's training step.
             number: The number of the part.
-            part: The part.
+            copies: The part.
             parameters: The parameters with gradients.
             buffers: The buffers at the step's beginning.
             shown: Names of results that are returned as tensors, beside the events. Default: digests alone.
@@ -145,45 +146,46 @@ class VerifiedSteps(PartSteps):
         window = step.window
         assert window is not None
         sums = window.state_dict()
-        with preserve_state(self._module, containers=True), watched(self._module, is_on=bool(shown)) as events:
-            buffers.restore()
-            result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
-            results = self._results(result, gradients)
-            tensors = {name: _on_cpu(results[name]) for name in shown}
-            repeat = _Repeat(digests_of(results), tensors, events)
+        repeats = []
+        with preserve_state(self._module, containers=True):
+            for part in copies:
+                buffers.restore()
+                with watched(self._module, is_on=bool(shown)) as events:
+                    result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
+                results = self._results(result, gradients)
+                tensors = {name: _on_cpu(results[name]) for name in shown}
+                repeats.append(_Repeat(digests_of(results), tensors, events))
         window.load_state_dict(sums)
-        return repeat
+        return repeats
 
     def _refuse(
-        self, step: TrainingStep, number: int, packed: Sequence[bytes], first: Digests, second: Digests, *state: Any
+        self, step: TrainingStep, number: int, packed: Sequence[bytes], different: Sequence[str], *state: Any
     ) -> None:
-        """Compute a part once more in both places, and raise the error that says where they differ."""
+        """Compute a part twice more in both places, and raise the error that says where it differs."""
         # 1. Of all gradients, and of all buffers, the first that differs.
-        different = [name for name in first if first[name] != second[name]]
         shown = list({name.partition("'")[0]: name for name in reversed(different)}.values())[::-1]
 
         # 2. Both places; a single process is both.
         processes = self._processes
         rank = next(rank for rank, (_, end) in enumerate(self._ranges) if number < end)
         other = (rank - 1) % processes.world_size
-        repeats = []
-        for place in (rank, other):
-            if processes.rank == place:
-                part = _unpacked(packed[rank], self._device)[number]
-                repeats.append(self._repeat(step, number, part, *state, shown=shown))
+        repeats: list[_Repeat] = []
+        if processes.rank in (rank, other):
+            copies = [_unpacked(packed[rank], self._device)[number] for _ in range(2)]
+            repeats = self._repeats(step, number, copies, *state, shown=shown)
         gathered = processes.gather_objects(repeats)
-        one, another = gathered[rank][0], gathered[other][-1]
 
-        # 3. The error.
-        places = "twice in one process"
+        # 3. Whether one place is enough for another result.
+        pairs = {f"twice in process {place}": gathered[place] for place in (rank, other)}
         if rank != other:
-            places = f"in process {rank} and in process {other}"
-            is_steady = one.digests == first and another.digests == second
-            places += ", each of which repeats its result" if is_steady else ", which do not repeat their results"
+            pairs[f"in process {rank} and in process {other}"] = [gathered[rank][0], gathered[other][0]]
+        unlike = [places for places, (one, another) in pairs.items() if one.digests != another.digests]
+        places = [*unlike, *reversed(pairs)][0]
+        one, another = pairs[places]
         amounts = [f"{name} ({distance(one.shown[name], another.shown[name])})" for name in shown]
         raise StepError(
-            f"Part {number} of batch {step.batch_idx} of epoch {self._epoch()} (all counted from 0), computed {places},"
-            f" has other bits: {', '.join(amounts)}. {first_difference(one.events, another.events)} {_ADVICE}"
+            f"Part {number} of batch {step.batch_idx} of epoch {self._epoch()}, all counted from 0, has other bits when"
+            f" it is computed {places}: {', '.join(amounts)}. {first_difference(one.events, another.events)} {_ADVICE}"
         )
 
 
