@@ -22,7 +22,10 @@ Event = tuple[str, str]
 
 def digests_of(tensors: dict[str, Tensor | None]) -> Digests:
     """Return the digest of each tensor."""
-    return {name: "" if tensor is None else _digest(tensor) for name, tensor in tensors.items()}
+    digests = {}
+    for name, tensor in tensors.items():
+        digests[name] = "" if tensor is None else _digest(tensor)
+    return digests
 
 
 def _digest(tensor: Tensor) -> str:
@@ -34,8 +37,10 @@ def _digest(tensor: Tensor) -> str:
         parts = [tensor.indices(), tensor.values()]
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for part in parts:
-        flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy(force=True).data)
+        values = part.resolve_conj().resolve_neg()
+        flat = values.contiguous().reshape(-1)
+        array = flat.view(torch.uint8).numpy(force=True)
+        digest.update(array.data)
     return digest.hexdigest()
 
 
@@ -46,7 +51,9 @@ def distance(one: Tensor | None, other: Tensor | None) -> str:
     if one is None or other is None or one.shape != other.shape:
         return "in one place there is none of this shape"
     # Of any dtype.
-    amount = (one.to_dense().to(torch.complex128) - other.to_dense().to(torch.complex128)).abs().max().item()
+    left = one.to_dense().to(torch.complex128)
+    right = other.to_dense().to(torch.complex128)
+    amount = (left - right).abs().max().item()
     return f"by up to {amount:.2g}" if amount else "the same when computed again"
 
 
@@ -62,22 +69,31 @@ def watched(module: nn.Module, *, is_on: bool) -> Iterator[list[Event]]:
     handles: list[Any] = []
 
     def note(what: str, label: str, value: Any) -> None:
-        events.extend((f"{what} of {label}", _digest(tensor)) for tensor in tensors_in(value))
+        for tensor in tensors_in(value):
+            event = (f"{what} of {label}", _digest(tensor))
+            events.append(event)
 
     def before(label: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         note("the input", label, [args, kwargs])
         # Not a hook of the backward of modules, which refuses changes in place.
         hook = partial(note, "the gradient of the input", label)
-        inputs: list[Any] = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
-        handles.extend(tensor.register_hook(hook) for tensor in inputs)
+        tensor: Any
+        for tensor in tensors_in([args, kwargs]):
+            if tensor.requires_grad:
+                handle = tensor.register_hook(hook)
+                handles.append(handle)
 
     def after(label: str, module: nn.Module, args: Any, output: Any) -> None:
         note("the output", label, output)
 
-    for name, part in module.named_modules() if is_on else ():
-        label = f"{name!r}, of type {type(part).__name__}" if name else type(part).__name__
-        handles.append(part.register_forward_pre_hook(partial(before, label), with_kwargs=True))
-        handles.append(part.register_forward_hook(partial(after, label)))
+    modules = module.named_modules() if is_on else ()
+    for name, part in modules:
+        label = type(part).__name__
+        if name:
+            label = f"{name!r}, of type {label}"
+        before_part = part.register_forward_pre_hook(partial(before, label), with_kwargs=True)
+        after_part = part.register_forward_hook(partial(after, label))
+        handles += [before_part, after_part]
     try:
         yield events
     finally:

@@ -163,7 +163,13 @@ class PartSteps:
         return outputs, reports
 
     def _compute(
-        self, step: TrainingStep, number: int, part: Part, parameters: Sequence[nn.Parameter], *, is_first: bool
+        self,
+        step: TrainingStep,
+        number: int,
+        part: Part,
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_first: bool,
     ) -> tuple[StepResult, int, Gradients]:
         """Compute a part with random numbers of its own. Return its result, its number of samples and its gradients."""
         seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)

@@ -63,7 +63,11 @@ class VerifiedSteps(PartSteps):
         self._originals: dict[int, Digests] | None = None
 
     def _run_parts(
-        self, step: TrainingStep, parts: Sequence[Part], parameters: Sequence[nn.Parameter], buffers: Buffers
+        self,
+        step: TrainingStep,
+        parts: Sequence[Part],
+        parameters: Sequence[nn.Parameter],
+        buffers: Buffers,
     ) -> Any:
         """Compute the parts of this process, and verify them; see `PartSteps`.
 
@@ -75,14 +79,16 @@ class VerifiedSteps(PartSteps):
         if not is_verified:
             return super()._run_parts(step, parts, parameters, buffers)
         # Before steps change their batches.
-        packed = _packed(dict(enumerate(parts, self._first)))
+        numbered = dict(enumerate(parts, self._first))
+        packed = _packed(numbered)
         originals: dict[int, Digests] = {}
         self._originals = originals
         try:
             outcome = super()._run_parts(step, parts, parameters, buffers)
         finally:
             self._originals = None
-        self._verify(step, self._processes.gather_objects(packed), originals, parameters, buffers)
+        of_all = self._processes.gather_objects(packed)
+        self._verify(step, of_all, originals, parameters, buffers)
         return outcome
 
     def _compute(self, step: TrainingStep, number: int, *arguments: Any, **options: Any) -> Any:
@@ -90,21 +96,30 @@ class VerifiedSteps(PartSteps):
         computed = super()._compute(step, number, *arguments, **options)
         if self._originals is not None:
             result, _, gradients = computed
-            self._originals[number] = digests_of(self._results(result, gradients))
+            results = self._results(result, gradients)
+            self._originals[number] = digests_of(results)
         return computed
 
     def _results(self, result: StepResult, gradients: Gradients) -> dict[str, Tensor | None]:
         """Return the results of a part, by what they are."""
-        names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
-        weight = torch.tensor(result.weight, dtype=torch.float64)
-        return {
+        results = {
             "the loss": result.loss,
-            "the weight of the loss": weight,
-            **{f"the gradient of {name!r}": gradient for name, gradient in zip(names, gradients, strict=True)},
-            **{f"the buffer {name!r}": buffer for name, buffer in self._module.named_buffers()},
+            "the weight of the loss": torch.tensor(result.weight, dtype=torch.float64),
         }
+        trained = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        for name, gradient in zip(trained, gradients, strict=True):
+            results[f"the gradient of {name!r}"] = gradient
+        for name, buffer in self._module.named_buffers():
+            results[f"the buffer {name!r}"] = buffer
+        return results
 
-    def _verify(self, step: TrainingStep, packed: Sequence[bytes], originals: dict[int, Digests], *state: Any) -> None:
+    def _verify(
+        self,
+        step: TrainingStep,
+        packed: Sequence[bytes],
+        originals: dict[int, Digests],
+        *state: Any,
+    ) -> None:
         """Compute the parts of the next process, and compare those of all.
 
         Args:
@@ -113,15 +128,26 @@ class VerifiedSteps(PartSteps):
             originals: What the parts of this process have computed.
             state: The parameters with gradients, and the buffers at the step's beginning.
         """
+        # 1. The parts of the next process.
         processes = self._processes
-        received = _unpacked(packed[(processes.rank + 1) % processes.world_size], self._device)
-        repeats = {number: self._repeats(step, number, [part], *state)[0].digests for number, part in received.items()}
-        gathered = processes.gather_objects((originals, repeats))
-        first = {number: digests for of_process, _ in gathered for number, digests in of_process.items()}
-        second = {number: digests for _, of_process in gathered for number, digests in of_process.items()}
+        next_rank = (processes.rank + 1) % processes.world_size
+        received = _unpacked(packed[next_rank], self._device)
+        repeats = {}
+        for number, part in received.items():
+            (repeat,) = self._repeats(step, number, [part], *state)
+            repeats[number] = repeat.digests
+
+        # 2. What all processes have computed, in both places.
+        first: dict[int, Digests] = {}
+        second: dict[int, Digests] = {}
+        for of_process, repeats_of_process in processes.gather_objects((originals, repeats)):
+            first |= of_process
+            second |= repeats_of_process
+
+        # 3. The first part that differs.
         for number in sorted(first):
-            if first[number] != second[number]:
-                different = [name for name in first[number] if first[number][name] != second[number][name]]
+            different = [name for name, digest in first[number].items() if digest != second[number][name]]
+            if different:
                 self._refuse(step, number, packed, different, *state)
 
     def _repeats(
@@ -131,6 +157,7 @@ class VerifiedSteps(PartSteps):
         copies: Sequence[Part],
         parameters: Sequence[nn.Parameter],
         buffers: Buffers,
+        *,
         shown: Sequence[str] = (),
     ) -> list[_Repeat]:
         """Compute a part once more, as often as there are copies of it, and restore at the end all that this changes.
@@ -153,44 +180,74 @@ class VerifiedSteps(PartSteps):
                 with watched(self._module, is_on=bool(shown)) as events:
                     result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
                 results = self._results(result, gradients)
-                tensors = {name: _on_cpu(results[name]) for name in shown}
-                repeats.append(_Repeat(digests_of(results), tensors, events))
+                copied = {}
+                for name in shown:
+                    tensor = results[name]
+                    copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
+                repeat = _Repeat(digests_of(results), copied, events)
+                repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
 
     def _refuse(
-        self, step: TrainingStep, number: int, packed: Sequence[bytes], different: Sequence[str], *state: Any
+        self,
+        step: TrainingStep,
+        number: int,
+        packed: Sequence[bytes],
+        different: Sequence[str],
+        *state: Any,
     ) -> None:
         """Compute a part twice more in both places, and raise the error that says where it differs."""
-        # 1. Of all gradients, and of all buffers, the first that differs.
-        shown = list({name.partition("'")[0]: name for name in reversed(different)}.values())[::-1]
-
-        # 2. Both places; a single process is both.
+        # 1. Both places; a single process is both.
         processes = self._processes
-        rank = next(rank for rank, (_, end) in enumerate(self._ranges) if number < end)
-        other = (rank - 1) % processes.world_size
+        rank = 0
+        while number >= self._ranges[rank][1]:
+            rank += 1
+        other_rank = (rank - 1) % processes.world_size
+        shown = _first_of_each_kind(different)
         repeats: list[_Repeat] = []
-        if processes.rank in (rank, other):
-            copies = [_unpacked(packed[rank], self._device)[number] for _ in range(2)]
+        if processes.rank in (rank, other_rank):
+            copies = []
+            for _ in range(2):
+                parts = _unpacked(packed[rank], self._device)
+                copies.append(parts[number])
             repeats = self._repeats(step, number, copies, *state, shown=shown)
         gathered = processes.gather_objects(repeats)
 
-        # 3. Whether one place is enough for another result.
-        pairs = {f"twice in process {place}": gathered[place] for place in (rank, other)}
-        if rank != other:
-            pairs[f"in process {rank} and in process {other}"] = [gathered[rank][0], gathered[other][0]]
-        unlike = [places for places, (one, another) in pairs.items() if one.digests != another.digests]
-        places = [*unlike, *reversed(pairs)][0]
-        one, another = pairs[places]
-        amounts = [f"{name} ({distance(one.shown[name], another.shown[name])})" for name in shown]
+        # 2. One that differs from itself is named first.
+        pairs = {
+            f"twice in process {rank}": gathered[rank],
+            f"twice in process {other_rank}": gathered[other_rank],
+        }
+        if rank != other_rank:
+            across = [gathered[rank][0], gathered[other_rank][0]]
+            pairs[f"in process {rank} and in process {other_rank}"] = across
+        places = ""
+        for key in reversed(pairs):
+            one, other = pairs[key]
+            if one.digests != other.digests or not places:
+                places = key
+        one, other = pairs[places]
+
+        # 3. The error.
+        amounts = []
+        for name in shown:
+            amount = distance(one.shown[name], other.shown[name])
+            amounts.append(f"{name} ({amount})")
+        place = first_difference(one.events, other.events)
         raise StepError(
             f"Part {number} of batch {step.batch_idx} of epoch {self._epoch()}, all counted from 0, has other bits when"
-            f" it is computed {places}: {', '.join(amounts)}. {first_difference(one.events, another.events)} {_ADVICE}"
+            f" it is computed {places}: {', '.join(amounts)}. {place} {_ADVICE}"
         )
 
 
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+def _first_of_each_kind(different: Sequence[str]) -> list[str]:
+    """Return the first gradient and the first buffer among results, and those of which there is one."""
+    firsts: dict[str, str] = {}
+    for name in different:
+        kind, _, _ = name.partition("'")
+        firsts.setdefault(kind, name)
+    return list(firsts.values())
 
 
 # Copies of batches
@@ -205,7 +262,8 @@ def _packed(parts: dict[int, Part]) -> bytes:
     content = {}
     for number, part in parts.items():
         structure, tensors = extract_tensors(part.batch)
-        content[number] = (part._replace(batch=structure), [_memory_of(tensor) for tensor in tensors])
+        memories = [_memory_of(tensor) for tensor in tensors]
+        content[number] = (part._replace(batch=structure), memories)
     try:
         return dumps(content)
     except Exception as error:
@@ -221,10 +279,14 @@ def _memory_of(tensor: Tensor) -> tuple[Tensor, Any]:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return tensor.to("cpu", copy=True), None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((last + 1,), (1,)).to("cpu", copy=True)
+    shape = tuple(tensor.shape)
+    stride = tensor.stride()
+    length = 1
+    for size, distance_in_memory in zip(shape, stride, strict=True):
+        length += (size - 1) * distance_in_memory
+    memory = tensor.as_strided((length,), (1,))
     offset = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
-    return memory, (offset, tuple(tensor.shape), tensor.stride())
+    return memory.to("cpu", copy=True), (offset, shape, stride)
 
 
 def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
@@ -233,14 +295,16 @@ def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
     for number, (part, memories) in loads(packed).items():
         batch = move_data_to_device(part.batch, device)
         tensors = [_laid_out(*memory, device=device) for memory in memories]
-        parts[number] = part._replace(batch=insert_tensors(batch, tensors))
+        batch = insert_tensors(batch, tensors)
+        parts[number] = part._replace(batch=batch)
     return parts
 
 
-def _laid_out(memory: Tensor, layout: Any, device: torch.device) -> Tensor:
+def _laid_out(memory: Tensor, layout: Any, *, device: torch.device) -> Tensor:
     if layout is None:
         return memory.to(device)
     offset, shape, stride = layout
     fresh = torch.empty(offset + len(memory), dtype=memory.dtype, device=device)
     fresh[offset:] = memory
-    return torch.empty(0, dtype=memory.dtype, device=device).set_(fresh.untyped_storage(), offset, shape, stride)
+    tensor = torch.empty(0, dtype=memory.dtype, device=device)
+    return tensor.set_(fresh.untyped_storage(), offset, shape, stride)
