@@ -64,10 +64,11 @@ def test_a_process_without_parts() -> None:
 class Look(L.Callback):
     """Counts backwards, and notes numbers and the sums of the accumulation window after each batch."""
 
+    backwards = 0
+    kind: Any = None
+
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder, "x.ckpt")
-        self.backwards = 0
-        self.kind: Any = None
         self.states: list[Any] = []
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -171,9 +172,8 @@ class Late(Noisy):
 
 def test_a_loss_that_is_another_once() -> None:
     """A difference that does not come again is still named."""
-    with pytest.raises(
-        StepError, match="Part 5 of batch 0 of epoch 1.*the loss .the same when computed again.. Inputs"
-    ):
+    expected = r"Part 5 of batch 0 of epoch 1.* the loss \(the same when computed again\)\. Inputs and outputs"
+    with pytest.raises(StepError, match=expected):
         run(Late, 1, verify=5)
 
 
@@ -183,13 +183,12 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
     tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
     parts = _unpacked(_packed({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), torch.device("cpu"))
     batch = parts[6].batch
-    assert (batch["text"], parts[6].size, parts[6].key) == ("a", 3, ("key",))
+    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",))
     for tensor, copied in zip(tensors, batch["x"], strict=True):
         assert torch.equal(copied.to_dense(), tensor.to_dense())
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj():
             assert copied.stride() == tensor.stride()
             assert copied.data_ptr() % 64 == tensor.data_ptr() % 64
-            assert copied.data_ptr() != tensor.data_ptr()
 
 
 def test_what_is_refused() -> None:
