@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from equipoise.parallel.batches.weighting import Weight
+from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 
 __all__ = ["Around", "EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
 
@@ -102,6 +102,10 @@ class TrainingStep(PartwiseStep, Protocol):
     batch_idx: int
     begins_window: bool
     in_micro_batches: bool
+
+    @property
+    def window(self) -> AccumulationWindow | None:
+        """The accumulation window; None in manual optimisation."""
 
     def __call__(self, part: Any) -> StepResult:
         """Run `training_step` on a whole batch."""

@@ -70,6 +70,7 @@ class PartSteps:
         self._weights = weights
         self._module = module
         self._size_of = size_of
+        self._ranges = ranges
         self._first, self._end = ranges[processes.rank]
         self._processes = processes
         self._device = device
@@ -138,8 +139,6 @@ class PartSteps:
         after_first_part = buffers
         outputs: Any = None
         reports: list[_PartReport] = []
-        seed = seed_of_order()
-        epoch = getattr(self._module, "current_epoch", 0)
         if not parts:
             # Others have a batch in this step, and the first step fixes the weight to which others are relative.
             step.backward(StepResult(None, 0, None))
@@ -149,21 +148,38 @@ class PartSteps:
                 if index >= len(parts):
                     self._tree.add(number, [None] * len(parameters))
                     continue
-                # 1. The part, with numbers of its own. Its weight is relative to that of the first part.
-                seed_generators(seed, "part", epoch, step.batch_idx, number)
-                size = self._weight_of(parts[index])
-                result = self._run_part(step, parts[index].batch, size, is_first=not index)
+                # 1. The part, and its gradients. Its weight is relative to that of the first part.
+                result, size, gradients = self._compute(step, number, parts[index], parameters, is_first=not index)
                 reports.append(self._report_of(result, size))
                 if not index:
                     outputs = result.outputs
 
-                # 2. Its gradients. Buffers are those of the first part, and each part begins with the same.
-                self._tree.add(number, take_gradients(parameters))
+                # 2. Buffers are those of the first part, and each part begins with the same.
+                self._tree.add(number, gradients)
                 if number == 0:
                     after_first_part = self._buffers_like(buffers)
                 buffers.restore()
         after_first_part.restore()
         return outputs, reports
+
+    def _compute(
+        self,
+        step: TrainingStep,
+        number: int,
+        part: Part,
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_first: bool,
+    ) -> tuple[StepResult, int, Gradients]:
+        """Compute a part with random numbers of its own. Return its result, its number of samples and its gradients."""
+        seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)
+        size = self._weight_of(part)
+        result = self._run_part(step, part.batch, size, is_first=is_first)
+        return result, size, take_gradients(parameters)
+
+    def _epoch(self) -> int:
+        epoch: int = getattr(self._module, "current_epoch", 0)
+        return epoch
 
     def _buffers_like(self, before: Buffers) -> Buffers:
         """Return the present buffers, of which other processes have copies of the same shapes.

@@ -1,6 +1,7 @@
 """VirtualDevicesStrategy: the same weights to the bit, whatever the number of devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -100,6 +101,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
             device has at least one. They change nothing in the results. Default: None, evenly.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
             threads differ in their last bits. Default: 1.
+        verify: Every so many steps, beginning with the first of a run, all parts are computed once more: by another
+            process, where there are several. An error names what differs in a single bit. Default: 0, never.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
 
@@ -126,6 +129,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         count: int = 8,
         shares: Sequence[float] | None = None,
         threads: int = 1,
+        verify: int = 0,
         timeout: float = 1800.0,
         backend: str | None = None,
     ) -> None:
@@ -136,9 +140,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
         if shares is not None and (not are_shares(shares) or min(shares) <= 0):
             raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
+        if not is_whole(verify, least=0):
+            raise ConfigurationError(f"verify must be a number of steps, or 0 for none, not {verify!r}.")
         self.count = count
         self.shares = shares
         self.threads = threads
+        self.verify = verify
         # The weights of the parts of the present window, of all processes, in their order.
         self._weights: list[int | float] = []
         # Whether gradients of a window wait for more.
@@ -197,7 +204,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
         metrics = MetricExchange(module)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
-        self._steps = PartSteps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
+        steps: Callable[..., PartSteps] = PartSteps
+        if self.verify:
+            from equipoise.extensions.virtual.verification import VerifiedSteps
+
+            steps = partial(VerifiedSteps, self.verify)
+        self._steps = steps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
         self._rounds = EvaluationRounds(module, processes, device, splitter.size, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:

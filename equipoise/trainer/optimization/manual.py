@@ -170,10 +170,12 @@ class _ManualStep(ModuleStep):
     Attributes:
         batch_idx: The number of the batch.
         begins_window: True, as there are no accumulation windows.
+        window: None, too.
         phase: The phase of the step, as far as the trainer can tell.
     """
 
     begins_window = True
+    window = None
 
     def __init__(self, context: "RunContext") -> None:
         super().__init__(context, "training_step")

@@ -1,0 +1,200 @@
+"""Parts computed once more: nothing changes in the run, and what differs is named in all processes."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise import VirtualDevicesStrategy
+from equipoise.errors import StepError
+from equipoise.extensions.virtual.part_batches import Part
+from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.extensions.virtual.verification import VerifiedSteps, _packed, _unpacked
+from tests.conftest import ignoring
+from tests.extensions.virtual.test_faults import Averaging, Sparse
+from tests.extensions.virtual.test_strategy import Noisy, Plain, Skipping, assert_equal, on_one_device, run
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring("The val loader shuffles")
+
+
+class Counted(Noisy):
+    """Metrics in a collection, attributes, a list and a hook of the backward; a batch that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(0.5)
+        loss = super().training_step(batch, batch_idx)
+        self.metrics.update(batch[0].sum(1, keepdim=True), batch[1])
+        self.log("mse", self.metrics["MeanSquaredError"])
+        self.steps += 1
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.log("norm", self.net[0].weight.grad.norm(), on_epoch=True)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        if self.trainer.world_size == 1:
+            assert self.steps == len(self.losses) == 8 * (self.trainer.fit_loop.total_batch_idx + 1)
+
+
+@pytest.mark.parametrize("kind", [Counted, Skipping, Averaging, Sparse])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_changes(kind: type[Noisy], devices: int) -> None:
+    verified = run(kind, devices, verify=1, accumulate_grad_batches=3)
+    assert_equal(verified, on_one_device(kind, accumulate_grad_batches=3))
+
+
+@pytest.mark.slow
+def test_a_process_without_parts() -> None:
+    """The last step has three samples, of which the second process has none."""
+    assert_equal(run(Plain, 2, batch_size=28, verify=2), on_one_device(Plain, batch_size=28))
+
+
+class Look(L.Callback):
+    """Counts backwards, and notes numbers and the sums of the accumulation window after each batch."""
+
+    backwards = 0
+    kind: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder, "x.ckpt")
+        self.states: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.backwards += 1
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        self.kind = type(trainer.strategy._strategy._steps)
+        trainer.save_checkpoint(self.path)
+        position = torch.load(self.path, weights_only=False)["equipoise"]["position"]
+        self.states.append((position["window"], torch.get_rng_state().tolist()))
+
+
+@pytest.mark.parametrize(("verify", "verified"), [(1, 10), (3, 4), (100, 1)])
+def test_how_often(tmp_path: Path, verify: int, verified: int) -> None:
+    look, without = Look(tmp_path), Look(tmp_path)
+    run(Noisy, 1, verify=verify, callbacks=[look], accumulate_grad_batches=3)
+    run(Noisy, 1, verify=0, callbacks=[without], accumulate_grad_batches=3)
+    assert (look.backwards, without.backwards) == (8 * (10 + verified), 8 * 10)
+    assert (look.kind, without.kind) == (VerifiedSteps, PartSteps)
+    assert look.states == without.states
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies in the forward by one number, and in the backward by another."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, scale: float, scale_back: float) -> Tensor:
+        ctx.scale_back = scale_back
+        return features * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.scale_back, None, None
+
+
+class Scaling(nn.Module):
+    """Multiplies by a number close to 1, which grows with each call, or with the rank."""
+
+    def __init__(self, by_rank: bool, in_backward: bool) -> None:
+        super().__init__()
+        self.by_rank = by_rank
+        self.in_backward = in_backward
+        self.calls = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        scale = 1 + 2**-50 * (torch.distributed.get_rank() if self.by_rank else self.calls)
+        return Scaled.apply(features, *((1.0, scale) if self.in_backward else (scale, 1.0)))
+
+
+class Planted(Noisy):
+    """Four layers, of which one computes otherwise elsewhere."""
+
+    def __init__(self, by_rank: bool, in_backward: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), Scaling(by_rank, in_backward), nn.Linear(8, 1))
+
+
+class Telling(L.Callback):
+    """Writes the error of each process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        Path(self.folder, f"{trainer.global_rank}.txt").write_text(str(exception))
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_rank", "in_backward"),
+    [
+        (1, False, False),
+        (1, False, True),
+        pytest.param(2, False, False, marks=pytest.mark.slow),
+        (2, True, False),
+        pytest.param(2, True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_differs_is_named(tmp_path: Path, devices: int, by_rank: bool, in_backward: bool) -> None:
+    kind: Any = partial(Planted, by_rank, in_backward)
+    with pytest.raises(StepError) as caught:
+        run(kind, devices, verify=3, callbacks=[Telling(tmp_path)], num_sanity_val_steps=0, precision="64-true")
+    places = "in process 0 and in process 1" if by_rank else "twice in process 0"
+    tensor = "gradient of the input" if in_backward else "output"
+    message = str(caught.value)
+    texts = "Part 0 of batch 0 of epoch 0", f"{places}: ", "the gradient of 'net.0.weight' (by up to "
+    texts += f"between modules is the {tensor} of 'net.2', of type Scaling. ", "Trainer(deterministic=True)"
+    assert not [text for text in texts if text not in message]
+    assert [path.read_text() for path in tmp_path.iterdir()] == [message] * devices
+
+
+class Late(Noisy):
+    """The loss of one part of the second epoch is another when it is computed for the first time."""
+
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx) + (self.seen == 8 * 5 + 6)
+
+
+def test_a_loss_that_is_another_once() -> None:
+    """A difference that does not come again is still named."""
+    expected = r"Part 5 of batch 0 of epoch 1.* the loss \(the same when computed again\)\. Inputs and outputs"
+    with pytest.raises(StepError, match=expected):
+        run(Late, 1, verify=5)
+
+
+def test_copies_lie_in_memory_as_their_tensors() -> None:
+    numbers = torch.arange(40.0)
+    tensors = [numbers[3:7], numbers.view(5, 8)[1:, 2:5], numbers[2].expand(3, 4), numbers[5], numbers[:0]]
+    tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
+    parts = _unpacked(_packed({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), torch.device("cpu"))
+    batch = parts[6].batch
+    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",))
+    for tensor, copied in zip(tensors, batch["x"], strict=True):
+        assert torch.equal(copied.to_dense(), tensor.to_dense())
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj():
+            assert copied.stride() == tensor.stride()
+            assert copied.data_ptr() % 64 == tensor.data_ptr() % 64
+
+
+def test_what_is_refused() -> None:
+    for value in (-1, 0.5, True, None):
+        refuses(
+            lambda value=value: VirtualDevicesStrategy(verify=value), "verify must be a number of steps", repr(value)
+        )
+    with pytest.raises(StepError, match="cannot be pickled"):
+        _packed({0: Part([torch.ones(2), threading.Lock()], 2)})
