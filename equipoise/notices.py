@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["rank_zero_warn", "warn", "warn_of_method"]
+__all__ = ["is_of_library", "rank_zero_warn", "warn", "warn_of_method"]
 
 _LIBRARIES = ("equipoise", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra")
 
@@ -87,7 +87,7 @@ def _level_of_user() -> int:
     frame = frame.f_back
     level = 1
     while frame is not None:
-        if not _is_of_library(frame.f_code.co_filename):
+        if not is_of_library(frame.f_code.co_filename):
             return level
         frame = frame.f_back
         level += 1
@@ -95,7 +95,12 @@ def _level_of_user() -> int:
 
 
 @cache
-def _is_of_library(filename: str) -> bool:
+def is_of_library(filename: str) -> bool:
+    """Return whether a file belongs to Python, to this package or to those on which it is built.
+
+    Args:
+        filename: Its path, as frames have it.
+    """
     # Compiled from a text: cells of a notebook and typed lines are the user's, frozen modules are Python's.
     if filename.startswith("<"):
         return filename.startswith("<frozen")

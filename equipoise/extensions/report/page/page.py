@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +21,9 @@ from equipoise.extensions.report.page.sections import (
     pipeline_section,
     throughput_section,
 )
-from equipoise.formats import format_span
+from equipoise.formats import format_path, format_span
 from equipoise.interop.remote.paths import to_path
+from equipoise.notices import is_of_library
 
 __all__ = [
     "facts_section",
@@ -39,6 +41,8 @@ _MIDDLE = 11
 # Characters of a traceback that the page shows, and of its last line.
 _LONGEST_ERROR = 40_000
 _LONGEST_CAUSE = 2000
+# A frame of a traceback, with its line.
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)\n    (.+)')
 
 
 def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
@@ -221,19 +225,35 @@ def _error(record: RunRecord) -> Markup | None:
     if len(text) > _LONGEST_ERROR:
         half = _LONGEST_ERROR // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
+    # The traceback is folded where the line of the user says where to look.
+    lines = _lines_of_user(text)
+    opened = None
+    if not lines:
+        opened = ""
     trace = tag(
         "details",
         tag("summary", "Traceback"),
         tag("pre", text),
-        open="",
+        open=opened,
     )
     return tag(
         "section",
         tag("h2", "What went wrong"),
         tag("p", cause[:_LONGEST_CAUSE], class_="cause"),
+        *lines,
         trace,
         class_="error",
     )
+
+
+def _lines_of_user(trace: str) -> list[Markup]:
+    """Return place and text of the innermost line of a traceback that belongs to no library, if it has one."""
+    for path, number, function, code in reversed(_FRAME.findall(trace)):
+        if is_of_library(path) or "site-packages" in path:
+            continue
+        place = f"{format_path(path)}, line {number}, in {function}"
+        return [tag("p", place, class_="place"), tag("pre", code)]
+    return []
 
 
 def facts_section(facts: Mapping[str, str]) -> Markup | None:

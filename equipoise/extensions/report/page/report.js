@@ -58,43 +58,183 @@ function nearby(values, plot, down) {
   return few.sort((one, other) => other[1] - one[1]);
 }
 
-function prepare(root) {
-  for (const plot of root.querySelectorAll(".plot")) {
-    const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
-    const low = straight(Number(plot.dataset.low)), high = straight(Number(plot.dataset.high));
-    let lines = null, cross = null;
-    plot.addEventListener("pointermove", (event) => {
-      lines ??= [...plot.querySelectorAll(".line")].map((line) => ({
-        line, label: line.dataset.label, x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number),
-      }));
-      const seen = lines.filter(({ line }) => !line.classList.contains("off"));
-      if (!seen.length) return;
-      const box = plot.getBoundingClientRect();
-      const at = back(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
-      const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
-      const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
-      if (!cross) {
-        cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
-        cross.setAttribute("class", "cross");
-        cross.setAttribute("y1", 0);
-        cross.setAttribute("y2", plot.dataset.bottom);
-        plot.append(cross);
-      }
-      cross.removeAttribute("visibility");
-      for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
-      const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, event.clientY - box.top);
-      const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
-      const mark = event.target.closest(".mark");
-      show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
-    });
-    plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
+// The values of a line.
+function valuesOf(line) {
+  return [line.dataset.x.split(" ").map(Number), line.dataset.y.split(" ").map(Number)];
+}
+
+// A chart: values under the pointer; a range is enlarged by dragging over it.
+function prepareChart(plot) {
+  const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
+  const whole = [straight(Number(plot.dataset.low)), straight(Number(plot.dataset.high))];
+  let [low, high] = whole, lines = null, cross = null, drag = null;
+  const shareAt = (event) => {
+    const box = plot.getBoundingClientRect();
+    return Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+  };
+
+  // What stands at a share of the width.
+  const placed = [];
+  for (const piece of plot.querySelectorAll("text, circle, line:not(.rule)")) {
+    for (const name of ["x", "cx", "x1", "x2"]) {
+      if (piece.getAttribute(name)?.endsWith("%")) placed.push([piece, name, parseFloat(piece.getAttribute(name)) / 100]);
+    }
   }
+  const tools = document.createElement("div");
+  tools.className = "tools";
+  const tool = (text, act) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = text;
+    button.addEventListener("click", act);
+    tools.append(button);
+    return button;
+  };
+  const reset = tool("Whole range", () => zoom(0, 1));
+  tool("CSV", () => save(plot));
+  plot.closest("figure").append(tools);
+
+  function zoom(from, to) {
+    low = whole[0] + (whole[1] - whole[0]) * from;
+    high = whole[0] + (whole[1] - whole[0]) * to;
+    for (const [piece, name, share] of placed) {
+      const at = (share - from) / (to - from);
+      piece.setAttribute(name, 100 * at + "%");
+      piece.classList.toggle("outside", at < -0.001 || at > 1.001);
+    }
+    for (const inner of plot.querySelectorAll("svg")) {
+      Object.assign(inner.viewBox.baseVal, { x: 1000 * from, width: 1000 * (to - from) });
+    }
+    plot.classList.toggle("zoomed", to - from < 1);
+    reset.hidden = !(to - from < 1);
+  }
+  reset.hidden = true;
+
+  plot.addEventListener("pointerdown", (event) => {
+    // A finger scrolls the page.
+    if (event.pointerType === "touch" || event.button) return;
+    event.preventDefault();
+    plot.setPointerCapture(event.pointerId);
+    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    rect.setAttribute("class", "dragged");
+    rect.setAttribute("height", plot.dataset.bottom);
+    plot.append(rect);
+    drag = { begun: shareAt(event), rect };
+  });
+  plot.addEventListener("pointerup", (event) => {
+    if (!drag) return;
+    const [from, to] = [drag.begun, shareAt(event)].sort((one, other) => one - other);
+    drag.rect.remove();
+    drag = null;
+    if (to - from < 0.02) return;
+    const at = (share) => (low + (high - low) * share - whole[0]) / (whole[1] - whole[0]);
+    zoom(at(from), at(to));
+  });
+  plot.addEventListener("dblclick", () => zoom(0, 1));
+  plot.addEventListener("pointermove", (event) => {
+    if (drag) {
+      drag.rect.setAttribute("x", 100 * Math.min(drag.begun, shareAt(event)) + "%");
+      drag.rect.setAttribute("width", 100 * Math.abs(drag.begun - shareAt(event)) + "%");
+    }
+    lines ??= [...plot.querySelectorAll(".line")].map((line) => {
+      const [x, y] = valuesOf(line);
+      return { line, label: line.dataset.label, x, y };
+    });
+    const seen = lines.filter(({ line }) => !line.classList.contains("off"));
+    if (!seen.length) return;
+    const at = back(low + (high - low) * shareAt(event));
+    const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
+    const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
+    if (!cross) {
+      cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
+      cross.setAttribute("class", "cross");
+      cross.setAttribute("y1", 0);
+      cross.setAttribute("y2", plot.dataset.bottom);
+      plot.append(cross);
+    }
+    cross.removeAttribute("visibility");
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
+    const down = event.clientY - plot.getBoundingClientRect().top;
+    const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, down);
+    const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
+    const mark = event.target.closest(".mark");
+    show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
+  });
+  plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
+}
+
+// A table of all values of a chart. No name begins a formula of a spreadsheet.
+function save(plot) {
+  const quoted = (text) => '"' + text.replace(/^(?=[=+\-@\t\r])/, "'").replaceAll('"', '""') + '"';
+  const rows = [["line", plot.dataset.x, "value"].join(",")];
+  for (const line of plot.querySelectorAll(".line")) {
+    const [xs, ys] = valuesOf(line);
+    xs.forEach((x, index) => rows.push([quoted(line.dataset.label), x, ys[index]].join(",")));
+  }
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([rows.join("\n") + "\n"], { type: "text/csv" }));
+  link.download = (plot.closest("figure").querySelector("h3")?.firstChild.textContent ?? "values").replace(/[^\w.-]+/g, "_") + ".csv";
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+// The strength of smoothing by the heading of a section; it outlives the content of a page that is refreshed.
+const smoothed = {};
+
+// A mean in which a value counts for less the farther its step lies behind; the line as it was stays, faintly.
+function smooth(line, strength) {
+  const path = line.querySelector("path");
+  path.dataset.whole ??= path.getAttribute("d");
+  line.classList.toggle("smooth", strength > 0);
+  line.querySelector(".raw")?.remove();
+  if (!strength) { path.setAttribute("d", path.dataset.whole); return; }
+  const plot = line.closest(".plot"), [xs, ys] = valuesOf(line);
+  const [low, high, kind] = plot.dataset.up.split(" "), straight = kind === "log" ? Math.log : (y) => y;
+  const across = plot.dataset.log ? Math.log : (x) => x;
+  const [left, right] = [across(Number(plot.dataset.low)), across(Number(plot.dataset.high))];
+  const [least, most] = [straight(Number(low)), straight(Number(high))], bottom = Number(plot.dataset.bottom);
+  const step = (xs[xs.length - 1] - xs[0]) / (xs.length - 1);
+  let mean = null, before = null, commands = "";
+  xs.forEach((x, index) => {
+    const value = straight(ys[index]);
+    if (!isFinite(value)) return;
+    mean = mean === null ? value : mean + (1 - strength ** ((x - before) / step)) * (value - mean);
+    before = x;
+    const y = 8 + (1 - (mean - least) / (most - least)) * (bottom - 8);
+    commands += (commands ? "L" : "M") + (1000 * (across(x) - left)) / (right - left) + " " + y;
+  });
+  const raw = path.cloneNode();
+  raw.setAttribute("class", "raw");
+  raw.setAttribute("d", path.dataset.whole);
+  path.before(raw);
+  path.setAttribute("d", commands);
+}
+
+function prepareSmoothing(section) {
+  const heading = section.querySelector("h2"), title = heading?.firstChild?.textContent;
+  const lines = [...section.querySelectorAll(".plot[data-x='step'] .line")];
+  const long = lines.filter((line) => valuesOf(line)[0].length > 10);
+  if (!title || !long.length) return;
+  const label = document.createElement("label"), slider = document.createElement("input");
+  label.className = "smoothing";
+  Object.assign(slider, { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothed[title] ?? 0 });
+  label.append("Smoothing ", slider);
+  const apply = () => { for (const line of long) smooth(line, Number(slider.value)); };
+  slider.addEventListener("input", () => { smoothed[title] = slider.value; apply(); });
+  heading.after(label);
+  if (smoothed[title] > 0) apply();
+}
+
+function prepare(root) {
+  for (const plot of root.querySelectorAll(".plot")) prepareChart(plot);
+  for (const section of root.querySelectorAll("section")) prepareSmoothing(section);
 
   // What a browser would show late and by itself is shown at once.
   for (const piece of root.querySelectorAll(".cell, .group, .mark")) {
     const title = piece.querySelector("title");
     if (!title) continue;
     piece.dataset.tip = title.textContent;
+    piece.setAttribute("role", "img");
     piece.setAttribute("aria-label", title.textContent);
     title.remove();
     if (piece.classList.contains("mark")) continue;
@@ -107,7 +247,7 @@ function prepare(root) {
   }
 
   // What scrolls is reached by keys as well.
-  for (const wide of root.querySelectorAll(".scroll, .configuration")) {
+  for (const wide of root.querySelectorAll(".scroll, pre")) {
     if (wide.scrollWidth <= wide.clientWidth) continue;
     wide.tabIndex = 0;
     wide.setAttribute("role", "region");

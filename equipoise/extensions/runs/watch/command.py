@@ -26,8 +26,8 @@ def watch(arguments: Sequence[str]) -> None:
     names, flags = read_flags(arguments, {"--port": _port}, _TAKES)
     runs = WatchedRuns(folders_of(names, _TAKES))
     with _server(runs, flags.get("--port")) as server:
-        print(f"Runs: {server.url}  (on this machine alone; Ctrl-C ends it)", flush=True)
         try:
+            print(f"Runs: {server.url}  (on this machine alone; Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("Ended.")

@@ -23,9 +23,10 @@
     let pause = 1000;
     try {
       const answer = await fetch("/", { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
-      word.textContent = "";
       // A chart that is being read stays until the pointer leaves it.
-      if (answer.status === 200 && tip.hidden) {
+      const isRead = !tip.hidden || document.querySelector(".zoomed");
+      word.textContent = isRead ? "Paused while a chart is read." : "";
+      if (answer.status === 200 && !isRead) {
         update(await answer.text());
         version = answer.headers.get("ETag");
       }

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import equipoise
 from equipoise.extensions.report.page import page as page_module
 from equipoise.extensions.report.page.page import render_report, write_report
 from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord
@@ -126,6 +128,23 @@ class TestPage:
         error = sections(page(outcome="failed", error=trace))["What went wrong"]
         assert error.one("p", "cause").text == "ValueError: not < this"
         assert error.one("pre").text == trace.strip()
+
+    def test_the_line_of_the_user_comes_first_and_the_rest_is_folded(self):
+        trace = (
+            "Traceback (most recent call last):\n"
+            '  File "/project/train.py", line 3, in <module>\n    trainer.fit(net)\n'
+            f'  File "{equipoise.__path__[0]}/trainer/trainer.py", line 9, in fit\n    run()\n'
+            '  File "/project/net.py", line 12, in training_step\n    loss = x / <0>\n'
+            f'  File "{torch.__path__[0]}/_tensor.py", line 4, in div\n    raise Error\n'
+            '  File "/env/lib/python3.12/site-packages/other/a.py", line 4, in b\n    c()\n'
+            "ValueError: no\n"
+        )
+        error = sections(page(outcome="failed", error=trace))["What went wrong"]
+        assert error.one("p", "place").text == "/project/net.py, line 12, in training_step"
+        line, whole = (each.text for each in error.all("pre"))
+        assert line == "loss = x / <0>"
+        assert whole == trace.strip()
+        assert "open" not in error.one("details").attributes
 
     def test_a_huge_error_is_cut_in_its_middle(self):
         error = sections(page(error="first\n" + "x\n" * 200_000 + "last"))["What went wrong"].one("pre").text
