@@ -228,7 +228,7 @@ class TestBroken:
         assert "Small failed" in document.one("header").text
         error = sections(document)["What went wrong"]
         assert error.one("p", "cause").text == "ValueError: <script>alert(1)</script>"
-        assert error.one("p", "place").text.endswith(", in training_step")
+        assert error.one("p", "place").text.endswith(", in step")
         assert "in training_step" in error.all("pre")[-1].text
         assert curves(document)["loss", "val"] == ([2], [10])
         assert facts(document)["steps"] == "3"
