@@ -6,6 +6,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,26 @@ def main() -> None:
     begin = time.perf_counter()
     outcomes: Counter[str] = Counter()
     networks: Counter[str] = Counter()
+    verified = 0
     for seed in range(options.first, options.first + options.programs):
         if time.perf_counter() - begin > options.seconds:
             break
         program = draw(seed)
         try:
-            different = differences(run(program, program.processes, program.stops), run(program, (1,), ()))
+            plain = replace(program, verify=0)
+            different = differences(run(program, program.processes, program.stops), run(plain, (1,), ()))
             outcome = "different" if different else "equal"
         except Exception:
             outcome, different = "failed", [traceback.format_exc()]
         outcomes[outcome] += 1
         networks[program.network] += 1
+        verified += program.verify > 0
         if outcome != "equal":
             print(outcome, program, *different, sep="\n    ", flush=True)
     print("| programs | equal to the bit | different | failed | seconds |\n| --- | --- | --- | --- | --- |")
     figures = [outcomes.total(), outcomes["equal"], outcomes["different"], outcomes["failed"]]
     print("|", " | ".join(map(str, figures)), f"| {time.perf_counter() - begin:.0f} |")
-    print(dict(networks))
+    print(dict(networks), verified, "verified")
 
 
 if __name__ == "__main__":

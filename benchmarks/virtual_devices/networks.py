@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["NETWORKS"]
 
@@ -72,6 +74,71 @@ class Replacing(nn.Module):
         return outputs + self.seldom(features) if features[0, 0] > 0.5 else outputs
 
 
+class Directions(nn.Module):
+    """A gated recurrent layer in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(2, WIDTH, batch_first=True, bidirectional=True)
+        self.outer = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return a number from the states of four positions."""
+        return self.outer(self.layer(features.unflatten(1, (4, 2)))[0].amax(1))
+
+
+class Experts(nn.Module):
+    """Sends each sample to two of four experts, and adds their outputs by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        experts = [nn.Sequential(nn.Linear(8, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1)) for _ in range(4)]
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of two experts."""
+        weights, chosen = self.gate(features).float().softmax(1).topk(2)
+        outputs = features.new_zeros(len(features), 1, dtype=torch.float32)
+        for number, expert in enumerate(self.experts):
+            rows, ranks = (chosen == number).nonzero(as_tuple=True)
+            outputs = outputs.index_add(0, rows, expert(features[rows]).float() * weights[rows, ranks, None])
+        return outputs
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are those of the output layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
+        self.outer = nn.Linear(WIDTH, 12, bias=False)
+        self.outer.weight = self.table.weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logarithm of the sum over all entries."""
+        entries = self.table((features.float() * 3).long().abs() % 12)
+        return self.outer(self.inner(entries.mean(1))).float().logsumexp(1, keepdim=True)
+
+
+class Checkpointed(nn.Module):
+    """Computes layers with dropout again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.RMSNorm(WIDTH))
+        self.outer = nn.Linear(WIDTH, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return a number from two passes of a block."""
+        outputs = self.first(features)
+        for _ in range(2):
+            outputs = checkpoint(self.block, outputs, use_reentrant=False)
+        return self.outer(outputs)
+
+
 def perceptron() -> nn.Module:
     """Return layers with statistics of a batch and dropout."""
     first = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.4)]
@@ -85,6 +152,25 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, *rest).to(memory_format=torch.channels_last)
 
 
+def depthwise() -> nn.Module:
+    """Return grouped and transposed convolutions, with statistics of groups."""
+    layers = [nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 8, 3, padding=1, groups=2), nn.GroupNorm(4, 8), nn.Hardswish()]
+    rest = [nn.ConvTranspose1d(8, 4, 2, stride=2), nn.AdaptiveAvgPool1d(3), nn.Flatten(), nn.Linear(12, 1)]
+    return nn.Sequential(*layers, *rest)
+
+
+def spectral() -> nn.Module:
+    """Return layers whose weights are divided by their norms, which buffers estimate in each forward."""
+    return nn.Sequential(spectral_norm(nn.Linear(8, WIDTH)), nn.ELU(), spectral_norm(nn.Linear(WIDTH, 1)))
+
+
+def instances() -> nn.Module:
+    """Return convolutions in space, with running statistics of each sample, and dropout of whole channels."""
+    layers = [nn.Unflatten(1, (1, 2, 2, 2)), nn.Conv3d(1, 6, 2, padding=1), nn.LeakyReLU(inplace=True)]
+    norm = nn.InstanceNorm3d(6, affine=True, track_running_stats=True)
+    return nn.Sequential(*layers, norm, nn.Dropout3d(0.2), nn.MaxPool3d(2), nn.Flatten(), nn.Linear(6, 1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     # Reads the rows as the loader returns them.
     "rows": lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
@@ -95,4 +181,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: Embedded(sparse=False),
     "sparse embedding": lambda: Embedded(sparse=True),
     "replaced buffer": Replacing,
+    "two directions": Directions,
+    "experts": Experts,
+    "tied": Tied,
+    "checkpointed": Checkpointed,
+    "depthwise": depthwise,
+    "spectral": spectral,
+    "instances": instances,
 }

@@ -36,6 +36,7 @@ class Program:
         processes: The numbers of processes, one for each run that continues the last.
         stops: The numbers of batches after which a run stops and another one continues.
         shares: Whether devices have random shares.
+        verify: From one verified step to the next; 0: none is.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class Program:
     processes: tuple[int, ...]
     stops: tuple[int, ...]
     shares: bool
+    verify: int
 
 
 def draw(seed: int) -> Program:
@@ -74,6 +76,7 @@ def draw(seed: int) -> Program:
         processes=tuple(choice.choice((1, 2, 3, 4)) if stops else choice.choice((2, 3, 4)) for _ in (0, *stops)),
         stops=stops,
         shares=choice.random() < 0.3,
+        verify=choice.choice((*[0] * 9, 2)),
     )
 
 
@@ -195,7 +198,7 @@ def _fit(program: Program, processes: int, path: Path | None, callbacks: list[An
     L.seed_everything(program.seed, verbose=False)
     shares = random.Random(processes).choices((1, 2, 5), k=processes) if program.shares else None
     trainer = Trainer(
-        strategy=VirtualDevicesStrategy(count=program.count, shares=shares),
+        strategy=VirtualDevicesStrategy(count=program.count, shares=shares, verify=program.verify),
         accelerator="cpu",
         devices=processes,
         max_epochs=2,

@@ -59,46 +59,77 @@ def distance(one: Tensor | None, other: Tensor | None) -> str:
 
 @contextmanager
 def watched(module: nn.Module, *, is_on: bool) -> Iterator[list[Event]]:
-    """Note inputs and outputs of all modules, and gradients of inputs, in a `with` block.
+    """Note inputs and outputs of all modules, and their gradients, in a `with` block.
 
     Args:
         module: The module; its submodules count, too.
         is_on: Whether anything is noted.
     """
-    events: list[Event] = []
-    handles: list[Any] = []
-
-    def note(what: str, label: str, value: Any) -> None:
-        for tensor in tensors_in(value):
-            event = (f"{what} of {label}", _digest(tensor))
-            events.append(event)
-
-    def before(label: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        note("the input", label, [args, kwargs])
-        # Not a hook of the backward of modules, which refuses changes in place.
-        hook = partial(note, "the gradient of the input", label)
-        tensor: Any
-        for tensor in tensors_in([args, kwargs]):
-            if tensor.requires_grad:
-                handle = tensor.register_hook(hook)
-                handles.append(handle)
-
-    def after(label: str, module: nn.Module, args: Any, output: Any) -> None:
-        note("the output", label, output)
-
-    modules = module.named_modules() if is_on else ()
-    for name, part in modules:
-        label = type(part).__name__
-        if name:
-            label = f"{name!r}, of type {label}"
-        before_part = part.register_forward_pre_hook(partial(before, label), with_kwargs=True)
-        after_part = part.register_forward_hook(partial(after, label))
-        handles += [before_part, after_part]
+    watch = _Watch()
+    if is_on:
+        watch.start(module)
     try:
-        yield events
+        yield watch.events
     finally:
-        for handle in handles:
+        watch.stop()
+
+
+class _Watch:
+    """Hooks on modules, and on the tensors between them.
+
+    Hooks on the backward of a module would refuse changes in place, so its tensors have them.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._handles: list[Any] = []
+        # What a tensor is, by its place in the graph, which a change in place changes.
+        self._labels: dict[Any, str] = {}
+
+    def start(self, module: nn.Module) -> None:
+        for name, part in module.named_modules():
+            label = type(part).__name__
+            if name:
+                label = f"{name!r}, of type {label}"
+            before = part.register_forward_pre_hook(partial(self._before, label), with_kwargs=True)
+            after = part.register_forward_hook(partial(self._after, label))
+            self._handles += [before, after]
+
+    def stop(self) -> None:
+        for handle in self._handles:
             handle.remove()
+
+    def _before(self, label: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in([args, kwargs]):
+            self._note(f"the input of {label}", tensor)
+            # An output, too, if another module has computed it; its gradient comes from this one.
+            self._follow(tensor)
+            self._labels[_place_of(tensor)] = f"the gradient of the input of {label}"
+
+    def _after(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            self._note(f"the output of {label}", tensor)
+            self._follow(tensor)
+            self._labels.setdefault(_place_of(tensor), f"the gradient of the output of {label}")
+
+    def _follow(self, tensor: Any) -> None:
+        """Note the gradient of a tensor, once."""
+        place = _place_of(tensor)
+        if tensor.requires_grad and place not in self._labels:
+            handle = tensor.register_hook(partial(self._note_gradient, place))
+            self._handles.append(handle)
+
+    def _note_gradient(self, place: Any, gradient: Tensor) -> None:
+        self._note(self._labels[place], gradient)
+
+    def _note(self, what: str, tensor: Tensor) -> None:
+        event = (what, _digest(tensor))
+        self.events.append(event)
+
+
+def _place_of(tensor: Tensor) -> Any:
+    """Return the place of a tensor in the graph; a leaf is its own."""
+    return tensor.grad_fn or tensor, tensor.output_nr
 
 
 def first_difference(one: Sequence[Event], other: Sequence[Event]) -> str:
@@ -107,4 +138,4 @@ def first_difference(one: Sequence[Event], other: Sequence[Event]) -> str:
         if here != there:
             what, _ = here or there
             return f"The first difference between modules is {what}."
-    return "Inputs and outputs of modules, and gradients of inputs, are the same."
+    return "Inputs and outputs of modules, and their gradients, are the same."

@@ -62,13 +62,13 @@ def test_a_process_without_parts() -> None:
 
 
 class Look(L.Callback):
-    """Counts backwards, and notes numbers and the sums of the accumulation window after each batch."""
+    """Counts backwards, notes states after each batch, and writes the error of each process."""
 
     backwards = 0
     kind: Any = None
 
     def __init__(self, folder: Path) -> None:
-        self.path = Path(folder, "x.ckpt")
+        self.folder = folder
         self.states: list[Any] = []
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -76,9 +76,12 @@ class Look(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         self.kind = type(trainer.strategy._strategy._steps)
-        trainer.save_checkpoint(self.path)
-        position = torch.load(self.path, weights_only=False)["equipoise"]["position"]
+        trainer.save_checkpoint(self.folder / "x.ckpt")
+        position = torch.load(self.folder / "x.ckpt", weights_only=False)["equipoise"]["position"]
         self.states.append((position["window"], torch.get_rng_state().tolist()))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        Path(self.folder, f"{trainer.global_rank}.txt").write_text(str(exception))
 
 
 @pytest.mark.parametrize(("verify", "verified"), [(1, 10), (3, 4), (100, 1)])
@@ -127,16 +130,6 @@ class Planted(Noisy):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), Scaling(by_rank, in_backward), nn.Linear(8, 1))
 
 
-class Telling(L.Callback):
-    """Writes the error of each process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        Path(self.folder, f"{trainer.global_rank}.txt").write_text(str(exception))
-
-
 @pytest.mark.parametrize(
     ("devices", "by_rank", "in_backward"),
     [
@@ -150,7 +143,7 @@ class Telling(L.Callback):
 def test_what_differs_is_named(tmp_path: Path, devices: int, by_rank: bool, in_backward: bool) -> None:
     kind: Any = partial(Planted, by_rank, in_backward)
     with pytest.raises(StepError) as caught:
-        run(kind, devices, verify=3, callbacks=[Telling(tmp_path)], num_sanity_val_steps=0, precision="64-true")
+        run(kind, devices, verify=3, callbacks=[Look(tmp_path)], num_sanity_val_steps=0, precision="64-true")
     places = "in process 0 and in process 1" if by_rank else "twice in process 0"
     tensor = "gradient of the input" if in_backward else "output"
     message = str(caught.value)
@@ -170,11 +163,18 @@ class Late(Noisy):
         return super().training_step(batch, batch_idx) + (self.seen == 8 * 5 + 6)
 
 
-def test_a_loss_that_is_another_once() -> None:
-    """A difference that does not come again is still named."""
-    expected = r"Part 5 of batch 0 of epoch 1.* the loss \(the same when computed again\)\. Inputs and outputs"
-    with pytest.raises(StepError, match=expected):
-        run(Late, 1, verify=5)
+class Growing(Late):
+    """The factor of the loss grows with each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.seen)
+
+
+def test_differences_outside_of_modules() -> None:
+    once = r"Part 5 of batch 0 of epoch 1.* the loss \(the same when computed again\)\. Inputs and outputs"
+    for kind, expected in [(Late, once), (Growing, r"the gradient of the output of 'net.4', of type Linear\.")]:
+        with pytest.raises(StepError, match=expected):
+            run(kind, 1, verify=5)
 
 
 def test_copies_lie_in_memory_as_their_tensors() -> None:
