@@ -8,7 +8,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.checks import check_keys, check_targets
-from equipoise.app.output import find_checkpoint
+from equipoise.app.output import find_checkpoint, is_job_of_sweep
 from equipoise.errors import ConfigurationError
 from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import find_rank, slurm_job
@@ -186,8 +186,10 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
         path = find_checkpoint(choice, values)
         if path is not None:
             return str(path)
-        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time.
-        may_be_repeated = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
+        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time. A sweep
+        # that continues has jobs that had not begun.
+        is_started_again = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
+        may_be_repeated = is_started_again or is_job_of_sweep()
         if values["stage"] == "fit" and choice == "last" and may_be_repeated:
             return choice
         way_out = "Give a path."

@@ -23,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +35,7 @@ from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.config.unused_keys import warn_of_unused_keys
 from equipoise.app.help import describe_key
 from equipoise.app.hydra_errors import explain, options
+from equipoise.app.output import is_job_of_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
 from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
@@ -148,9 +148,10 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     notes = ""
 
     def task(config: DictConfig) -> float | list[float] | None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # Hydra names the trial that failed, after all trials have ended.
-            with noted_job(config, notes):
+        if is_job_of_sweep():
+            # Hydra names the trial that failed, after all trials have ended. The process of a launcher such as submitit
+            # has paths of its own.
+            with import_paths(folders), noted_job(config, notes):
                 return _run_trial(config, stage)
         try:
             _run_once(config, stage)

@@ -6,20 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
 from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint, time_of
 from equipoise.trainer.logging.csv_rows import put_aside
 
-__all__ = ["find_checkpoint", "keep_metrics", "remove_if_empty", "without_empty_folder"]
+__all__ = ["find_checkpoint", "is_job_of_sweep", "keep_metrics", "remove_if_empty", "without_empty_folder"]
+
+
+def is_job_of_sweep() -> bool:
+    """Return True in a job of a sweep, whichever process runs it."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def find_checkpoint(which: str, values: Mapping[str, Any]) -> AnyPath | None:
     """Return the newest checkpoint of an earlier run, or the best one of that run.
 
     The run's folder comes first: it holds checkpoints if the user named it and has used it before. Then come the
-    folders `outputs` and `multirun` in the working folder, without runs of another module.
+    folders `outputs` and `multirun` in the working folder, without runs of another module. A fit of a sweep continues
+    nothing but its own folder: runs elsewhere have other values.
 
     Args:
         which: "last" or "best".
@@ -41,6 +49,8 @@ def _newest_checkpoint(values: Mapping[str, Any]) -> AnyPath | None:
     checkpoints = newest_first(found)
     if checkpoints:
         return checkpoints[0]
+    if values["stage"] == "fit" and is_job_of_sweep():
+        return None
 
     # 2. In the folders of all runs.
     earlier: list[AnyPath] = []
@@ -115,12 +125,13 @@ def without_empty_folder(output: Path) -> Iterator[None]:
     """Remove the folder of a run that is refused before it begins, if it is empty.
 
     Hydra creates the folder before it calls the task. Folders above it, such as that of the day, are removed if they
-    are empty, too.
+    are empty, too. The folder of a job of a sweep stays: its launcher may log there after the job.
     """
     try:
         yield
     except Exception:
-        remove_if_empty(output)
+        if not is_job_of_sweep():
+            remove_if_empty(output)
         raise
 
 

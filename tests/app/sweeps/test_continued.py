@@ -1,0 +1,78 @@
+"""Sweeps that continue, job by job in its own folder, and launchers that run jobs in processes without our paths."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+
+from tests.support.programs import EQUIPOISE, Program
+
+SWEEP = ("fit", "--multirun", "hydra.sweep.dir=sweep", "callbacks=[model_checkpoint]")
+
+
+def first_checkpoint(project: Path, job: int) -> str:
+    """Return what a job was told to continue from."""
+    return str(yaml.safe_load((project / "sweep" / str(job) / "config.yaml").read_text())["ckpt_path"])
+
+
+def epochs(project: Path, job: int) -> list[str]:
+    """Return the epochs in the metrics of a job."""
+    header, *rows = (project / "sweep" / str(job) / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("epoch")
+    return sorted({row.split(",")[column] for row in rows})
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty", "ignore:.*ckpt_path")
+def test_each_job_continues_its_own_folder(project, equipoise):
+    """A run elsewhere has other values, however new it is."""
+    assert equipoise("fit", "callbacks=[model_checkpoint]")[0] == 0
+    assert list(project.glob("outputs/**/*.ckpt"))
+    assert equipoise(*SWEEP, "ckpt_path=last", "module.lr=0.1,0.2")[0] == 0
+    assert [first_checkpoint(project, job) for job in (0, 1)] == ["last", "last"]
+    code, _, err = equipoise(*SWEEP, "ckpt_path=last", "module.lr=0.1,0.2,0.3", "trainer.max_epochs=2")
+    assert code == 0, err
+    for job in (0, 1):
+        assert Path(first_checkpoint(project, job)).is_relative_to(project / "sweep" / str(job))
+    assert first_checkpoint(project, 2) == "last"
+    assert [epochs(project, job) for job in range(3)] == [["0", "1"]] * 3
+
+
+def test_an_evaluation_of_a_sweep_takes_the_newest_run(project, equipoise):
+    assert equipoise("fit", "callbacks=[model_checkpoint]")[0] == 0
+    (checkpoint,) = project.glob("outputs/**/*.ckpt")
+    assert equipoise("test", *SWEEP[1:], "ckpt_path=best", "data.count=4,8", "objective=test_loss")[0] == 0
+    assert {first_checkpoint(project, job) for job in (0, 1)} == {str(checkpoint.relative_to(project))}
+
+
+def test_a_launcher_without_our_paths(project, equipoise, tmp_path_factory, monkeypatch):
+    launch = BasicLauncher.launch
+
+    def launch_elsewhere(self: BasicLauncher, *jobs: Any) -> Any:
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "tiny").exists()])
+        return launch(self, *jobs)
+
+    monkeypatch.setattr(BasicLauncher, "launch", launch_elsewhere)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    code, _, err = equipoise(*SWEEP, "--config-dir", str(project / "conf"), "module.lr=0.1,0.2")
+    assert code == 0, err
+
+
+def test_the_folder_of_a_refused_job_stays(project, equipoise):
+    """A launcher such as submitit logs there after the job."""
+    assert equipoise(*SWEEP, "module._target_=tiny.module.Line,tiny.module.Lime")[0] == 2
+    assert (project / "sweep" / "1").is_dir()
+
+
+@pytest.mark.slow
+def test_submitit(project, tmp_path_factory):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
+    folder = tmp_path_factory.mktemp("elsewhere")
+    arguments = (*SWEEP, "--config-dir", str(project / "conf"), "hydra/launcher=submitit_local", "module.lr=0.1,0.2")
+    with Program(EQUIPOISE, *arguments, folder=folder) as program:
+        output, complaints = program.finish()
+        assert program.returncode == 0, complaints
+    assert "Sweep: 2 done" in output
+    assert [epochs(folder, job) for job in (0, 1)] == [["0"], ["0"]]
