@@ -49,7 +49,7 @@ def _newest_checkpoint(values: Mapping[str, Any]) -> AnyPath | None:
     checkpoints = newest_first(found)
     if checkpoints:
         return checkpoints[0]
-    if values["stage"] == "fit" and is_job_of_sweep():
+    if is_job_of_sweep() and values["stage"] == "fit":
         return None
 
     # 2. In the folders of all runs.
