@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
 
 from tests.support.programs import EQUIPOISE, Program
 
@@ -48,13 +48,14 @@ def test_an_evaluation_of_a_sweep_takes_the_newest_run(project, equipoise):
 
 
 def test_a_launcher_without_our_paths(project, equipoise, tmp_path_factory, monkeypatch):
-    launch = BasicLauncher.launch
+    instantiate = Plugins.instantiate_launcher
 
-    def launch_elsewhere(self: BasicLauncher, *jobs: Any) -> Any:
+    def instantiate_elsewhere(self: Plugins, **options: Any) -> Any:
+        launcher = instantiate(self, **options)
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "tiny").exists()])
-        return launch(self, *jobs)
+        return launcher
 
-    monkeypatch.setattr(BasicLauncher, "launch", launch_elsewhere)
+    monkeypatch.setattr(Plugins, "instantiate_launcher", instantiate_elsewhere)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     code, _, err = equipoise(*SWEEP, "--config-dir", str(project / "conf"), "module.lr=0.1,0.2")
     assert code == 0, err
