@@ -150,9 +150,9 @@ def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> A
     """Build the trainer with its strategy, callbacks and loggers."""
     # 1. The objects that the trainer uses.
     more: dict[str, Any] = {}
-    for group in ("callbacks", "logger"):
-        more[group] = [build(node, key) for key, node in _members(values, group)]
+    more["callbacks"] = [build(node, key) for key, node in _members(values, "callbacks")]
     more["callbacks"] += callbacks
+    more["logger"] = [build(_in_this_rank(node), key) for key, node in _members(values, "logger")]
     # An empty list would mean the trainer's default logger.
     if not more["logger"]:
         more["logger"] = False
@@ -167,6 +167,17 @@ def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> A
     if not trainer.get("default_root_dir"):
         trainer["default_root_dir"] = values["output_dir"]
     return build(trainer, "trainer", **more)
+
+
+def _in_this_rank(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a logger. All processes of torchrun would create the tables of a database at the same time.
+
+    Those other than the first log nothing, so theirs is in memory.
+    """
+    rank = find_rank()
+    if rank is None or rank.global_rank == 0 or not str(node.get("tracking_uri")).startswith(_DATABASE):
+        return node
+    return {**node, "tracking_uri": "sqlite:///:memory:"}
 
 
 def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:

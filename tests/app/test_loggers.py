@@ -84,6 +84,22 @@ def test_a_database_is_a_local_file(monkeypatch):
         checked(*MLFLOW, tracking_uri="sqlite:///s3://bucket/run/mlflow.db")
 
 
+@pytest.mark.parametrize(
+    ("rank", "address", "expected"),
+    [
+        (None, "sqlite:///run/mlflow.db", "sqlite:///run/mlflow.db"),
+        (0, "sqlite:///run/mlflow.db", "sqlite:///run/mlflow.db"),
+        (1, "sqlite:///run/mlflow.db", "sqlite:///:memory:"),
+        (1, "http://localhost:5000", "http://localhost:5000"),
+    ],
+)
+def test_one_process_of_torchrun_creates_the_database(rank, address, expected, monkeypatch):
+    """Another one that creates its tables at the same time would fail."""
+    found = None if rank is None else SimpleNamespace(global_rank=rank)
+    monkeypatch.setattr(build, "find_rank", lambda: found)
+    assert build._in_this_rank({"_target_": MLFLOW[1], "tracking_uri": address})["tracking_uri"] == expected
+
+
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
 def test_a_run_of_wandb_ends_with_ours(error, monkeypatch):
     """With its state, and only if it began in ours."""
