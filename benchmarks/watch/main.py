@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def main() -> None:
             run.kill()
     ends = json.loads(Path(folder, "ends.json").read_text())
     steps: dict[bool, list[float]] = {True: [], False: []}
-    for before, after in zip(ends, ends[1:], strict=False):
+    for before, after in pairwise(ends):
         if after > begun and after - before < 1.0:
             steps[int((after - begun) / STRETCH) % 2 == 0].append(after - before)
     with_page, without = (statistics.mean(steps[is_watched]) for is_watched in (True, False))
