@@ -18,8 +18,7 @@ from equipoise.extensions.report.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_runs
 from equipoise.extensions.runs.configuration import differing_keys
-from equipoise.extensions.runs.folders import folders_of
-from equipoise.extensions.runs.found import find_runs
+from equipoise.extensions.runs.found import find_runs, folders_of
 from equipoise.extensions.runs.page import runs_page
 from equipoise.extensions.runs.reading import read_run
 from equipoise.extensions.runs.run import Run, Unreadable

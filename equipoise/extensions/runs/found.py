@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from equipoise.errors import ConfigurationError
 from equipoise.extensions.report.run_file.live_values import LIVE_FILE
 from equipoise.extensions.runs.run import Unreadable
 
-__all__ = ["FoundRun", "find_runs", "natural"]
+__all__ = ["FoundRun", "find_runs", "folders_of", "natural"]
+
+# Where the command leaves runs.
+_DEFAULT_FOLDERS = ("outputs", "multirun")
 
 _CONFIGURATION = "config.yaml"
 _FILES = (_CONFIGURATION, "run.json", LIVE_FILE, "metrics.csv", "hparams.yaml", "report.html")
@@ -47,6 +51,24 @@ def natural(text: str) -> list[tuple[int, str]]:
             number = int(part[:_DIGITS])
         key.append((number, part))
     return key
+
+
+def folders_of(names: Sequence[str], takes: str) -> list[Path]:
+    """Return folders by their names; those in which the command leaves runs, as far as they exist, without names.
+
+    Args:
+        names: Names of folders.
+        takes: What the command takes, for the message.
+
+    Raises:
+        ConfigurationError: If a folder does not exist.
+    """
+    for name in names:
+        if not Path(name).is_dir():
+            raise ConfigurationError(f"There is no folder {name!r} on this machine: {takes}.")
+    if names:
+        return [Path(name) for name in names]
+    return [Path(name) for name in _DEFAULT_FOLDERS if Path(name).is_dir()]
 
 
 def find_runs(folders: Sequence[Path]) -> Iterator[FoundRun | Unreadable]:

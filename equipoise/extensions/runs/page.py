@@ -14,6 +14,7 @@ from equipoise.extensions.report.page.page import html_page, page_header
 from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.runs.columns import Column, columns_of, main_metrics
 from equipoise.extensions.runs.configuration import differences_between, differing_keys
+from equipoise.extensions.runs.parallel import parallel_coordinates
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import Unit
 
@@ -23,6 +24,9 @@ __all__ = ["report_link", "runs_page"]
 _MOST_RUNS = 200
 _MOST_KEYS = 12
 _MOST_METRICS = 6
+# Axes of parallel coordinates: keys, and metrics.
+_MOST_AXES = 6
+_MOST_RESULTS = 2
 _MOST_LINES = 800
 _MOST_POINTS = 36_000
 # Dots of a chart, if each point of its lines has one.
@@ -112,7 +116,12 @@ def _sections_of_runs(runs: Sequence[Run], count: int, folder: Path) -> Iterator
     yield _curves_section("Curves by step", runs, drawn, "step")
     yield _curves_section("Curves by time", runs, drawn, "seconds")
 
-    # 3. What was run.
+    # 3. What differs, and the results.
+    coordinates = parallel_coordinates(runs, differing_keys(runs)[:_MOST_AXES], drawn[:_MOST_RESULTS], _colour)
+    if coordinates is not None:
+        yield section("Parallel coordinates", coordinates, note="a line for each run, through what differs")
+
+    # 4. What was run.
     yield _origins_section(runs)
 
 

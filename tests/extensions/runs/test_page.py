@@ -140,3 +140,42 @@ def test_200_runs_stay_below_two_megabytes():
     found = sections(parse(text))
     assert "the first 200 of 1,000" in found["Runs"].text
     assert len(lines(found["Curves by step"])) == len(lines(found["Curves by time"])) == 800
+
+
+class TestParallelCoordinates:
+    def paths(self, document: Element) -> dict[str, str]:
+        picture = sections(document)["Parallel coordinates"].one("svg", "parallel")
+        found = [each for each in picture.all("g") if "line" in each.attributes["class"].split()]
+        return {each.attributes["class"].split()[-1]: each.one("path").attributes["d"] for each in found}
+
+    def test_each_run_has_a_line_through_what_differs_and_the_result(self):
+        rates = ("0.001", "0.1", "10")
+        runs = [
+            run(number, configuration={"module.lr": rate}, curves={"val_loss": {1.0: float(number)}})
+            for number, rate in enumerate(rates)
+        ]
+        document = page(*runs)
+        # Rates of four magnitudes lie evenly, from the bottom at 230 to the top at 30.
+        assert self.paths(document) == {
+            "run-0": "M60 230L940 230",
+            "run-1": "M60 130L940 130",
+            "run-2": "M60 30L940 30",
+        }
+        words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]
+        assert words[0] == "module.lr"
+        assert words[3] == "best val_loss"
+
+    def test_texts_have_their_order_and_missing_values_a_gap(self):
+        names = ("b", "a", None)
+        runs = []
+        for number, name in enumerate(names):
+            configuration = {"kind": name, "n": str(number)} if name else {"n": str(number)}
+            runs.append(run(number, configuration=configuration, curves={"val_loss": {1.0: float(number)}}))
+        paths = self.paths(page(*runs))
+        assert paths["run-0"].startswith("M60 30L")
+        assert paths["run-1"].startswith("M60 230L")
+        assert paths["run-2"] == "M500 30L940 30"
+
+    def test_two_runs_and_runs_that_are_the_same_have_none(self):
+        assert "Parallel coordinates" not in sections(page(run(1), run(2)))
+        assert "Parallel coordinates" not in sections(page(*(run(1) for _ in range(4))))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from equipoise.app.command import read_flags
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.runs.folders import folders_of
+from equipoise.extensions.runs.found import folders_of
 from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
 

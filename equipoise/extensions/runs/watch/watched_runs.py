@@ -9,8 +9,7 @@ from threading import Lock
 from time import monotonic
 
 from equipoise.extensions.runs.columns import sorted_runs
-from equipoise.extensions.runs.folders import folders_of
-from equipoise.extensions.runs.found import FoundRun, find_runs
+from equipoise.extensions.runs.found import FoundRun, find_runs, folders_of
 from equipoise.extensions.runs.page import report_link, runs_page
 from equipoise.extensions.runs.reading import read_run
 from equipoise.extensions.runs.run import Run, Unreadable

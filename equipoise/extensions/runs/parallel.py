@@ -1,0 +1,156 @@
+"""Parallel coordinates of the runs of a sweep: an axis for each value that differs, a line for each run.
+
+Source: A. Inselberg, The plane with parallel coordinates (The Visual Computer 1, 1985).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from equipoise.extensions.report.page.markup import Markup, join, tag
+from equipoise.extensions.runs.run import Run
+from equipoise.formats import format_number
+
+__all__ = ["parallel_coordinates"]
+
+_MOST_AXES = 8
+_LONGEST_WORD = 18
+_LEAST_RUNS = 3
+# Pixels of the picture; across, axes stand at percentages of its width.
+_HEIGHT = 260
+_TOP = 30
+_BOTTOM = 230
+# Width of the inner picture with the lines, which is stretched.
+_ACROSS = 1000
+# Share of the width left and right of the first and last axis.
+_MARGIN = 0.06
+
+
+class _Axis(NamedTuple):
+    """Axis of one value.
+
+    Attributes:
+        name: Its name.
+        heights: For each run its place from 0 at the bottom to 1; None where it has no value.
+        low: The word at the bottom.
+        high: The word at the top.
+    """
+
+    name: str
+    heights: Sequence[float | None]
+    low: str
+    high: str
+
+
+def parallel_coordinates(
+    runs: Sequence[Run], keys: Sequence[str], metrics: Sequence[str], style: Callable[[int], str]
+) -> Markup | None:
+    """Return the picture; None for fewer than three runs, or without two axes.
+
+    Args:
+        runs: The runs.
+        keys: Keys in which configurations differ.
+        metrics: Names of metrics, of which the best values have an axis.
+        style: Returns the CSS class of a run by its number.
+    """
+    if len(runs) < _LEAST_RUNS:
+        return None
+    axes = []
+    for key in keys:
+        texts = [run.configuration.get(key) for run in runs]
+        axes.append(_axis_of_texts(key, texts))
+    for name in metrics:
+        best = [run.metrics[name].best if name in run.metrics else math.nan for run in runs]
+        axes.append(_axis_of_numbers(f"best {name}", best))
+    drawn = [axis for axis in axes if axis is not None]
+    # The last ones are the results.
+    shown = drawn[:_MOST_AXES]
+    if len(shown) < 2:
+        return None
+    return _picture(shown, len(runs), style)
+
+
+def _axis_of_texts(name: str, texts: Sequence[str | None]) -> _Axis | None:
+    """Return an axis of numbers, or of the texts in their order where one is no number."""
+    try:
+        numbers = [math.nan if text is None else float(text) for text in texts]
+    except ValueError:
+        words = sorted({text for text in texts if text is not None})
+        places = {text: place for place, text in enumerate(words)}
+        last = max(1, len(words) - 1)
+        heights = [None if text is None else places[text] / last for text in texts]
+        return _Axis(name, heights, words[0], words[-1])
+    return _axis_of_numbers(name, numbers)
+
+
+def _axis_of_numbers(name: str, numbers: Sequence[float]) -> _Axis | None:
+    """Return an axis, a logarithmic one where positive numbers span two magnitudes; None for a single number."""
+    finite = [number for number in numbers if math.isfinite(number)]
+    if len(set(finite)) < 2:
+        return None
+    low = min(finite)
+    high = max(finite)
+    straight: Callable[[float], float] = float
+    if low > 0 and high / low >= 100:
+        straight = math.log
+    length = straight(high) - straight(low)
+    heights: list[float | None] = []
+    for number in numbers:
+        height = None
+        if math.isfinite(number):
+            height = (straight(number) - straight(low)) / length
+        heights.append(height)
+    return _Axis(name, heights, format_number(low), format_number(high))
+
+
+def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> Markup:
+    # 1. The lines.
+    step = (1 - 2 * _MARGIN) / (len(axes) - 1)
+    shares = [_MARGIN + step * place for place in range(len(axes))]
+    lines = []
+    for number in range(count):
+        heights = [axis.heights[number] for axis in axes]
+        path = tag("path", d=_path(shares, heights))
+        # The script of the page finds the lines of a run by the last class.
+        lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))
+    stretched = tag(
+        "svg",
+        *lines,
+        width="100%",
+        height=_HEIGHT,
+        viewBox=f"0 0 {_ACROSS} {_HEIGHT}",
+        preserveAspectRatio="none",
+    )
+    # 2. The axes.
+    drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
+    names = ", ".join(axis.name for axis in axes)
+    title = tag("title", f"Parallel coordinates of {count} runs: {names}")
+    picture = tag("svg", title, *drawn, stretched, class_="parallel", role="img", width="100%", height=_HEIGHT)
+    return tag("figure", picture, class_="chart")
+
+
+def _axis(axis: _Axis, share: float) -> Markup:
+    x = f"{100 * share:.2f}%"
+    line = tag("line", x1=x, x2=x, y1=_TOP, y2=_BOTTOM, class_="rule")
+    words = ((axis.name, 12, "name"), (axis.high, _TOP - 4, None), (axis.low, _BOTTOM + 14, None))
+    texts = [tag("text", _short(word), x=x, y=y, text_anchor="middle", class_=kind) for word, y, kind in words]
+    return join(line, *texts)
+
+
+def _short(word: str) -> str:
+    if len(word) > _LONGEST_WORD:
+        return f"{word[: _LONGEST_WORD - 1]}…"
+    return word
+
+
+def _path(shares: Sequence[float], heights: Sequence[float | None]) -> str:
+    """Return straight lines from axis to axis, interrupted where a run has no value."""
+    commands = []
+    is_drawing = False
+    for share, height in zip(shares, heights, strict=True):
+        if height is not None:
+            command = "L" if is_drawing else "M"
+            y = _BOTTOM - height * (_BOTTOM - _TOP)
+            commands.append(f"{command}{_ACROSS * share:.5g} {y:.4g}")
+        is_drawing = height is not None
+    return "".join(commands)
