@@ -1,0 +1,124 @@
+"""A row of processes over which sequences are divided, and the exchange of their parts.
+
+A sequence is cut into 2N pieces for N processes. Process r has the pieces r and 2N - 1 - r: under a causal mask early
+positions see few keys and late ones many, so all processes have equal work.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["SequenceRow"]
+
+
+class SequenceRow:
+    """The processes that have parts of the same sequences.
+
+    Args:
+        group: The processes, in the order of their parts.
+
+    Attributes:
+        group: The processes.
+        size: Their number.
+        place: The number of this process among them.
+        length: The number of positions of the sequences of the present batch. Default: 0, before the first one.
+        sequences: Numbers of the sequences that are packed into each sample; (samples, all positions). Default: None,
+            each sample is one.
+        is_divided: Whether this process computes a part of a batch now. Default: False.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.place = dist.get_rank(group)
+        self.length = 0
+        self.sequences: Tensor | None = None
+        self.is_divided = False
+
+    def __deepcopy__(self, memo: Any) -> "SequenceRow":
+        # A copy of a module has hooks that refer to it.
+        return self
+
+    @property
+    def part(self) -> int:
+        """The number of positions that each process has."""
+        return self.length // self.size
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """The numbers of the pieces of this process."""
+        return self.place, 2 * self.size - 1 - self.place
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions in the whole sequence that this process has."""
+        return self.own_part(torch.arange(self.length, device=device), 0)
+
+    def own_part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the part of this process.
+
+        Args:
+            whole: A tensor with all positions.
+            dim: Their dimension.
+        """
+        pieces = whole.chunk(2 * self.size, dim)
+        return torch.cat([pieces[number] for number in self.pieces], dim)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return a tensor with all positions, in their order; all processes call it together.
+
+        Its gradient is the sum of the gradients of all processes.
+
+        Args:
+            part: The part of this process.
+            dim: The dimension of positions.
+        """
+        if part.dtype == torch.bool:
+            # Not every backend exchanges truth values.
+            return self.gather(part.to(torch.uint8), dim).bool()
+        gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all processes, stacked, without a graph."""
+        # Gloo takes tensors of one dimension alone.
+        flat = tensor.detach().reshape(-1)
+        stacked = flat.new_empty(self.size * flat.numel())
+        dist.all_gather_into_tensor(stacked, flat, group=self.group)
+        return stacked.view(self.size, *tensor.shape)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes, without a graph."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def all_true(self, flags: Tensor) -> list[bool]:
+        """Return for each flag whether it is true in all processes."""
+        counts = self.add_up(flags.to(torch.int32))
+        return [count == self.size for count in counts.tolist()]
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers the parts of all processes; the backward adds up their gradients, and returns the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, row: SequenceRow) -> Tensor:
+        ctx.dim = dim
+        ctx.row = row
+        halves = [half for one in row.stack(part) for half in one.chunk(2, dim)]
+        # Those of the beginning ascend, and those of the end descend.
+        return torch.cat([*halves[::2], *halves[::-2]], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        row = ctx.row
+        pieces = gradient.chunk(2 * row.size, ctx.dim)
+        pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
+        parts = torch.stack([torch.cat(pair, ctx.dim) for pair in pairs])
+        summed = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(summed.view(-1), parts.view(-1), group=row.group)
+        return summed, None, None
