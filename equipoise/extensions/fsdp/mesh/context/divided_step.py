@@ -133,9 +133,12 @@ class DividedStep:
         else:
             weight = share = own_weight
         # 2. The loss and logged values of the row.
-        values = [one.value.to(loss.device, torch.float64).sum() for one in result.logged]
-        shares, losses, *columns = self._row.stack(torch.stack([share, loss.detach().double(), *values])).unbind(1)
-        logged = [_combined(one, column, shares) for one, column in zip(result.logged, columns, strict=True)]
+        numbers = [share, loss.detach().double()]
+        for one in result.logged:
+            numbers += [one.value.to(share).sum(), torch.full_like(share, one.batch_size or 0)]
+        shares, losses, *columns = self._row.stack(torch.stack(numbers)).unbind(1)
+        pairs = zip(result.logged, columns[::2], columns[1::2], strict=True)
+        logged = [_combined(one, values, shares, sizes) for one, values, sizes in pairs]
         difference = _mean(losses, shares) - loss.detach()
         return result._replace(loss=loss + difference.to(loss.dtype), weight=weight, logged=logged)
 
@@ -171,18 +174,21 @@ def _weight_of_user(result: StepResult, device: torch.device) -> Tensor | None:
     return torch.as_tensor(result.weight).to(device, torch.float64)
 
 
-def _combined(logged: Any, values: Tensor, shares: Tensor) -> Any:
+def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any:
     """Return a logged value of the whole batch.
 
     Args:
         logged: That of this process.
         values: Those of all processes.
         shares: Their shares in a mean.
+        sizes: The numbers of samples that they were logged with.
     """
     reduction = reduction_name(LogOptions(*logged.arguments).reduce_fx)
     value = _mean(values, shares) if reduction == "mean" else combined(values.unbind(), reduction)
     if logged.value.is_floating_point():
         value = value.to(logged.value.dtype)
+    if logged.batch_size is not None:
+        logged = logged._replace(batch_size=int(sizes.sum()))
     return logged._replace(value=value)
 
 

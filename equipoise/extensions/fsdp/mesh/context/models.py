@@ -71,12 +71,15 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
         row.sequences = nn.functional.pad(steps.cumsum(1), (1, 0)) if bool(steps.any()) else None
         kwargs["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=inputs.device)
     labels = given.get("labels")
-    has_labels = labels is not None and kwargs.get("shift_labels") is None
-    if has_labels and "shift_labels" in inspect.signature(model.loss_function).parameters:
-        whole = row.gather(labels, 1)
-        shifted = nn.functional.pad(whole[:, 1:], (0, 1), value=_IGNORED)
+    if labels is not None and kwargs.get("shift_labels") is None and _shifts_labels(model):
+        shifted = nn.functional.pad(row.gather(labels, 1)[:, 1:], (0, 1), value=_IGNORED)
         kwargs["shift_labels"] = row.own_part(shifted, 1)
     return args, kwargs
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Return whether the loss of a model is that of the next token, and takes labels that are shifted already."""
+    return "shift_labels" in inspect.signature(model.loss_function).parameters
 
 
 def _mask(

@@ -119,16 +119,17 @@ class RowMode(TorchFunctionMode):
         is_nothing = (here == 0) & (everywhere > 0)
         return torch.where(is_nothing, torch.zeros_like(mean), mean * factor.to(mean.dtype))
 
-    def _backward(self, func: Answer, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._is_in_backward or len(args) > 1 or kwargs:
-            return func(loss, *args, **kwargs)
+    def _backward(self, func: Answer, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+        # Torch passes on the options that it has by default as well.
+        if self._is_in_backward or any(options.values()):
+            func(loss, gradient, **options)
+            return
         self._is_in_backward = True
         try:
             with self:
-                run_backward_in_modes(loss, *args)
+                run_backward_in_modes(loss, gradient)
         finally:
             self._is_in_backward = False
-        return None
 
 
 def _weight_of_labels(
