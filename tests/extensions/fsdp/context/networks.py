@@ -141,7 +141,7 @@ class Attention(nn.Module):
             triangle = torch.ones(hidden.size(1), hidden.size(1), dtype=torch.bool).tril()
             options = {"attn_mask": seen[:, None, None] & triangle}
         mixed = scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class Gpt(Embedded):
@@ -157,7 +157,7 @@ class Gpt(Embedded):
         hidden = self.embed(batch)
         for block in self.blocks:
             run = partial(checkpoint, block, use_reentrant=False) if self.again else block
-            hidden = hidden + run(hidden, batch["attention_mask"])
+            hidden = run(hidden, batch["attention_mask"])
         return self.logits(hidden + self.perceptron(hidden))
 
 
@@ -185,6 +185,11 @@ class Pretrained(nn.Module):
 
         model_class = getattr(transformers, kind)
         self.model = model_class(model_class.config_class(vocab_size=TOKENS, **options))
+        for part in [*self.model.modules()]:
+            for name, layer in part.named_children():
+                # Those of transformers round to float32, one way or the other where the last digit of float64 differs.
+                if type(layer).__name__.endswith("RMSNorm"):
+                    setattr(part, name, nn.RMSNorm(WIDTH, eps=1e-6))
 
     def forward(self, batch: Any) -> Tensor:
         return self.model(batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits

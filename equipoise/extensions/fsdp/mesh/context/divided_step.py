@@ -136,7 +136,7 @@ class DividedStep:
         numbers = [share, loss.detach().double()]
         for one in result.logged:
             numbers += [one.value.to(share).sum(), torch.full_like(share, one.batch_size or 0)]
-        shares, losses, *columns = self._row.stack(torch.stack(numbers)).unbind(1)
+        shares, losses, *columns = torch.stack(self._row.of_all(torch.stack(numbers)), 1)
         pairs = zip(result.logged, columns[::2], columns[1::2], strict=True)
         logged = [_combined(one, values, shares, sizes) for one, values, sizes in pairs]
         difference = _mean(losses, shares) - loss.detach()

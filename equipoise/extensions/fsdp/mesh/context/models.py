@@ -67,14 +67,24 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
         kwargs["position_ids"] = positions
     if "attention_mask" in takes and given.get("attention_mask") is None and positions is not None:
         # Where positions begin again, another sequence begins. Transformers would see one in each piece.
-        steps = row.gather(positions.expand(shape), 1).diff(dim=1) != 1
-        row.sequences = nn.functional.pad(steps.cumsum(1), (1, 0)) if bool(steps.any()) else None
+        begins = row.gather(positions.expand(shape), 1).diff(dim=1) != 1
+        is_packed = bool(begins.any()) and not _keeps_keys(model, kwargs)
+        row.sequences = nn.functional.pad(begins.cumsum(1), (1, 0)) if is_packed else None
         kwargs["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=inputs.device)
     labels = given.get("labels")
     if labels is not None and kwargs.get("shift_labels") is None and _shifts_labels(model):
         shifted = nn.functional.pad(row.gather(labels, 1)[:, 1:], (0, 1), value=_IGNORED)
         kwargs["shift_labels"] = row.own_part(shifted, 1)
     return args, kwargs
+
+
+def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a model keeps keys for later calls. Then it sees one sequence in each sample."""
+    keeps = kwargs.get("use_cache")
+    if keeps is None:
+        keeps = getattr(model.config, "use_cache", False)
+    is_recomputed = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    return bool(keeps) and not (is_recomputed and model.training)
 
 
 def _shifts_labels(model: Any) -> bool:

@@ -81,13 +81,12 @@ class SequenceRow:
         gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
         return gathered
 
-    def stack(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all processes, stacked, without a graph."""
-        # Gloo takes tensors of one dimension alone.
-        flat = tensor.detach().reshape(-1)
-        stacked = flat.new_empty(self.size * flat.numel())
-        dist.all_gather_into_tensor(stacked, flat, group=self.group)
-        return stacked.view(self.size, *tensor.shape)
+    def of_all(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all processes, without a graph."""
+        here = tensor.detach().contiguous()
+        gathered = [torch.empty_like(here) for _ in range(self.size)]
+        dist.all_gather(gathered, here, group=self.group)
+        return gathered
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, without a graph."""
@@ -108,7 +107,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, dim: int, row: SequenceRow) -> Tensor:
         ctx.dim = dim
         ctx.row = row
-        halves = [half for one in row.stack(part) for half in one.chunk(2, dim)]
+        halves = [half for one in row.of_all(part) for half in one.chunk(2, dim)]
         # Those of the beginning ascend, and those of the end descend.
         return torch.cat([*halves[::2], *halves[::-2]], dim)
 
@@ -118,7 +117,7 @@ class _Gather(torch.autograd.Function):
         row = ctx.row
         pieces = gradient.chunk(2 * row.size, ctx.dim)
         pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
-        parts = torch.stack([torch.cat(pair, ctx.dim) for pair in pairs])
+        parts = [torch.cat(pair, ctx.dim) for pair in pairs]
         summed = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(summed.view(-1), parts.view(-1), group=row.group)
+        dist.reduce_scatter(summed, parts, group=row.group)
         return summed, None, None
