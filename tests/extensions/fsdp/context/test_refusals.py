@@ -1,6 +1,5 @@
 """What cannot be computed on parts of sequences is refused, in all processes with one message."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, FSDPStrategy, StepError
-from tests.extensions.fsdp.context.networks import Attention, Embedded, Gpt, Pretrained, Task, fit
+from equipoise import ConfigurationError, StepError
+from tests.extensions.fsdp.context.networks import Attention, Gpt, Task, fit
 from tests.extensions.fsdp.programs import fsdp, in_processes
 
 
