@@ -221,11 +221,15 @@ class ShardedSteps:
 
     def _mode(self) -> AbstractContextManager[Any]:
         """Return the context in which a backward runs that the step does not run."""
-        return nullcontext() if self._sequences is None else self._sequences.mode()
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.mode()
 
     def _without_draws(self) -> AbstractContextManager[Any]:
         """Return the context in which no number is drawn for dropout that is left out."""
-        return nullcontext() if self._sequences is None else self._sequences.without_draws()
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.without_draws()
 
     def _backward_of_zeros(self, loss: Tensor) -> None:
         """Run a backward that adds zeros to all gradients, so that the other processes can exchange theirs."""

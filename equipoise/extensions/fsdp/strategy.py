@@ -175,10 +175,10 @@ class FSDPStrategy(ProcessStrategy):
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        if self.cpu_offload or self.tensor != 1 or self.context != 1:
-            option = f"tensor={self.tensor!r}" if self.tensor != 1 else f"context={self.context}"
-            option = "cpu_offload=True" if self.cpu_offload else option
-            raise ConfigurationError(f"{option} is not predicted; leave it out for a plan")
+        for name, default in (("cpu_offload", False), ("tensor", 1), ("context", 1)):
+            value = getattr(self, name)
+            if value != default:
+                raise ConfigurationError(f"{name}={value!r} is not predicted; leave it out for a plan")
         patterns = None
         if not isinstance(self.units, str):
             patterns = self.units
@@ -212,7 +212,9 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
-        name = "tensor" if self.context == 1 else "context"
+        name = "tensor"
+        if self.context > 1:
+            name = "context"
         sizes = sizes_of(self.data, getattr(self, name), processes, len(devices), name)
         self.processes.processes_per_batch = sizes[1]
         if self.processes.processes_per_batch > 1:
@@ -252,14 +254,19 @@ class FSDPStrategy(ProcessStrategy):
     @property
     def _columns(self) -> int:
         """The number of processes over which layers are cut."""
-        return self.processes.processes_per_batch if self.context == 1 else 1
+        if self.context > 1:
+            return 1
+        return self.processes.processes_per_batch
 
     def _note_whole_layers(self, module: nn.Module) -> None:
         """Note how layers are before they are cut, to compare them with cut ones."""
         may_cut = self.processes.processes_per_batch > 1
         if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
             assert is_a(module, LightningModule)
-            self._comparison = (LayerComparison if self.context == 1 else SequenceComparison)(module)
+            kind = LayerComparison
+            if self.context > 1:
+                kind = SequenceComparison
+            self._comparison = kind(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""

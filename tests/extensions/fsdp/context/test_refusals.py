@@ -1,4 +1,4 @@
-"""What cannot be computed on parts of sequences is refused, in all processes with one message."""
+"""Refusals of what cannot be computed on parts of sequences, in all processes with one message."""
 
 from collections.abc import Callable
 from typing import Any

@@ -76,9 +76,11 @@ def attend_to_whole(
     piece = row.part // 2
     for number, queries in zip(row.pieces, query.chunk(2, -2), strict=True):
         end = (number + 1) * piece
-        seen = _causal_mask(queries, end, None if mask is None else mask[..., :end])
-        keys, values = key[..., :end, :], value[..., :end, :]
-        outputs.append(scaled_dot_product_attention(queries, keys, values, seen, dropout_p, **options))
+        keys = key[..., :end, :]
+        values = value[..., :end, :]
+        visible = _causal_mask(queries, end, mask)
+        output = scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
+        outputs.append(output)
     return torch.cat(outputs, -2)
 
 
@@ -88,7 +90,7 @@ def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
     Args:
         queries: The queries.
         end: The number of keys.
-        mask: A mask of keys; None: there is none.
+        mask: A mask of all keys; None: there is none.
     """
     count = queries.size(-2)
     if mask is None and queries.is_cuda:
@@ -98,8 +100,10 @@ def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
     triangle = torch.ones(count, end, dtype=torch.bool, device=queries.device).tril(end - count)
     if mask is None:
         return triangle
+    mask = mask[..., :end]
     if mask.dtype == torch.bool:
         return triangle & mask
+    # It is added to the scores.
     return torch.where(triangle, mask, -torch.inf)
 
 
@@ -114,7 +118,9 @@ def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None
     Raises:
         StepError: If it is another mask; in all processes of the row.
     """
-    *_, queries, keys = mask.shape if mask.ndim > 1 else (1, *mask.shape)
+    if mask.ndim == 1:
+        mask = mask[None]
+    queries, keys = mask.shape[-2:]
     if keys in (1, row.length):
         return False, mask
     if queries == 1:
@@ -122,26 +128,29 @@ def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None
     if keys != row.part or queries != row.part:
         raise StepError(_other_mask(row, mask))
     # 1. The keys that the last query sees. Under a causal mask they are all that any query sees.
-    seen, is_plain = _as_truth(mask)
-    of_last = seen[..., -1:, :]
+    visible, is_plain = _as_truth(mask)
+    of_last = visible[..., -1:, :]
     triangle = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
     # 2. What the mask can be, in all processes alike.
-    as_causal = (seen == (of_last & triangle)).all()
-    as_of_keys = (seen == of_last).all()
-    is_causal, is_of_keys = row.all_true(torch.stack([as_causal & is_plain, as_of_keys & is_plain]))
+    as_causal = (visible == (of_last & triangle)).all()
+    as_of_keys = (visible == of_last).all()
+    flags = torch.stack([as_causal, as_of_keys]) & is_plain
+    is_causal, is_of_keys = row.all_true(flags)
     if not is_causal and not is_of_keys:
         raise StepError(_other_mask(row, mask))
-    whole = row.gather(of_last, -1)
-    return is_causal, None if bool(whole.all()) else whole
+    of_keys = row.gather(of_last, -1)
+    if bool(of_keys.all()):
+        return is_causal, None
+    return is_causal, of_keys
 
 
 def _as_truth(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which keys are seen, and whether nothing else is in a mask, such as a bias of distances."""
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
-    seen = mask == 0
+    visible = mask == 0
     hidden = mask <= torch.finfo(mask.dtype).min
-    return seen, (seen | hidden).all()
+    return visible, (visible | hidden).all()
 
 
 def _other_mask(row: SequenceRow, mask: Tensor) -> str:

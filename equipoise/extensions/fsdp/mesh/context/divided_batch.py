@@ -33,7 +33,8 @@ def divide(batch: Any, row: SequenceRow, module: nn.Module) -> Any:
     _begin(row, _length(batch))
 
     def own_part(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.size(1) == row.length:
+        is_sequence = isinstance(leaf, Tensor) and leaf.ndim > 1
+        if is_sequence and leaf.size(1) == row.length:
             return row.own_part(leaf, 1)
         return leaf
 
@@ -42,7 +43,7 @@ def divide(batch: Any, row: SequenceRow, module: nn.Module) -> Any:
 
 def _length(batch: Any) -> int:
     """Return the length of the sequences of a batch."""
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+    if isinstance(batch, Mapping) and "input_ids" in batch:
         batch = batch["input_ids"]
     for tensor in tensors_in(batch):
         if tensor.ndim > 1:
@@ -55,25 +56,34 @@ def _length(batch: Any) -> int:
 
 def _divide_entries(batch: Any, row: SequenceRow, dims: Any) -> Any:
     """Return the part of this process of a batch of which the module says what is divided."""
+    # 1. The entries by key or index, and their dimensions.
     is_mapping = isinstance(batch, Mapping)
-    if (not is_mapping and not isinstance(batch, Sequence)) or not isinstance(dims, Mapping) or not dims:
+    has_entries = is_mapping or isinstance(batch, Sequence)
+    if not has_entries or not isinstance(dims, Mapping) or not dims:
         raise StepError(
             "`context_dims(batch)` returns the dimension of positions of each entry that is divided, by its key or"
             f" index in the batch, such as {{'tokens': 1}}, but {dims!r} came for a batch of type"
             f" {type(batch).__name__}."
         )
-    entries = dict(batch) if is_mapping else dict(enumerate(batch))
+    entries: dict[Any, Any] = {}
+    if is_mapping:
+        entries.update(batch)
+    else:
+        entries.update(enumerate(batch))
+
+    # 2. Their parts.
+    first = next(iter(dims))
+    _begin(row, entries[first].size(dims[first]))
     for key, dim in dims.items():
         length = entries[key].size(dim)
-        if key == next(iter(dims)):
-            _begin(row, length)
         if length != row.length:
             raise StepError(
                 f"`context_dims` divides {key!r} along dimension {dim}, whose length is {length}, but sequences have"
                 f" {row.length} positions. All of them need the same number."
             )
         entries[key] = row.own_part(entries[key], dim)
-    return rebuild(batch, list(entries.values()))
+    values = list(entries.values())
+    return rebuild(batch, values)
 
 
 def _begin(row: SequenceRow, length: int) -> None:
@@ -84,5 +94,4 @@ def _begin(row: SequenceRow, length: int) -> None:
             f"Sequences of {length} positions are not divided evenly: with context={row.size} the length is a multiple"
             f" of {pieces}. Pad them, with labels of -100; collators of transformers take pad_to_multiple_of={pieces}."
         )
-    row.length = length
-    row.sequences = None
+    row.begin(length)

@@ -61,12 +61,8 @@ class DividedSequences:
     @contextmanager
     def mode(self) -> Iterator[RowMode]:
         """Let the module compute parts of sequences in a `with` block of this thread."""
-        self.row.is_divided = True
-        try:
-            with self._models.attention, RowMode(self.row, draws=self._draws) as mode:
-                yield mode
-        finally:
-            self.row.is_divided = False
+        with self.row.divided(), self._models.attention, RowMode(self.row, draws=self._draws) as mode:
+            yield mode
 
 
 class DividedStep:
@@ -93,10 +89,10 @@ class DividedStep:
             StepError: If the batch cannot be divided, or a metric has seen a part of it.
         """
         divided = divide(part, self._row, self._sequences.module)
-        before = self._sequences.num_updates()
+        num_updates = self._sequences.num_updates()
         with self._sequences.mode() as mode:
             result, logged = self._step.capture_logs(partial(self._step, divided))
-        if self._sequences.num_updates() != before:
+        if self._sequences.num_updates() != num_updates:
             raise StepError(
                 "`training_step` has updated a metric, which has seen a part of each sequence. Under"
                 " FSDPStrategy(context=...) log numbers there, and update metrics in `validation_step`, where sequences"
@@ -113,34 +109,47 @@ class DividedStep:
         Args:
             result: The result of this process.
         """
-        result = self._of_row(result)
-        device = torch.device("cpu") if result.loss is None else result.loss.device
+        device = torch.device("cpu")
+        if result.loss is not None:
+            device = result.loss.device
+            result = self._combine(result, result.loss)
         self._step.log_together([result.logged], [1], device, original=_itself)
         return result
 
-    def _of_row(self, result: StepResult) -> StepResult:
-        loss = result.loss
-        if loss is None:
-            return result
+    def _combine(self, result: StepResult, loss: Tensor) -> Any:
+        """Return a result with the values of the whole batch, and the weight of the part."""
         # 1. The share of this process in means, and its weight.
-        own_weight = _weight_of_user(result, loss.device)
+        row = self._row
+        user_weight = _weight_of_user(result, loss.device)
         share = torch.ones((), dtype=torch.float64, device=loss.device)
         weight: Any = result.weight
-        if own_weight is None:
-            weight = weight / self._row.size
+        if user_weight is None:
+            weight = weight / row.size
         elif self._counts_labels:
-            weight = self._row.add_up(own_weight) / self._row.size
+            # The labels of all parts count in each of them already.
+            weight = row.add_up(user_weight) / row.size
         else:
-            weight = share = own_weight
-        # 2. The loss and logged values of the row.
+            weight = user_weight
+            share = user_weight
+
+        # 2. The values of all processes, in one exchange.
         numbers = [share, loss.detach().double()]
-        for one in result.logged:
-            numbers += [one.value.to(share).sum(), torch.full_like(share, one.batch_size or 0)]
-        shares, losses, *columns = torch.stack(self._row.of_all(torch.stack(numbers)), 1)
+        for entry in result.logged:
+            value = entry.value.to(share)
+            size = torch.full_like(share, entry.batch_size or 0)
+            numbers += [value.sum(), size]
+        stacked = torch.stack(numbers)
+        of_all = row.of_all(stacked)
+        shares, losses, *columns = torch.stack(of_all, 1)
+
+        # 3. Those of the row. The loss keeps its graph.
+        logged = []
         pairs = zip(result.logged, columns[::2], columns[1::2], strict=True)
-        logged = [_combined(one, values, shares, sizes) for one, values, sizes in pairs]
+        for entry, values, sizes in pairs:
+            logged.append(_combined(entry, values, shares, sizes))
         difference = _mean(losses, shares) - loss.detach()
-        return result._replace(loss=loss + difference.to(loss.dtype), weight=weight, logged=logged)
+        loss = loss + difference.to(loss.dtype)
+        return result._replace(loss=loss, weight=weight, logged=logged)
 
     def backward(self, result: StepResult) -> None:
         """Run the backward of a result, with what is computed again in it; see `TrainingStep.backward`."""
@@ -153,16 +162,21 @@ class DividedStep:
         Args:
             result: The result of this process.
         """
-        result = self._of_row(result)
         assert result.loss is not None
-        weight = torch.as_tensor(result.weight).to(result.loss.device, torch.float64)
+        result = self._combine(result, result.loss)
+        assert result.loss is not None
+        loss: Tensor = result.loss
+        weight = torch.as_tensor(result.weight)
+        weight = weight.to(loss.device, torch.float64)
         share = weight / self._row.add_up(weight)
+        share = share.to(loss.dtype)
         with self._sequences.mode():
-            run_backward_in_modes(result.loss, share.to(result.loss.dtype))
-        return result.loss
+            run_backward_in_modes(loss, share)
+        return loss
 
 
 def _itself(metric: Any) -> Any:
+    # The module computes parts by itself, not a copy of it.
     return metric
 
 
@@ -183,12 +197,17 @@ def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any
         shares: Their shares in a mean.
         sizes: The numbers of samples that they were logged with.
     """
-    reduction = reduction_name(LogOptions(*logged.arguments).reduce_fx)
-    value = _mean(values, shares) if reduction == "mean" else combined(values.unbind(), reduction)
+    options = LogOptions(*logged.arguments)
+    reduction = reduction_name(options.reduce_fx)
+    if reduction == "mean":
+        value = _mean(values, shares)
+    else:
+        value = combined(values.unbind(), reduction)
     if logged.value.is_floating_point():
         value = value.to(logged.value.dtype)
     if logged.batch_size is not None:
-        logged = logged._replace(batch_size=int(sizes.sum()))
+        size = sizes.sum()
+        logged = logged._replace(batch_size=int(size))
     return logged._replace(value=value)
 
 

@@ -34,13 +34,15 @@ class DividedModels:
         self._hooks = []
         models = list(models_of_transformers(module))
         if models:
+            # Imported by the module already.
             import transformers
 
             sdpa = transformers.AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
             transformers.AttentionInterface.register(_NAME, sdpa)
             transformers.AttentionMaskInterface.register(_NAME, partial(_mask, row))
         for model in models:
-            self._hooks.append(model.register_forward_pre_hook(partial(_complete, row), with_kwargs=True))
+            hook = model.register_forward_pre_hook(partial(_complete, row), with_kwargs=True)
+            self._hooks.append(hook)
         self.attention = OtherAttention(module, _NAME)
 
     def close(self) -> None:
@@ -51,35 +53,58 @@ class DividedModels:
 
 def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Add to the inputs of a model what it would make wrongly from a part of a sequence."""
+    # 1. The inputs, if they are a part.
     signature = inspect.signature(model.forward)
-    given = signature.bind_partial(*args, **kwargs).arguments
-    inputs = given.get("input_ids")
-    if inputs is None:
-        inputs = given.get("inputs_embeds")
-    if not row.is_divided or inputs is None or inputs.size(1) != row.part:
+    inputs = signature.bind_partial(*args, **kwargs).arguments
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        tokens = inputs.get("inputs_embeds")
+    if not row.is_divided or tokens is None or tokens.size(1) != row.part:
         return None
     kwargs = dict(kwargs)
-    shape = inputs.shape[:2]
-    takes = signature.parameters
-    positions = given.get("position_ids")
-    if "position_ids" in takes and positions is None:
-        positions = row.positions(inputs.device).expand(shape)
-        kwargs["position_ids"] = positions
-    if "attention_mask" in takes and given.get("attention_mask") is None and positions is not None:
-        # Where positions begin again, another sequence begins. Transformers would see one in each piece.
-        begins = row.gather(positions.expand(shape), 1).diff(dim=1) != 1
-        is_packed = bool(begins.any()) and not _keeps_keys(model, kwargs)
-        row.sequences = nn.functional.pad(begins.cumsum(1), (1, 0)) if is_packed else None
-        kwargs["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=inputs.device)
-    labels = given.get("labels")
+    shape = tokens.shape[:2]
+
+    # 2. Positions.
+    positions = inputs.get("position_ids")
+    if positions is None and "position_ids" in signature.parameters:
+        positions = row.positions(tokens.device)
+        kwargs["position_ids"] = positions.expand(shape)
+    takes_mask = "attention_mask" in signature.parameters
+    if takes_mask and positions is not None and inputs.get("attention_mask") is None:
+        numbers = None
+        # A model that keeps keys takes each sample for one sequence.
+        if not _keeps_keys(model, kwargs):
+            numbers = _numbers_of_sequences(row, positions.expand(shape))
+        row.pack(numbers)
+        # Without a mask, transformers would take each piece for a sequence.
+        kwargs["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+
+    # 3. The labels of the next tokens, some of which other processes have.
+    labels = inputs.get("labels")
     if labels is not None and kwargs.get("shift_labels") is None and _shifts_labels(model):
-        shifted = nn.functional.pad(row.gather(labels, 1)[:, 1:], (0, 1), value=_IGNORED)
-        kwargs["shift_labels"] = row.own_part(shifted, 1)
+        next_labels = row.gather(labels, 1)[:, 1:]
+        padded = nn.functional.pad(next_labels, (0, 1), value=_IGNORED)
+        kwargs["shift_labels"] = row.own_part(padded, 1)
     return args, kwargs
 
 
+def _numbers_of_sequences(row: SequenceRow, positions: Tensor) -> Tensor | None:
+    """Return the number of the sequence at each position of the samples; None if each sample is one.
+
+    Args:
+        row: The processes that have parts of the sequences.
+        positions: Their positions in this process.
+    """
+    # Where positions begin again, another sequence begins.
+    steps = row.gather(positions, 1).diff(dim=1)
+    begins = steps != 1
+    if not bool(begins.any()):
+        return None
+    return nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
 def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a model keeps keys for later calls. Then it sees one sequence in each sample."""
+    """Return whether a model keeps keys for later calls, by its arguments and its configuration."""
     keeps = kwargs.get("use_cache")
     if keeps is None:
         keeps = getattr(model.config, "use_cache", False)
@@ -130,19 +155,28 @@ def _mask(
             "A model of transformers has a mask of its own, or keys of earlier calls, which cannot be made for a part"
             " of a sequence. Leave FSDPStrategy(context=...) out."
         )
-    padding = None
+    # 1. The keys of all processes that are no padding.
+    tokens = None
     if attention_mask is not None:
-        whole = row.gather(attention_mask, 1)
-        padding = None if bool(whole.all()) else whole
-    if padding is None and not has_window and row.sequences is None:
+        tokens = row.gather(attention_mask, 1)
+        if bool(tokens.all()):
+            tokens = None
+    if tokens is None and not has_window and row.sequences is None:
         return None
-    samples = torch.arange(batch_size, device=device)[:, None, None, None]
-    queries = row.positions(torch.device(device))[:, None]
+
+    # 2. The rule of the model, for the positions in the whole sequence.
+    samples = torch.arange(batch_size, device=device)
+    samples = samples[:, None, None, None]
+    queries = row.positions(torch.device(device))
+    queries = queries[:, None]
     keys = torch.arange(row.length, device=device)
     mask = mask_function(samples, torch.zeros_like(samples), queries, keys)
-    if padding is not None:
-        mask = mask & padding[:, None, None]
+
+    # 3. What hides further keys.
+    if tokens is not None:
+        mask = mask & tokens[:, None, None]
     if row.sequences is not None:
-        numbers = row.sequences[:, None]
-        mask = mask & (row.own_part(numbers, 2)[..., None] == numbers[:, :, None])
+        of_keys = row.sequences[:, None]
+        of_queries = row.own_part(of_keys, 2)
+        mask = mask & (of_queries[..., None] == of_keys[:, :, None])
     return mask.expand(batch_size, 1, row.part, row.length)

@@ -26,36 +26,42 @@ def attend_in_heads(row: SequenceRow, arguments: dict[str, Any]) -> tuple[Tensor
     Raises:
         StepError: If keys are added that are no part of the sequence, or the mask is neither causal nor one of keys.
     """
-    given = arguments.get
     added = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
-    if any(given(name) not in (None, False) for name in added):
+    if any(arguments.get(name) not in (None, False) for name in added):
         raise StepError(
             "`nn.MultiheadAttention` with add_bias_kv=True or add_zero_attn=True adds keys to each part of a sequence."
             " Leave them out under FSDPStrategy(context=...)."
         )
     # 1. Queries, keys and values: (samples, heads, positions, channels).
     heads = arguments["num_heads"]
-    if given("use_separate_proj_weight"):
+    if arguments.get("use_separate_proj_weight"):
         weights = [arguments[f"{name}_proj_weight"] for name in "qkv"]
     else:
         weights = arguments["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if given("in_proj_bias") is None else arguments["in_proj_bias"].chunk(3)
+    biases: Any = [None] * 3
+    if arguments.get("in_proj_bias") is not None:
+        biases = arguments["in_proj_bias"].chunk(3)
     projected = []
     for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
         flat = functional.linear(arguments[name], weight, bias)
-        projected.append(flat.view(*flat.shape[:2], heads, -1).permute(1, 2, 0, 3))
+        in_heads = flat.view(*flat.shape[:2], heads, -1)
+        projected.append(in_heads.permute(1, 2, 0, 3))
     query, key, value = projected
 
     # 2. Attention to the keys of the whole sequence.
     is_causal, mask = _mask(row, arguments, query)
     key = row.gather(key, -2)
     value = row.gather(value, -2)
-    dropout_p = arguments["dropout_p"] if given("training", True) else 0.0
+    dropout_p = arguments["dropout_p"]
+    if not arguments.get("training", True):
+        dropout_p = 0.0
     attended = attend_to_whole(row, query, key, value, mask, dropout_p, is_causal)
 
     # 3. The output: (positions, samples, channels).
-    flat = attended.permute(2, 0, 1, 3).flatten(2)
-    return functional.linear(flat, arguments["out_proj_weight"], arguments["out_proj_bias"]), None
+    positions_first = attended.permute(2, 0, 1, 3)
+    joined = positions_first.flatten(2)
+    output = functional.linear(joined, arguments["out_proj_weight"], arguments["out_proj_bias"])
+    return output, None
 
 
 def _mask(row: SequenceRow, arguments: dict[str, Any], query: Tensor) -> tuple[bool, Tensor | None]:
@@ -67,24 +73,30 @@ def _mask(row: SequenceRow, arguments: dict[str, Any], query: Tensor) -> tuple[b
     if of_pairs is not None and not is_causal:
         of_pairs = _inverted(of_pairs)
         if of_pairs.ndim == 3:
+            # Torch has samples and heads in one dimension.
             of_pairs = of_pairs.view(*query.shape[:2], *of_pairs.shape[1:])
         is_causal, mask = mask_over_whole(row, of_pairs)
     # 2. That of keys.
     of_keys = arguments.get("key_padding_mask")
     if of_keys is None:
         return is_causal, mask
-    of_keys = row.gather(_inverted(of_keys), -1)[:, None, None]
+    of_all_keys = row.gather(_inverted(of_keys), -1)
+    of_all_keys = of_all_keys[:, None, None]
     if mask is None:
-        return is_causal, of_keys
-    return is_causal, _additive(mask, query) + _additive(of_keys, query)
+        return is_causal, of_all_keys
+    both = _additive(mask, query) + _additive(of_all_keys, query)
+    return is_causal, both
 
 
 def _inverted(mask: Tensor) -> Tensor:
     """Return a mask as other functions of torch take it, in which what is true is seen."""
-    return ~mask if mask.dtype == torch.bool else mask
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
     zeros = torch.zeros_like(mask, dtype=query.dtype)

@@ -99,7 +99,9 @@ class RowMode(TorchFunctionMode):
             yield
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        devices = []
+        if torch.cuda.is_available():
+            devices.append(torch.cuda.current_device())
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed + self._row.place)
             yield
@@ -108,8 +110,9 @@ class RowMode(TorchFunctionMode):
         """Return a mean loss of which the mean over the processes is that over all labels."""
         arguments = inspect.signature(func).bind(*args, **kwargs).arguments
         mean = func(*args, **kwargs)
-        is_other = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-        if is_other or arguments.get("reduction", "mean") != "mean":
+        # The first two are former names of the third.
+        is_former = arguments.get("size_average") is not None or arguments.get("reduce") is not None
+        if is_former or arguments.get("reduction", "mean") != "mean":
             return mean
         self.counts_labels = True
         here = _weight_of_labels(**arguments)
@@ -137,10 +140,13 @@ def _weight_of_labels(
 ) -> Tensor:
     """Return the number by which `cross_entropy` divides: that of labels, or the sum of their weights."""
     if target.is_floating_point():
-        classes = target.size(min(1, target.ndim - 1))
-        return target.new_full((), target.numel() // classes, dtype=torch.float64)
+        # Probabilities of classes, which lie in the second dimension, or the only one.
+        dim = min(1, target.ndim - 1)
+        count = target.numel() // target.size(dim)
+        return target.new_full((), count, dtype=torch.float64)
     is_counted = target != ignore_index
     if weight is None:
         return is_counted.sum().double()
     labels = torch.where(is_counted, target, 0)
-    return (weight[labels] * is_counted).sum().double()
+    weights = weight[labels] * is_counted
+    return weights.sum().double()

@@ -4,6 +4,8 @@ A sequence is cut into 2N pieces for N processes. Process r has the pieces r and
 positions see few keys and late ones many, so all processes have equal work.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,32 @@ class SequenceRow:
         self.sequences: Tensor | None = None
         self.is_divided = False
 
+    def begin(self, length: int) -> None:
+        """Begin a batch.
+
+        Args:
+            length: The number of positions of its sequences.
+        """
+        self.length = length
+        self.sequences = None
+
+    def pack(self, numbers: Tensor | None) -> None:
+        """Note which sequences the samples of the batch hold.
+
+        Args:
+            numbers: The number of the sequence at each position; (samples, all positions). None: each sample is one.
+        """
+        self.sequences = numbers
+
+    @contextmanager
+    def divided(self) -> Iterator[None]:
+        """Note that this process computes a part of a batch, in a `with` block."""
+        self.is_divided = True
+        try:
+            yield
+        finally:
+            self.is_divided = False
+
     def __deepcopy__(self, memo: Any) -> "SequenceRow":
         # A copy of a module has hooks that refer to it.
         return self
@@ -54,7 +82,8 @@ class SequenceRow:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions in the whole sequence that this process has."""
-        return self.own_part(torch.arange(self.length, device=device), 0)
+        positions = torch.arange(self.length, device=device)
+        return self.own_part(positions, 0)
 
     def own_part(self, whole: Tensor, dim: int) -> Tensor:
         """Return the part of this process.
@@ -96,7 +125,8 @@ class SequenceRow:
 
     def all_true(self, flags: Tensor) -> list[bool]:
         """Return for each flag whether it is true in all processes."""
-        counts = self.add_up(flags.to(torch.int32))
+        numbers = flags.to(torch.int32)
+        counts = self.add_up(numbers)
         return [count == self.size for count in counts.tolist()]
 
 
@@ -105,19 +135,22 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, row: SequenceRow) -> Tensor:
-        ctx.dim = dim
-        ctx.row = row
-        halves = [half for one in row.of_all(part) for half in one.chunk(2, dim)]
+        ctx.place = (row, dim)
+        # Each process has a piece from the front and one from the back.
+        halves: list[Tensor] = []
+        for other in row.of_all(part):
+            halves.extend(other.chunk(2, dim))
         # Those of the beginning ascend, and those of the end descend.
         return torch.cat([*halves[::2], *halves[::-2]], dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        row = ctx.row
-        pieces = gradient.chunk(2 * row.size, ctx.dim)
+        row, dim = ctx.place
+        pieces = gradient.chunk(2 * row.size, dim)
         pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
-        parts = [torch.cat(pair, ctx.dim) for pair in pairs]
+        # The part of each process.
+        parts = [torch.cat(pair, dim) for pair in pairs]
         summed = torch.empty_like(parts[0])
         dist.reduce_scatter(summed, parts, group=row.group)
         return summed, None, None
