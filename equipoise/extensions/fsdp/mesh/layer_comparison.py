@@ -91,7 +91,7 @@ class LayerComparison:
         wholes: With what it is compared.
     """
 
-    parts: ClassVar[str] = "layers that are cut"
+    parts: ClassVar[str] = "cut layers"
     wholes: ClassVar[str] = "whole ones"
 
     def __init__(self, module: LightningModule) -> None:

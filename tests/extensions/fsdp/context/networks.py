@@ -76,7 +76,7 @@ class Unweighted(Task):
 
     def training_step(self, batch: Any) -> Any:
         loss = super().training_step(batch)["loss"]
-        self.log("largest", batch["input_ids"].max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("largest", batch["number"].max(), reduce_fx="max", on_step=False, on_epoch=True)
         return loss
 
 

@@ -97,7 +97,8 @@ def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
         # Kernels of GPUs need no mask in memory.
         bias: Tensor = causal_lower_right(count, end)
         return bias
-    triangle = torch.ones(count, end, dtype=torch.bool, device=queries.device).tril(end - count)
+    ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
+    triangle = ones.tril(end - count)
     if mask is None:
         return triangle
     mask = mask[..., :end]
@@ -130,7 +131,8 @@ def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None
     # 1. The keys that the last query sees. Under a causal mask they are all that any query sees.
     visible, is_plain = _as_truth(mask)
     of_last = visible[..., -1:, :]
-    triangle = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=mask.device)
+    triangle = ones.tril()
     # 2. What the mask can be, in all processes alike.
     as_causal = (visible == (of_last & triangle)).all()
     as_of_keys = (visible == of_last).all()

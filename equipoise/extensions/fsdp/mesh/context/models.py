@@ -77,7 +77,8 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
             numbers = _numbers_of_sequences(row, positions.expand(shape))
         row.pack(numbers)
         # Without a mask, transformers would take each piece for a sequence.
-        kwargs["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+        ones = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+        kwargs["attention_mask"] = ones
 
     # 3. The labels of the next tokens, some of which other processes have.
     labels = inputs.get("labels")
@@ -114,7 +115,9 @@ def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
 
 def _shifts_labels(model: Any) -> bool:
     """Return whether the loss of a model is that of the next token, and takes labels that are shifted already."""
-    return "shift_labels" in inspect.signature(model.loss_function).parameters
+    loss_function = model.loss_function
+    signature = inspect.signature(loss_function)
+    return "shift_labels" in signature.parameters
 
 
 def _mask(
@@ -170,7 +173,8 @@ def _mask(
     queries = row.positions(torch.device(device))
     queries = queries[:, None]
     keys = torch.arange(row.length, device=device)
-    mask = mask_function(samples, torch.zeros_like(samples), queries, keys)
+    heads = torch.zeros_like(samples)
+    mask = mask_function(samples, heads, queries, keys)
 
     # 3. What hides further keys.
     if tokens is not None:
