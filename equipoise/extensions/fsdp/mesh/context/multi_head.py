@@ -42,7 +42,8 @@ def attend_in_heads(row: SequenceRow, arguments: dict[str, Any]) -> tuple[Tensor
     if arguments.get("in_proj_bias") is not None:
         biases = arguments["in_proj_bias"].chunk(3)
     projected = []
-    for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+    names = ("query", "key", "value")
+    for name, weight, bias in zip(names, weights, biases, strict=True):
         flat = functional.linear(arguments[name], weight, bias)
         in_heads = flat.view(*flat.shape[:2], heads, -1)
         projected.append(in_heads.permute(1, 2, 0, 3))
@@ -74,13 +75,15 @@ def _mask(row: SequenceRow, arguments: dict[str, Any], query: Tensor) -> tuple[b
         of_pairs = _inverted(of_pairs)
         if of_pairs.ndim == 3:
             # Torch has samples and heads in one dimension.
-            of_pairs = of_pairs.view(*query.shape[:2], *of_pairs.shape[1:])
+            samples, heads = query.shape[:2]
+            of_pairs = of_pairs.view(samples, heads, *of_pairs.shape[1:])
         is_causal, mask = mask_over_whole(row, of_pairs)
     # 2. That of keys.
     of_keys = arguments.get("key_padding_mask")
     if of_keys is None:
         return is_causal, mask
-    of_all_keys = row.gather(_inverted(of_keys), -1)
+    of_keys = _inverted(of_keys)
+    of_all_keys = row.gather(of_keys, -1)
     of_all_keys = of_all_keys[:, None, None]
     if mask is None:
         return is_causal, of_all_keys
