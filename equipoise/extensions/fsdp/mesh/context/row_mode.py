@@ -24,6 +24,9 @@ __all__ = ["RowMode"]
 
 Answer = Callable[..., Any]
 
+# In place of 0, by which a gradient of 0 would be divided.
+_LEAST = 1e-300
+
 
 class RowMode(TorchFunctionMode):
     """Lets functions of torch compute for whole sequences, in a `with` block of this thread.
@@ -100,7 +103,7 @@ class RowMode(TorchFunctionMode):
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         devices = []
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             devices.append(torch.cuda.current_device())
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed + self._row.place)
@@ -117,7 +120,7 @@ class RowMode(TorchFunctionMode):
         self.counts_labels = True
         here = _weight_of_labels(**arguments)
         everywhere = self._row.add_up(here)
-        factor = here * self._row.size / everywhere
+        factor = here * self._row.size / everywhere.clamp(min=_LEAST)
         # Without a label the mean is no number here, unless no process has one.
         is_nothing = (here == 0) & (everywhere > 0)
         return torch.where(is_nothing, torch.zeros_like(mean), mean * factor.to(mean.dtype))
