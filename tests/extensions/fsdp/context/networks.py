@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -89,6 +90,15 @@ class Weighted(Task):
         )
         weight = (batch["shift_labels"] != -100).sum()
         return {"loss": losses.sum() / weight.clamp(min=1), "loss_weight": int(weight)}
+
+
+class Sharding(Task):
+    """Shards its units by itself."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for block in self.network.blocks:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
 
 
 class Embedded(nn.Module):
@@ -177,11 +187,13 @@ class Multihead(Embedded):
 
 
 class Pretrained(nn.Module):
-    """A small model of transformers."""
+    """A small model of transformers, with or without hidden keys."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, *, hides: bool = True, **options: Any) -> None:
         super().__init__()
         import transformers
+
+        self.hides = hides
 
         model_class = getattr(transformers, kind)
         self.model = model_class(model_class.config_class(vocab_size=TOKENS, **options))
@@ -192,7 +204,8 @@ class Pretrained(nn.Module):
                     setattr(part, name, nn.RMSNorm(WIDTH, eps=1e-6))
 
     def forward(self, batch: Any) -> Tensor:
-        return self.model(batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
+        mask = batch["attention_mask"].long() if self.hides else None
+        return self.model(batch["input_ids"], attention_mask=mask).logits
 
 
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -212,6 +225,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "encoder with the hint": (lambda: Task(Encoder(is_causal=True)), {"accumulate_grad_batches": 2}),
     "heads": (lambda: Task(Multihead()), {}),
     "gpt": (lambda: Task(Gpt()), {"gradient_clip_val": 0.1}),
+    "sharded by the module": (lambda: Sharding(Gpt()), {}),
     "gpt with a mask": (lambda: Task(Gpt("whole")), {}),
     "gpt with padding": (lambda: Task(Gpt("padded")), {}),
     "computed again": (lambda: Task(Gpt("padded", again=True)), {}),
@@ -220,6 +234,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "weighted by hand": (lambda: Weighted(Gpt()), {"accumulate_grad_batches": 2}),
     "Llama": (of_transformers("LlamaForCausalLM", **DECODER), {}),
     "Mistral": (of_transformers("MistralForCausalLM", **DECODER, sliding_window=5), {}),
+    # Longer than a part of a sequence.
+    "a window": (of_transformers("MistralForCausalLM", hides=False, **DECODER, sliding_window=10), {}),
     "Qwen2": (of_transformers("Qwen2ForCausalLM", **DECODER), {}),
     "GPT-2": (of_transformers("GPT2LMHeadModel", **GPT2), {}),
     "BERT": (of_transformers("BertForMaskedLM", **BERT), {}),

@@ -124,9 +124,9 @@ def _mask(
     row: SequenceRow,
     *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
     mask_function: Callable[..., Tensor],
+    q_length: int | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -140,9 +140,9 @@ def _mask(
     Args:
         row: The processes that have parts of the sequences.
         batch_size: The number of samples.
-        q_length: The number of queries.
         kv_length: The number of keys.
         mask_function: Tells whether a query sees a key, from numbers of the sample, the head and both positions.
+        q_length: The number of queries. Default: None, former versions of transformers tell positions instead.
         attention_mask: Which keys of this process are no padding; None: all.
         local_size: The number of keys that a query sees at most; None: any.
         allow_is_causal_skip: Whether later positions, the window and padding alone hide keys.
@@ -153,7 +153,8 @@ def _mask(
     """
     has_window = local_size is not None and local_size <= row.length
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
-    if use_vmap or not may_skip or q_length != row.part or kv_length != row.part:
+    are_parts = kv_length == row.part and q_length in (None, row.part)
+    if use_vmap or not may_skip or not are_parts:
         raise StepError(
             "A model of transformers has a mask of its own, or keys of earlier calls, which cannot be made for a part"
             " of a sequence. Leave FSDPStrategy(context=...) out."

@@ -103,7 +103,7 @@ class RowMode(TorchFunctionMode):
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         devices = []
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             devices.append(torch.cuda.current_device())
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed + self._row.place)
