@@ -109,8 +109,10 @@ def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
     keeps = kwargs.get("use_cache")
     if keeps is None:
         keeps = getattr(model.config, "use_cache", False)
+    if not model.training:
+        return bool(keeps)
     is_recomputed = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    return bool(keeps) and not (is_recomputed and model.training)
+    return bool(keeps) and not is_recomputed
 
 
 def _shifts_labels(model: Any) -> bool:

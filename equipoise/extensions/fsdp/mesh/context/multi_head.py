@@ -56,7 +56,15 @@ def attend_in_heads(row: SequenceRow, arguments: dict[str, Any]) -> tuple[Tensor
     dropout_p = arguments["dropout_p"]
     if not arguments.get("training", True):
         dropout_p = 0.0
-    attended = attend_to_whole(row, query, key, value, mask, dropout_p, is_causal)
+    attended = attend_to_whole(
+        row,
+        query,
+        key,
+        value,
+        mask,
+        dropout_p,
+        is_causal,
+    )
 
     # 3. The output: (positions, samples, channels).
     positions_first = attended.permute(2, 0, 1, 3)
