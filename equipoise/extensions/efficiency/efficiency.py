@@ -1,5 +1,6 @@
 """Efficiency: the callback that says how well a run uses its devices."""
 
+import math
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
@@ -89,8 +90,10 @@ class Efficiency(Callback):
         self._first_steps = max(_FIRST_STEPS, self.counted_step + 1)
         self._tokens = 0
         self._meters: list[EnergyMeter] = []
-        # Samples of the step whose operations are counted.
-        self._counted_size: int | None = None
+        # Samples of the step whose operations are counted; 0 if unknown.
+        self._counted_size = 0
+        # Batches whose size is unknown.
+        self._without_size = 0
         # The run up to the end of the last epoch.
         self._earlier: Usage | None = None
 
@@ -136,20 +139,28 @@ class Efficiency(Callback):
             return
         before = fit.throughput.samples
         fit.count_batch(batch)
+        size = fit.throughput.samples - before
+        self._without_size += not size
         self._tokens += self._tokens_of(batch)
         if self._first_steps:
-            self._end_first_step(fit, fit.throughput.samples - before)
+            self._end_first_step(fit, size)
 
     def _end_first_step(self, fit: Fit, size: int) -> None:
         """Note the size of the step whose operations were counted, and begin anew after the last of the first steps."""
         operations = self._operations
-        if operations is not None and operations.count is not None and self._counted_size is None:
+        # Until a step is counted they all are first steps.
+        is_pending = False
+        if operations is not None and operations.count is None:
+            operations.end_step()
             self._counted_size = size
-        self._first_steps -= 1
+            self.why_not_counted = operations.why_not
+            is_pending = operations.is_pending
+        self._first_steps = max(self._first_steps - 1, int(is_pending))
         if not self._first_steps:
             fit.throughput = Throughput()
             fit.throughput.begin(monotonic())
             self._tokens = 0
+            self._without_size = 0
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Stop the clock."""
@@ -203,16 +214,21 @@ class Efficiency(Callback):
         if processes > 1:
             together = processes / trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         joules = sum(meter.joules() for meter in self._meters)
-        own = [throughput.samples, throughput.batches, self._tokens, self._computed(fit) * together, joules]
+        own = [throughput.samples, throughput.batches, self._tokens, self._computed(fit)]
+        # First steps are not measured.
+        seconds = throughput.seconds
+        if self._first_steps:
+            own = [0.0] * len(own)
+            seconds = 0.0
+        # A size that one process does not know is unknown to all.
+        elif throughput.has_unknown_size:
+            own[0] = math.nan
+        own.append(joules)
         sums = torch.tensor(own, dtype=torch.float64)
         if processes > 1:
             sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum").cpu()
         samples, batches, tokens, computed, joules = sums.tolist()
-        # First steps are not measured.
-        seconds = throughput.seconds
-        if self._first_steps:
-            seconds = 0.0
-        if throughput.has_unknown_size:
+        if math.isnan(samples):
             samples = 0.0
         return Usage(
             seconds=seconds,
@@ -231,9 +247,9 @@ class Efficiency(Callback):
             return 0.0
         throughput = fit.throughput
         # Without sizes all batches count as equal.
-        if throughput.has_unknown_size or not self._counted_size:
+        if not self._counted_size:
             return float(operations.count * throughput.batches)
-        return operations.count * throughput.samples / self._counted_size
+        return operations.count * (throughput.samples / self._counted_size + self._without_size)
 
     def _peak_of_all(self, trainer: Any) -> float | None:
         # All devices count as those of this process.
@@ -255,6 +271,8 @@ def _obstacle(trainer: Any) -> str:
         return f"strategy={strategy.name!r} computes a step in several threads"
     if trainer.captures_steps:
         return "the steps are captured as a CUDA graph"
+    if trainer.world_size > strategy.distributed_sampler_kwargs["num_replicas"]:
+        return f"strategy={strategy.name!r} computes a batch in several processes together"
     return ""
 
 
