@@ -119,11 +119,15 @@ class Efficiency(Callback):
 
     def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Count the operations of one step."""
-        # The user's step and its backward.
-        is_step = action.startswith("[Strategy]") and action.endswith(".forward_backward")
-        if self._operations is None or not is_step or not trainer.training:
+        if self._operations is None or not action.startswith("[Strategy]") or not trainer.training:
             return function
-        return self._operations.counting(function)
+        # The user's step and its backward. Recovery from a lack of memory repeats them within one call.
+        name = action.rpartition(".")[2]
+        if name == "forward_backward":
+            return self._operations.counting(function)
+        if name in ("training_step", "backward"):
+            return self._operations.watching(function)
+        return function
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start the clock of the epoch."""
@@ -195,6 +199,8 @@ class Efficiency(Callback):
         if fit is None:
             return
         fit.throughput.pause(monotonic())
+        if self._operations is not None and self._operations.is_pending:
+            self.why_not_counted = "the run ended before a step with operations"
         self.usage = self._totals(trainer, fit)
         rows = getattr(trainer, "summary_rows", {})
         rows.update(self.usage.rows())
@@ -271,7 +277,9 @@ def _obstacle(trainer: Any) -> str:
         return f"strategy={strategy.name!r} computes a step in several threads"
     if trainer.captures_steps:
         return "the steps are captured as a CUDA graph"
-    if trainer.world_size > strategy.distributed_sampler_kwargs["num_replicas"]:
+    # A pipeline counts only its first processes, which have the data.
+    are_stages = getattr(strategy, "engine", None) == "processes"
+    if are_stages or trainer.world_size > strategy.distributed_sampler_kwargs["num_replicas"]:
         return f"strategy={strategy.name!r} computes a batch in several processes together"
     return ""
 

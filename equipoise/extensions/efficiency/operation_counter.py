@@ -14,7 +14,7 @@ __all__ = ["OperationCounter"]
 _WHOLE_PRODUCTS = {"linear", "linear_backward", "matmul", "matmul_backward"}
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations within a `with` block by torch's formulas.
 
     They know products of matrices, convolutions and attention, nearly all operations of a network. Unlike torch's own
@@ -29,7 +29,7 @@ class OperationCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self.why_not = ""
 
@@ -63,6 +63,8 @@ class OperationCounter(TorchDispatchMode):
         kinds = {type(each) for each in tree_leaves(result)} & set(types)
         if formula is not None and not kinds:
             self.count += formula(*args, **kwargs, out_val=result)
+        elif operation is torch.ops.aten.matmul and not kinds:
+            self.count += 2 * result.numel() * args[0].shape[-1]
         elif kinds and (formula is not None or operation.__name__ in _WHOLE_PRODUCTS):
             self.why_not = f"the step computes products of the tensor class {kinds.pop().__name__}"
         elif is_higher_order and any(callable(each) for each in args):
@@ -70,7 +72,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 def _has_parts(func: Any) -> bool:
-    """Return True if an operation may be composed of others, and not in Python: that may round in another way."""
+    """Return True if an operation may be composed of others, but not in Python, which may round in another way."""
     if getattr(func, "namespace", "") != "aten" or func.overloadpacket in flop_registry:
         return False
     return all(key.name != "CompositeImplicitAutograd" for key in func.py_kernels)

@@ -10,7 +10,7 @@ from equipoise.extensions.efficiency.operation_counter import OperationCounter
 __all__ = ["StepOperations"]
 
 # Steps that are tried until one of them has operations.
-_MOST_TRIES = 10
+_MOST_TRIES = 5
 
 
 class StepOperations:
@@ -53,28 +53,34 @@ class StepOperations:
             # What the compiler made would be seen as one unknown operation. Without Dynamo, though, `torch.cond` would
             # lose the gradients of what its branches take from outside.
             stance = torch.compiler.set_stance("default", force_backend="eager")
-            try:
-                with counter, stance:
-                    result = function(*args, **kwargs)
-            except BaseException:
-                self._has_raised = True
-                raise
+            with counter, stance:
+                result = self.watching(function)(*args, **kwargs)
             self._found += counter.count
             self.why_not = counter.why_not
             return result
 
         return counted
 
+    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and notes an error: what was computed before it may be repeated."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                self._has_raised = True
+                raise
+
+        return watched
+
     def end_step(self) -> None:
         """Note the end of a step."""
         if self._steps_before:
             self._steps_before -= 1
-            return
-        if not self.is_pending:
-            return
-        self._tries += 1
-        if self._found and not self._has_raised:
-            self.count = self._found
-        elif self._tries == _MOST_TRIES:
-            self.why_not = f"{_MOST_TRIES} steps in turn raised an error, or computed no operation that torch counts"
+        elif self.is_pending:
+            self._tries += 1
+            if self._found and not self._has_raised:
+                self.count = self._found
+            elif self._tries == _MOST_TRIES:
+                self.why_not = f"{_MOST_TRIES} steps in turn ran out of memory, or had no operation that torch counts"
         self._begin()
