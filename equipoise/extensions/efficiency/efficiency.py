@@ -30,7 +30,7 @@ _FIRST_STEPS = 3
 class Efficiency(Callback):
     """Say how well a run uses its devices: operations a second, their share of the peak, tokens, samples, energy.
 
-    The operations of one step are counted once, by torch's counter, in its forward and backward; from the samples of
+    The operations of one step are counted once, by torch's formulas, in its forward and backward; from the samples of
     that step follow those of all others. Their number a second, divided by the peak that the maker of the device states
     for the precision of the run, is what the field calls MFU. Operations that activation checkpointing repeats count as
     often as they are computed. Energy is that of the whole device or processor, also where other programs use it.
@@ -39,8 +39,9 @@ class Efficiency(Callback):
     and allocate, and validations are left out of all but the energy. A value that cannot be had, such as the peak of an
     unknown device, is left out, and the report says why.
 
-    The step whose operations are counted takes longer, and is computed without the compiler. In all other steps the
-    callback costs about 2 µs.
+    The step whose operations are counted takes longer, and is computed without the compiler's backend. If it runs out
+    of memory or has no operations, the next one is counted, up to the fifth. In all other steps the callback costs
+    about 2 µs.
 
     Args:
         peak: Operations a second of one device at most. Default: None, by the name of the device.
@@ -220,17 +221,17 @@ class Efficiency(Callback):
         if processes > 1:
             together = processes / trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         joules = sum(meter.joules() for meter in self._meters)
-        own = [throughput.samples, throughput.batches, self._tokens, self._computed(fit)]
+        counts = [throughput.samples, throughput.batches, self._tokens, self._computed(fit)]
         # First steps are not measured.
         seconds = throughput.seconds
         if self._first_steps:
-            own = [0.0] * len(own)
+            counts = [0.0] * len(counts)
             seconds = 0.0
         # A size that one process does not know is unknown to all.
         elif throughput.has_unknown_size:
-            own[0] = math.nan
-        own.append(joules)
-        sums = torch.tensor(own, dtype=torch.float64)
+            counts[0] = math.nan
+        counts.append(joules)
+        sums = torch.tensor(counts, dtype=torch.float64)
         if processes > 1:
             sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum").cpu()
         samples, batches, tokens, computed, joules = sums.tolist()

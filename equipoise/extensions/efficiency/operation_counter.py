@@ -4,9 +4,9 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from equipoise.interop.torch.dispatch import DispatchMode, tensors_in
 
 __all__ = ["OperationCounter"]
 
@@ -14,7 +14,7 @@ __all__ = ["OperationCounter"]
 _WHOLE_PRODUCTS = {"linear", "linear_backward", "matmul", "matmul_backward"}
 
 
-class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(DispatchMode):  # type: ignore[misc]
     """Counts the operations within a `with` block by torch's formulas.
 
     They know products of matrices, convolutions and attention, nearly all operations of a network. Unlike torch's own
@@ -29,7 +29,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = 0
         self.why_not = ""
 
@@ -60,14 +60,14 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = getattr(func, "overloadpacket", func)
         is_higher_order = operation is func
         formula = flop_registry.get(operation)
-        kinds = {type(each) for each in tree_leaves(result)} & set(types)
+        kinds = {type(tensor) for tensor in tensors_in(result)} & set(types)
         if formula is not None and not kinds:
             self.count += formula(*args, **kwargs, out_val=result)
         elif operation is torch.ops.aten.matmul and not kinds:
             self.count += 2 * result.numel() * args[0].shape[-1]
         elif kinds and (formula is not None or operation.__name__ in _WHOLE_PRODUCTS):
             self.why_not = f"the step computes products of the tensor class {kinds.pop().__name__}"
-        elif is_higher_order and any(callable(each) for each in args):
+        elif is_higher_order and any(map(callable, args)):
             self.why_not = f"the step computes {operation.name()!r}, whose parts are not seen"
 
 

@@ -35,7 +35,7 @@ class StepOperations:
         self._begin()
 
     def _begin(self) -> None:
-        self._found = 0
+        self._of_step = 0
         self._has_raised = False
 
     @property
@@ -55,7 +55,7 @@ class StepOperations:
             stance = torch.compiler.set_stance("default", force_backend="eager")
             with counter, stance:
                 result = self.watching(function)(*args, **kwargs)
-            self._found += counter.count
+            self._of_step += counter.count
             self.why_not = counter.why_not
             return result
 
@@ -79,8 +79,8 @@ class StepOperations:
             self._steps_before -= 1
         elif self.is_pending:
             self._tries += 1
-            if self._found and not self._has_raised:
-                self.count = self._found
+            if self._of_step and not self._has_raised:
+                self.count = self._of_step
             elif self._tries == _MOST_TRIES:
                 self.why_not = f"{_MOST_TRIES} steps in turn ran out of memory, or had no operation that torch counts"
         self._begin()
