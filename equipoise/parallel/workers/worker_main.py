@@ -238,9 +238,9 @@ class Question(NamedTuple):
             content = pickle.dumps((value, error))
             pickle.loads(content)  # noqa: S301 - from the line above
         except Exception as failure:
-            text = "".join(traceback.format_exception_only(error or failure)).strip()
-            what = f"The parent raised {text}" if error else f"The parent's answer cannot be sent: {text}"
-            content = pickle.dumps((None, WorkerError(what)))
+            what = "The parent's answer cannot be sent:" if error is None else "The parent raised"
+            text = "".join(traceback.format_exception_only(failure if error is None else error)).strip()
+            content = pickle.dumps((None, WorkerError(f"{what} {text}")))
         return content
 
 
@@ -254,7 +254,7 @@ def call_in_parent(function: Callable[[], T]) -> T:
 
     Raises:
         Exception: The error of the function.
-        WorkerError: With the text of an error or the type of a result that cannot be pickled.
+        WorkerError: In the place of an error, or of a result, that cannot be pickled.
 
     Example:
         >>> import os
