@@ -91,7 +91,13 @@ class VerifiedSteps(PartSteps):
         finally:
             self._originals = None
         of_all = self._processes.gather_objects(packed)
-        self._verify(step, of_all, originals, parameters, buffers)
+        self._verify(
+            step,
+            of_all,
+            originals,
+            parameters,
+            buffers,
+        )
         return outcome
 
     def _compute(self, step: TrainingStep, number: int, *arguments: Any, **options: Any) -> Any:
@@ -150,7 +156,13 @@ class VerifiedSteps(PartSteps):
         for number in sorted(first):
             different = [name for name, digest in first[number].items() if digest != second[number][name]]
             if different:
-                self._refuse(step, number, packed, different, *state)
+                self._refuse(
+                    step,
+                    number,
+                    packed,
+                    different,
+                    *state,
+                )
 
     def _repeats(
         self,
@@ -180,13 +192,23 @@ class VerifiedSteps(PartSteps):
             for part in copies:
                 buffers.restore()
                 with watched(self._module, is_on=bool(shown)) as events:
-                    result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
+                    result, _, gradients = super()._compute(
+                        step,
+                        number,
+                        part,
+                        parameters,
+                        is_first=False,
+                    )
                 results = self._results(result, gradients)
                 copied = {}
                 for name in shown:
                     tensor = results[name]
                     copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
-                repeat = _Repeat(digests_of(results), copied, events)
+                repeat = _Repeat(
+                    digests_of(results),
+                    copied,
+                    events,
+                )
                 repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
@@ -213,7 +235,13 @@ class VerifiedSteps(PartSteps):
             for _ in range(2):
                 parts = _unpacked(packed[rank], self._device)
                 copies.append(parts[number])
-            repeats = self._repeats(step, number, copies, *state, shown=shown)
+            repeats = self._repeats(
+                step,
+                number,
+                copies,
+                *state,
+                shown=shown,
+            )
         gathered = processes.gather_objects(repeats)
 
         # 2. One that differs from itself is named first.
@@ -331,15 +359,29 @@ def _memory_of(tensors: Sequence[Tensor]) -> _Memory:
     start = first // _ALIGNMENT * _ALIGNMENT
     end = max(_span(tensor)[2] for tensor in tensors)
     storage = tensors[0].untyped_storage()
-    content = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-    content.set_(storage, start, (end - start,), (1,))
+    content = torch.empty(
+        0,
+        dtype=torch.uint8,
+        device=tensors[0].device,
+    )
+    content.set_(
+        storage,
+        start,
+        (end - start,),
+        (1,),
+    )
     # An element begins at a multiple of its size.
     size = max(tensor.element_size() for tensor in tensors)
     offset = storage.data_ptr() % _ALIGNMENT // size * size
     places = {}
     for tensor in tensors:
         element = tensor.storage_offset() + (offset - start) // tensor.element_size()
-        places[id(tensor)] = (element, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        places[id(tensor)] = (
+            element,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
     return _Memory(content.to("cpu", copy=True), offset, places)
 
 
@@ -361,7 +403,11 @@ def _laid_out(memory: _Memory, device: torch.device) -> dict[int, Tensor]:
     content, offset, places = memory
     if offset is None:
         return dict.fromkeys(places, content.to(device))
-    fresh = torch.empty(offset + len(content), dtype=torch.uint8, device=device)
+    fresh = torch.empty(
+        offset + len(content),
+        dtype=torch.uint8,
+        device=device,
+    )
     fresh[offset:] = content
     tensors = {}
     for identity, (element, dtype, shape, stride) in places.items():
