@@ -1,4 +1,4 @@
-"""Do networks that were written for one device train as on one where their layers are cut over several?"""
+"""Do networks that were written for one device train as on one where several compute each batch together?"""
 
 import argparse
 import sys
@@ -17,7 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.device_mesh.networks import NETWORKS, TOKENS, VOCABULARY, Network, Task
 from equipoise import ConfigurationError, FSDPStrategy, Trainer
 
-MESHES = {"tensor 2": (1, 2), "tensor 4": (1, 4), "tensor 2 x data 2": (2, 2)}
+# The batches of a step, and the options of the strategy.
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "tensor 2": (1, {"tensor": 2}),
+    "tensor 4": (1, {"tensor": 4}),
+    "tensor 2 x data 2": (2, {"tensor": 2}),
+    "context 2": (1, {"context": 2}),
+    "context 4": (1, {"context": 4}),
+    "context 2 x data 2": (2, {"context": 2}),
+}
 STEPS = 10
 BATCH = 4
 
@@ -45,11 +53,14 @@ def fit(task: Task, strategy: Any, processes: int, rows: int) -> dict[str, Tenso
     return {name: parameter.detach() for name, parameter in task.named_parameters()}
 
 
-def compare(task: Task, network: Network, expected: dict[str, Tensor], rows: int, columns: int) -> str:
+def compare(task: Task, network: Network, expected: dict[str, Tensor], rows: int, sizes: dict[str, int]) -> str:
     """Return the largest difference of a weight, or the first sentence of a refusal."""
-    strategy = FSDPStrategy(data=rows, tensor=columns, tensor_plan=network.plan, timeout=300.0)
+    options: dict[str, Any] = dict(sizes)
+    if "tensor" in sizes:
+        options["tensor_plan"] = network.plan
+    strategy = FSDPStrategy(data=rows, timeout=300.0, **options)
     try:
-        weights = fit(task, strategy, rows * columns, rows)
+        weights = fit(task, strategy, rows * max(sizes.values()), rows)
     except ConfigurationError as error:
         return f"refused: {str(error).split('. ')[0]}"
     largest = 0.0
@@ -75,8 +86,8 @@ def main() -> None:
             nn.init.normal_(parameter, std=0.2)
         expected = fit(deepcopy(task), "single_device", 1, 1)
         cells = []
-        for rows, columns in MESHES.values():
-            cell = compare(deepcopy(task), network, expected, rows, columns)
+        for rows, sizes in MESHES.values():
+            cell = compare(deepcopy(task), network, expected, rows, sizes)
             cells.append(cell)
         print(f"| {name} |", " | ".join(cells), "|", flush=True)
     print(f"\n{time.perf_counter() - begin:.0f} s")

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 __all__ = ["NETWORKS", "TOKENS", "VOCABULARY", "Network", "Task"]
 
 VOCABULARY = 40
-TOKENS = 12
+TOKENS = 16
 WIDTH = 32
 HEADS = 8
 
@@ -173,6 +173,8 @@ SIZES = {
 DECODER = {**SIZES, "num_key_value_heads": 4, "use_cache": False, "pad_token_id": 0}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+
 NETWORKS: dict[str, Network] = {
     "encoder layers of torch": Network(encoder, {"network.*.linear1": "colwise", "network.*.linear2": "rowwise"}),
     "as GPT": Network(plain, {**ATTENTION, "**.perceptron.0": "colwise", "**.perceptron.2": "rowwise"}),
@@ -186,7 +188,7 @@ NETWORKS: dict[str, Network] = {
         {"**.layer.*.intermediate.dense": "colwise", "**.layer.*.output.dense": "rowwise"},
     ),
     "GPT-2": Network(
-        of_transformers("GPT2LMHeadModel", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY),
+        of_transformers("GPT2LMHeadModel", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, **GPT2),
         {"**.mlp.c_fc": "colwise", "**.mlp.c_proj": "rowwise"},
     ),
 }

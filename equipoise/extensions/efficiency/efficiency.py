@@ -1,5 +1,6 @@
 """Efficiency: the callback that says how well a run uses its devices."""
 
+import math
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
@@ -29,7 +30,7 @@ _FIRST_STEPS = 3
 class Efficiency(Callback):
     """Say how well a run uses its devices: operations a second, their share of the peak, tokens, samples, energy.
 
-    The operations of one step are counted once, by torch's counter, in its forward and backward; from the samples of
+    The operations of one step are counted once, by torch's formulas, in its forward and backward; from the samples of
     that step follow those of all others. Their number a second, divided by the peak that the maker of the device states
     for the precision of the run, is what the field calls MFU. Operations that activation checkpointing repeats count as
     often as they are computed. Energy is that of the whole device or processor, also where other programs use it.
@@ -38,8 +39,9 @@ class Efficiency(Callback):
     and allocate, and validations are left out of all but the energy. A value that cannot be had, such as the peak of an
     unknown device, is left out, and the report says why.
 
-    The step whose operations are counted takes longer, and is computed without the compiler. In all other steps the
-    callback costs about 2 µs.
+    The step whose operations are counted takes longer, and is computed without the compiler's backend. If it runs out
+    of memory or has no operations, the next one is counted, up to the fifth. In all other steps the callback costs
+    about 2 µs.
 
     Args:
         peak: Operations a second of one device at most. Default: None, by the name of the device.
@@ -89,8 +91,10 @@ class Efficiency(Callback):
         self._first_steps = max(_FIRST_STEPS, self.counted_step + 1)
         self._tokens = 0
         self._meters: list[EnergyMeter] = []
-        # Samples of the step whose operations are counted.
-        self._counted_size: int | None = None
+        # Samples of the step whose operations are counted; 0 if unknown.
+        self._counted_size = 0
+        # Batches whose size is unknown.
+        self._without_size = 0
         # The run up to the end of the last epoch.
         self._earlier: Usage | None = None
 
@@ -116,11 +120,15 @@ class Efficiency(Callback):
 
     def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Count the operations of one step."""
-        # The user's step and its backward.
-        is_step = action.startswith("[Strategy]") and action.endswith(".forward_backward")
-        if self._operations is None or not is_step or not trainer.training:
+        if self._operations is None or not action.startswith("[Strategy]") or not trainer.training:
             return function
-        return self._operations.counting(function)
+        # The user's step and its backward. Recovery from a lack of memory repeats them within one call.
+        name = action.rpartition(".")[2]
+        if name == "forward_backward":
+            return self._operations.counting(function)
+        if name in ("training_step", "backward"):
+            return self._operations.watching(function)
+        return function
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start the clock of the epoch."""
@@ -136,20 +144,28 @@ class Efficiency(Callback):
             return
         before = fit.throughput.samples
         fit.count_batch(batch)
+        size = fit.throughput.samples - before
+        self._without_size += not size
         self._tokens += self._tokens_of(batch)
         if self._first_steps:
-            self._end_first_step(fit, fit.throughput.samples - before)
+            self._end_first_step(fit, size)
 
     def _end_first_step(self, fit: Fit, size: int) -> None:
         """Note the size of the step whose operations were counted, and begin anew after the last of the first steps."""
         operations = self._operations
-        if operations is not None and operations.count is not None and self._counted_size is None:
+        # Until a step is counted they all are first steps.
+        is_pending = False
+        if operations is not None and operations.count is None:
+            operations.end_step()
             self._counted_size = size
-        self._first_steps -= 1
+            self.why_not_counted = operations.why_not
+            is_pending = operations.is_pending
+        self._first_steps = max(self._first_steps - 1, int(is_pending))
         if not self._first_steps:
             fit.throughput = Throughput()
             fit.throughput.begin(monotonic())
             self._tokens = 0
+            self._without_size = 0
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Stop the clock."""
@@ -184,6 +200,8 @@ class Efficiency(Callback):
         if fit is None:
             return
         fit.throughput.pause(monotonic())
+        if self._operations is not None and self._operations.is_pending:
+            self.why_not_counted = "the run ended before a step with operations"
         self.usage = self._totals(trainer, fit)
         rows = getattr(trainer, "summary_rows", {})
         rows.update(self.usage.rows())
@@ -203,16 +221,21 @@ class Efficiency(Callback):
         if processes > 1:
             together = processes / trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         joules = sum(meter.joules() for meter in self._meters)
-        own = [throughput.samples, throughput.batches, self._tokens, self._computed(fit) * together, joules]
-        sums = torch.tensor(own, dtype=torch.float64)
-        if processes > 1:
-            sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum").cpu()
-        samples, batches, tokens, computed, joules = sums.tolist()
+        counts = [throughput.samples, throughput.batches, self._tokens, self._computed(fit)]
         # First steps are not measured.
         seconds = throughput.seconds
         if self._first_steps:
+            counts = [0.0] * len(counts)
             seconds = 0.0
-        if throughput.has_unknown_size:
+        # A size that one process does not know is unknown to all.
+        elif throughput.has_unknown_size:
+            counts[0] = math.nan
+        counts.append(joules)
+        sums = torch.tensor(counts, dtype=torch.float64)
+        if processes > 1:
+            sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum").cpu()
+        samples, batches, tokens, computed, joules = sums.tolist()
+        if math.isnan(samples):
             samples = 0.0
         return Usage(
             seconds=seconds,
@@ -231,9 +254,9 @@ class Efficiency(Callback):
             return 0.0
         throughput = fit.throughput
         # Without sizes all batches count as equal.
-        if throughput.has_unknown_size or not self._counted_size:
+        if not self._counted_size:
             return float(operations.count * throughput.batches)
-        return operations.count * throughput.samples / self._counted_size
+        return operations.count * (throughput.samples / self._counted_size + self._without_size)
 
     def _peak_of_all(self, trainer: Any) -> float | None:
         # All devices count as those of this process.
@@ -255,6 +278,10 @@ def _obstacle(trainer: Any) -> str:
         return f"strategy={strategy.name!r} computes a step in several threads"
     if trainer.captures_steps:
         return "the steps are captured as a CUDA graph"
+    # A pipeline counts only its first processes, which have the data.
+    are_stages = getattr(strategy, "engine", None) == "processes"
+    if are_stages or trainer.world_size > strategy.distributed_sampler_kwargs["num_replicas"]:
+        return f"strategy={strategy.name!r} computes a batch in several processes together"
     return ""
 
 

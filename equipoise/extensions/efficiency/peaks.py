@@ -79,6 +79,9 @@ def peak_of(name: str, precision: str) -> float | None:
         312000000000000.0
     """
     words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    # A slice of a device computes less than the whole.
+    if "MIG" in words:
+        return None
     for peak in _PEAKS:
         needed = set(peak.words.split())
         if needed <= words and not (words - needed) & _VARIANTS:
@@ -101,6 +104,7 @@ def _number(peak: _Peak, precision: str) -> float | None:
     if precision.startswith("64"):
         return peak.double
     # 2. Products of float32 are computed in TF32 where the program allows it.
-    if not is_old and torch.get_float32_matmul_precision() != "highest":
+    # `torch.get_float32_matmul_precision` fails where a program uses the newer setting, which both ways change.
+    if not is_old and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return peak.tf32
     return peak.single

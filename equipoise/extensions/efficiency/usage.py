@@ -43,6 +43,8 @@ class Usage:
             if value is not None and before is not None and field.name != "peak":
                 value -= before
             values[field.name] = value
+        # The size of a batch has become unknown.
+        values["samples"] = max(values["samples"], 0.0)
         return Usage(**values)
 
     def values(self) -> dict[str, float]:

@@ -30,13 +30,15 @@ class UnitCalls:
         units: The units, the root last. Their hooks are removed by `close`.
         compare_each: Whether every call is compared before the unit's weights are gathered. False: the calls of a
             step are compared at the end of its forward.
+        together: Number of successive ranks that compute each batch together. Default: 1.
 
     Attributes:
         count: The number of calls in the present step.
     """
 
-    def __init__(self, units: Sequence[Unit], *, compare_each: bool) -> None:
+    def __init__(self, units: Sequence[Unit], *, compare_each: bool, together: int = 1) -> None:
         self.count = 0
+        self._together = together
         self._names = [unit.title for unit in units]
         self._compare_each = compare_each
         self._is_watching = False
@@ -97,6 +99,12 @@ class UnitCalls:
             sums = exchange_number(self._sum)
             if len(set(sums)) > 1:
                 raise StepError(f"The processes have called different units in this step. {_RULE}")
+        for first in range(0, len(kinds), self._together):
+            if len(set(kinds[first : first + self._together])) > 1:
+                raise StepError(
+                    f"`training_step` returned None in some of the {self._together} processes that compute a batch"
+                    " together, and a loss in others. Let what decides about it be the same in all of them."
+                )
         return kinds.count(_END_WITH_GRAPH)
 
     def _check(self, numbers: Sequence[int]) -> None:

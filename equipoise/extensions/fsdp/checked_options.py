@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from equipoise.callbacks.oom_recovery import OOMRecovery
 from equipoise.errors import ConfigurationError
@@ -12,7 +13,7 @@ from equipoise.extensions.fsdp.sharded_run import NOT_REPEATED
 if TYPE_CHECKING:
     from equipoise.extensions.fsdp.strategy import FSDPStrategy
 
-__all__ = ["check_callbacks", "check_options"]
+__all__ = ["check_callbacks", "check_divisible", "check_options"]
 
 
 def check_options(strategy: "FSDPStrategy") -> None:
@@ -31,6 +32,7 @@ def check_options(strategy: "FSDPStrategy") -> None:
         raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
     check_size("data", strategy.data)
     check_size("tensor", tensor)
+    _check_context(strategy)
     if strategy.tensor_plan is not None:
         # A run with whole layers has no use for this module.
         from equipoise.extensions.fsdp.mesh.plans.styles import check_plan
@@ -45,6 +47,44 @@ def check_options(strategy: "FSDPStrategy") -> None:
         raise ConfigurationError(
             "save_in_background=True is for shards that each process writes, but checkpoints='full'. Add"
             " checkpoints='sharded'."
+        )
+
+
+def _check_context(strategy: "FSDPStrategy") -> None:
+    """Check the number of processes over which sequences are divided.
+
+    Raises:
+        ConfigurationError: If it is none, or does not go together with another option.
+    """
+    context: Any = strategy.context
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ConfigurationError(f"context must be a whole number from 1, not {context!r}.")
+    if context == 1:
+        return
+    others = {
+        "tensor": strategy.tensor != 1,
+        "tensor_plan": strategy.tensor_plan is not None,
+        "replicas": strategy.replicas != 1,
+        "cpu_offload": strategy.cpu_offload,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise ConfigurationError(
+                f"context={context} and {name}={getattr(strategy, name)!r} do not go together yet. Leave one of both"
+                " out."
+            )
+
+
+def check_divisible(module: nn.Module) -> None:
+    """Check that the sequences of a module's batches can be divided.
+
+    Raises:
+        ConfigurationError: If it optimises by hand: a process has a part of the loss, which has a weight.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        raise ConfigurationError(
+            "FSDPStrategy(context=...) weighs the losses of parts of sequences, which manual optimisation does not."
+            " Leave context out, or optimise automatically."
         )
 
 

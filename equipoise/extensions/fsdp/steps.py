@@ -6,6 +6,7 @@ exactly zero, also where the stand-in's values are not finite.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
+from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences, DividedStep
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
@@ -53,6 +55,7 @@ class ShardedSteps:
         weight: The exchange of a window's total weight.
         compare_each: Whether every call of a unit is compared between the processes.
         comparison: Compares cut layers with whole ones before the first step. Default: None.
+        sequences: Divides the sequences of batches in training. Default: None, each process has whole ones.
     """
 
     def __init__(
@@ -64,13 +67,15 @@ class ShardedSteps:
         *,
         compare_each: bool,
         comparison: LayerComparison | None = None,
+        sequences: DividedSequences | None = None,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
         self._processes = processes
         self._device = device
         self._weight = weight
-        self._calls = UnitCalls(sharded.units, compare_each=compare_each)
+        self._calls = UnitCalls(sharded.units, compare_each=compare_each, together=processes.processes_per_batch)
+        self._sequences = sequences
         # The pass over a loader to which the stand-in belongs: each has a step object of its own.
         self._step: Any = None
         self._stand_in: Any = NO_BATCH
@@ -82,6 +87,9 @@ class ShardedSteps:
     def close(self) -> None:
         """Release the module and the last batch."""
         self._calls.close()
+        if self._sequences is not None:
+            self._sequences.close()
+            self._sequences = None
         if self._comparison is not None:
             self._comparison.close()
             self._comparison = None
@@ -96,6 +104,9 @@ class ShardedSteps:
         if not parts and not automatic:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
+        if self._sequences is not None:
+            divided: Any = DividedStep(step, self._sequences)
+            step = divided
         self._steps_since += 1
         is_due = self._steps_since >= _COMPARED_EVERY and self._processes.processes_per_batch > 1
         if not self._has_compared or is_due:
@@ -123,6 +134,8 @@ class ShardedSteps:
                 if result.loss is None and self._calls.count == 0:
                     graph = self._graph_of_stand_in(step)
             graph = self._complete(step, result, graph)
+            if parts and isinstance(step, DividedStep):
+                result = step.of_row(result)
 
             # 2. The backward, with the exchange of gradients.
             if last:
@@ -141,13 +154,15 @@ class ShardedSteps:
 
     def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
         """Add the gradients of a batch, without dropout, and return its loss; None if some process has none."""
-        with explained(self._sharded), without_dropout():
+        with explained(self._sharded), without_dropout(), self._without_draws():
             with self._calls.watched():
                 result, _ = step.capture_logs(partial(step, batch))
             loss: Tensor | None = result.loss
             num_graphs = self._calls.end(has_graph=loss is not None and loss.requires_grad)
             if loss is None or num_graphs < self._processes.world_size:
                 return None
+            if isinstance(step, DividedStep):
+                return step.backward_compared(result)
             run_backward_in_modes(loss)
         return loss
 
@@ -204,6 +219,18 @@ class ShardedSteps:
         loss: Tensor = result.loss
         return loss
 
+    def _mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which a backward runs that the step does not run."""
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.mode()
+
+    def _without_draws(self) -> AbstractContextManager[Any]:
+        """Return the context in which no number is drawn for dropout that is left out."""
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.without_draws()
+
     def _backward_of_zeros(self, loss: Tensor) -> None:
         """Run a backward that adds zeros to all gradients, so that the other processes can exchange theirs."""
         hooks = []
@@ -213,7 +240,8 @@ class ShardedSteps:
                     # A product of zero and infinity would not be zero.
                     hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
         try:
-            loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]
+            with self._mode():
+                loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]
         finally:
             for hook in hooks:
                 hook.remove()

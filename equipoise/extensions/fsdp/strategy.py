@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.checked_options import check_callbacks, check_options
+from equipoise.extensions.fsdp.checked_options import check_callbacks, check_divisible, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
+from equipoise.extensions.fsdp.mesh.context.sequence_comparison import SequenceComparison
+from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
-from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
@@ -79,14 +82,17 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
-        data: Number of batches that are computed at a time, each by `tensor` processes. Default: "auto", which is the
-            number of processes divided by `tensor`.
+        data: Number of batches that are computed at a time, each by `tensor` or `context` processes. Default: "auto",
+            which is the number of processes divided by that.
         tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
             divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
         tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
             what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module.
+        context: Number of processes of a machine over which the sequences of each batch are divided in training.
+            Attention sees all keys, and evaluations whole sequences. A sequence has a multiple of twice this number of
+            positions. Default: 1.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -98,9 +104,10 @@ class FSDPStrategy(ProcessStrategy):
         compare_calls: Compare between the processes, before a unit is gathered, that all of them call the same one: a
             few bytes per unit. False: the calls of a step are compared at the end of its forward, and a process that
             leaves a unit out may let the others wait until `timeout`. Default: True.
-        compare_layers: Compare cut layers with whole ones before the first step of a fit: the loss and all gradients of
-            the first batch, without dropout. An inequality is an error. Each process has the whole module and its
-            gradients in memory for that time. False: a wrong plan gives wrong gradients. Default: True.
+        compare_layers: Compare cut layers, or parts of sequences, with whole ones before the first step of a fit: the
+            loss and all gradients of the first batch, without dropout. An inequality is an error. Each process has the
+            whole module and its gradients in memory for that time. False: a wrong plan gives wrong gradients.
+            Default: True.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, with `cpu_offload` "cpu:gloo,cuda:nccl"; else "gloo".
 
@@ -114,7 +121,7 @@ class FSDPStrategy(ProcessStrategy):
 
     name: ClassVar[str] = "fsdp"
     # Blocks of the module are called as they are, and all processes begin each batch together.
-    may_compile_blocks: ClassVar[bool] = True
+    may_compile_blocks: bool = True
 
     _run: ShardedRun | None = None
     # The layers whose weights are gathered in another form in this run.
@@ -124,6 +131,8 @@ class FSDPStrategy(ProcessStrategy):
     # From before the layers are cut to the first step of a fit.
     _comparison: LayerComparison | None = None
     _is_fitting = False
+    # The processes as rows over which sequences are divided, in a run.
+    _rows: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -133,6 +142,7 @@ class FSDPStrategy(ProcessStrategy):
         data: Size = "auto",
         tensor: Size = 1,
         tensor_plan: Mapping[str, str | ParallelStyle] | None = None,
+        context: int = 1,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
@@ -149,6 +159,7 @@ class FSDPStrategy(ProcessStrategy):
         self.data = data
         self.tensor = tensor
         self.tensor_plan = tensor_plan
+        self.context = context
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
@@ -156,15 +167,18 @@ class FSDPStrategy(ProcessStrategy):
         self.compare_calls = compare_calls
         self.compare_layers = compare_layers
         check_options(self)
+        # Compiled blocks would not see the mode in which attention sees all keys.
+        self.may_compile_blocks = context == 1
 
     def device_loads(self, devices: Sequence[PlannedDevice], module: nn.Module, facts: StepFacts) -> PlannedLoads:
         """Return the loads of the processes: shards, and a unit that computes; see `device_loads`."""
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        if self.cpu_offload or self.tensor != 1:
-            option = "cpu_offload=True" if self.cpu_offload else f"tensor={self.tensor!r}"
-            raise ConfigurationError(f"{option} is not predicted; leave it out for a plan")
+        for name, default in (("cpu_offload", False), ("tensor", 1), ("context", 1)):
+            value = getattr(self, name)
+            if value != default:
+                raise ConfigurationError(f"{name}={value!r} is not predicted; leave it out for a plan")
         patterns = None
         if not isinstance(self.units, str):
             patterns = self.units
@@ -198,7 +212,11 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
-        _, self.processes.processes_per_batch = sizes_of(self.data, self.tensor, processes, len(devices))
+        name = "tensor"
+        if self.context > 1:
+            name = "context"
+        sizes = sizes_of(self.data, getattr(self, name), processes, len(devices), name)
+        self.processes.processes_per_batch = sizes[1]
         if self.processes.processes_per_batch > 1:
             self.processes.data_view = DataProcesses
 
@@ -208,7 +226,8 @@ class FSDPStrategy(ProcessStrategy):
         processes = self.processes
         if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
             self._note_whole_layers(module)
-            mesh = make_mesh(self.root_device.type, processes.data.world_size, processes.processes_per_batch)
+            columns = self._columns
+            mesh = make_mesh(self.root_device.type, processes.world_size // columns, columns)
             self._configuration = Configuration(module, mesh)
             share_values(module, processes)
             set_device_mesh(module, mesh)
@@ -219,7 +238,7 @@ class FSDPStrategy(ProcessStrategy):
             return
         self.begin_configuration(module)
         configuration = self._configuration
-        if configuration is None:
+        if configuration is None or self.context > 1:
             return
         if not configuration.has_cut:
             from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
@@ -232,16 +251,28 @@ class FSDPStrategy(ProcessStrategy):
                 " once more. Leave one of both out."
             )
 
+    @property
+    def _columns(self) -> int:
+        """The number of processes over which layers are cut."""
+        if self.context > 1:
+            return 1
+        return self.processes.processes_per_batch
+
     def _note_whole_layers(self, module: nn.Module) -> None:
         """Note how layers are before they are cut, to compare them with cut ones."""
         may_cut = self.processes.processes_per_batch > 1
         if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
             assert is_a(module, LightningModule)
-            self._comparison = LayerComparison(module)
+            kind = LayerComparison
+            if self.context > 1:
+                kind = SequenceComparison
+            self._comparison = kind(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
         self._is_fitting = training
+        if training and self.processes.processes_per_batch > self._columns:
+            check_divisible(module)
         if training and self.processes.world_size > 1:
             check_callbacks(getattr(module, "trainer", None), self)
 
@@ -283,18 +314,18 @@ class FSDPStrategy(ProcessStrategy):
         if self._configuration is not None:
             self._configuration.hand_over()
         if self._comparison is not None and self._configuration is not None:
-            self._comparison.begin(precision, self._configuration.mesh)
+            self._comparison.begin(precision, self._configuration.mesh, self._rows or self._configuration.mesh)
 
     def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
-        together = self.processes.processes_per_batch
+        together = self._columns
         check_cut(module, together)
         if self._configuration is not None:
             copy_along_rows(module, self._configuration.mesh[TENSOR])
         units = self._units(module)
-        batches = self.processes.data.world_size
+        batches = self.processes.world_size // together
         shards = batches // self.replicas
         rows = f", each batch in {together} of them" if together > 1 else ""
         count = shards * together
@@ -325,6 +356,7 @@ class FSDPStrategy(ProcessStrategy):
             weight,
             compare_each=self.compare_calls,
             comparison=self._comparison,
+            sequences=self._sequences(module),
         )
         return ShardedRun(
             sharded=sharded,
@@ -338,6 +370,13 @@ class FSDPStrategy(ProcessStrategy):
             is_cut=is_cut,
             restores=[synchronise_metrics(module, self.processes.processes_per_batch)],
         )
+
+    def _sequences(self, module: nn.Module) -> DividedSequences | None:
+        """Return what divides sequences; None: each process has whole ones."""
+        if self.context == 1:
+            return None
+        self._rows = make_mesh(self.root_device.type, self.processes.data.world_size, self.context, CONTEXT)
+        return DividedSequences(module, SequenceRow(self._rows[CONTEXT].get_group()))
 
     def _units(self, module: nn.Module) -> list[Unit]:
         """Return the units: those that `configure_model` has sharded by itself, else those that are chosen."""
@@ -402,6 +441,7 @@ class FSDPStrategy(ProcessStrategy):
         configuration = self._configuration
         self._configuration = None
         self._comparison = None
+        self._rows = None
         if self._run is not None:
             self._run.end(error)
         self._forms = {}
@@ -439,7 +479,7 @@ class FSDPStrategy(ProcessStrategy):
         if self._run is None:
             return super().finish_gradients(window, optimizer)
         # Σw of all processes counts each batch as often as processes compute it together.
-        return average_gradients(window, optimizer, self._run.weight.total(), self.processes.processes_per_batch)
+        return average_gradients(window, optimizer, self._run.weight.total(), self._columns)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients in place, by the norm over the whole mesh; see `Strategy.clip_gradients`."""

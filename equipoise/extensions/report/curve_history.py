@@ -79,11 +79,13 @@ class CurveHistory:
         curves: For every metric's name its values, by epochs done.
         validation_names: Names of the metrics that validation adds.
         batches_done: Number of batches done in the present epoch.
-        observer: Receives name, step and value of each value by step when it is recorded; None for no one.
+        observer: Receives the step, and values by name, when they are recorded by step; None for no one.
     """
 
     def __init__(self) -> None:
-        self.observer: Callable[[str, int, float], None] | None = None
+        self.observer: Callable[[int, Mapping[str, float]], None] | None = None
+        # Values that the observer lacks.
+        self._unobserved: dict[str, float] = {}
         self.curves: dict[str, Curve] = {}
         self.validation_names: set[str] = set()
         self.batches_done = 0
@@ -187,12 +189,12 @@ class CurveHistory:
             recorded_name = self._recorded_name(trainer, name)
             self._logged_names.add(recorded_name)
             self._add(recorded_name, step, value)
-        if not trainer.training:
-            return
-        rates = _learning_rates(trainer)
-        for name, rate in rates.items():
-            self._logged_names.add(name)
-            self._add(name, step, rate)
+        if trainer.training:
+            rates = _learning_rates(trainer)
+            for name, rate in rates.items():
+                self._logged_names.add(name)
+                self._add(name, step, rate)
+        self._hand_on(step)
 
     def on_validation_start(self, trainer: Any) -> None:
         """Note the present metrics, to recognise those that validation adds."""
@@ -250,6 +252,7 @@ class CurveHistory:
             curve[float(epoch)] = number
             if name not in self._logged_names:
                 self._add(name, step, number)
+        self._hand_on(step)
 
     def _add(self, name: str, step: int, value: Any) -> None:
         # Loggers receive the number of the epoch with all other values.
@@ -257,8 +260,14 @@ class CurveHistory:
             curve = self._by_step.setdefault(name, StepCurve())
             number = float(value)
             curve.add(step, number)
-            if self.observer is not None:
-                self.observer(name, step, number)
+            self._unobserved[name] = number
+
+    def _hand_on(self, step: int) -> None:
+        """Let the observer receive the values of a step."""
+        values = self._unobserved
+        self._unobserved = {}
+        if values and self.observer is not None:
+            self.observer(step, values)
 
     def _recorded_name(self, trainer: Any, name: str) -> str:
         """Return the name under which a metric is recorded: `loss` for `loss_epoch` if callbacks see both."""

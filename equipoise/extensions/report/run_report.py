@@ -82,7 +82,13 @@ class RunReport(FitRecorder):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the curves, without a fit under way."""
-        return copied_state(self, _fit=None, _earlier=None, _origin=None, _live=None)
+        return copied_state(
+            self,
+            _fit=None,
+            _earlier=None,
+            _origin=None,
+            _live=None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far, unless a `RunSummary` records them."""
@@ -137,7 +143,7 @@ class RunReport(FitRecorder):
             self._fit.continue_from(earlier)
         if self._fit is not None and trainer.is_global_zero and not trainer.fast_dev_run:
             # A folder that cannot be written is told of at the end.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._write_run_file(trainer, pl_module, self._fit, "running")
                 self._begin_live(trainer, pl_module, self._fit)
 
@@ -191,7 +197,7 @@ class RunReport(FitRecorder):
             return
 
         def write_whole() -> None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._write_run_file(trainer, module, fit, "running")
 
         live = LiveValues(folder, fit.clock, write_whole)
@@ -206,9 +212,10 @@ class RunReport(FitRecorder):
         if fit is None:
             return
         path = self._write(trainer, module, fit, outcome, error)
-        if self._live is not None:
+        # Where the disk is full, the last values are nowhere else.
+        if self._live is not None and path is not None:
             self._live.remove()
-            self._live = None
+        self._live = None
         # The trainer is released.
         self._earlier = replace(fit, trainer=None, size_of=None, last_step=trainer.global_step)
         if path is not None:

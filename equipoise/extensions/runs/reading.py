@@ -95,7 +95,9 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
     if not _is_fit(values) and not unreadable:
         return None, []
     if values.get("state") == "running":
-        values |= _with_live(values, live)
+        # What the lines hold may not fit to the rest of a damaged run.
+        with suppress(*_DAMAGE):
+            values |= _with_live(values, live)
     values = _with_end(run_files.folder, values)
     name = printable(format_path(str(run_files.folder.absolute())))
     run = Run(
@@ -129,16 +131,18 @@ def _with_live(values: Mapping[str, Any], live: Sequence[tuple[str, float, float
     if not times:
         times[min(float(values["steps"]), live[0][1])] = 0.0
     seconds = values["seconds"]
+    done = max(times)
     for name, step, value, at in live:
         curves.setdefault(name, {})[step] = value
         seconds = max(seconds, at)
         # A value of step 9 stands where ten steps are done.
-        if step + 1 > max(times):
-            times[step + 1] = at
+        if step + 1 > done:
+            done = step + 1
+            times[done] = at
     return {
         "curves": curves,
         "times": times,
-        "steps": max(values["steps"], int(max(times))),
+        "steps": max(values["steps"], int(done)),
         "seconds": seconds,
     }
 
@@ -247,7 +251,7 @@ def _curve(columns: Sequence[Sequence[Any]]) -> Curve:
     steps, values = columns
     curve = {}
     for step, value in zip(steps, values, strict=True):
-        curve[float(step)] = float(value)
+        curve[_finite(step)] = float(value)
     return curve
 
 

@@ -53,6 +53,9 @@ class OptunaPruning(Callback):
         >>> optuna.create_study().optimize(objective, n_trials=100)  # doctest: +SKIP
     """
 
+    # That of copies.
+    trial: Any = None
+
     def __init__(self, trial: Any, monitor: str = "val_loss") -> None:
         if trial is not None and not all(callable(getattr(trial, name, None)) for name in ("report", "should_prune")):
             raise ConfigurationError(f"trial is a trial of Optuna, as an objective receives it, not {trial!r}.")
@@ -68,6 +71,11 @@ class OptunaPruning(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the trial, which belongs to one process."""
         return {name: value for name, value in vars(self).items() if name != "trial"}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Count from 0 in each fit; a checkpoint is loaded afterwards."""
+        if stage == TrainerFn.FITTING:
+            self.step = 0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the value, and end the fit in all processes if the trial is pruned."""

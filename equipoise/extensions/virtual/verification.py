@@ -59,6 +59,8 @@ class VerifiedSteps(PartSteps):
         super().__init__(*arguments)
         self._every = every
         self._steps = 0
+        # Names of the parameters with gradients at the beginning of a step that is verified.
+        self._trained: list[str] = []
         # What the parts of this process have computed in a step that is verified; None in others.
         self._originals: dict[int, Digests] | None = None
 
@@ -78,7 +80,8 @@ class VerifiedSteps(PartSteps):
         self._steps += 1
         if not is_verified:
             return super()._run_parts(step, parts, parameters, buffers)
-        # Before steps change their batches.
+        # Before steps freeze parameters, or change their batches.
+        self._trained = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         numbered = dict(enumerate(parts, self._first))
         packed = _packed(numbered)
         originals: dict[int, Digests] = {}
@@ -88,7 +91,13 @@ class VerifiedSteps(PartSteps):
         finally:
             self._originals = None
         of_all = self._processes.gather_objects(packed)
-        self._verify(step, of_all, originals, parameters, buffers)
+        self._verify(
+            step,
+            of_all,
+            originals,
+            parameters,
+            buffers,
+        )
         return outcome
 
     def _compute(self, step: TrainingStep, number: int, *arguments: Any, **options: Any) -> Any:
@@ -106,8 +115,7 @@ class VerifiedSteps(PartSteps):
             "the loss": result.loss,
             "the weight of the loss": torch.tensor(result.weight, dtype=torch.float64),
         }
-        trained = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
-        for name, gradient in zip(trained, gradients, strict=True):
+        for name, gradient in zip(self._trained, gradients, strict=True):
             results[f"the gradient of {name!r}"] = gradient
         for name, buffer in self._module.named_buffers():
             results[f"the buffer {name!r}"] = buffer
@@ -148,7 +156,13 @@ class VerifiedSteps(PartSteps):
         for number in sorted(first):
             different = [name for name, digest in first[number].items() if digest != second[number][name]]
             if different:
-                self._refuse(step, number, packed, different, *state)
+                self._refuse(
+                    step,
+                    number,
+                    packed,
+                    different,
+                    *state,
+                )
 
     def _repeats(
         self,
@@ -178,13 +192,23 @@ class VerifiedSteps(PartSteps):
             for part in copies:
                 buffers.restore()
                 with watched(self._module, is_on=bool(shown)) as events:
-                    result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
+                    result, _, gradients = super()._compute(
+                        step,
+                        number,
+                        part,
+                        parameters,
+                        is_first=False,
+                    )
                 results = self._results(result, gradients)
                 copied = {}
                 for name in shown:
                     tensor = results[name]
                     copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
-                repeat = _Repeat(digests_of(results), copied, events)
+                repeat = _Repeat(
+                    digests_of(results),
+                    copied,
+                    events,
+                )
                 repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
@@ -211,7 +235,13 @@ class VerifiedSteps(PartSteps):
             for _ in range(2):
                 parts = _unpacked(packed[rank], self._device)
                 copies.append(parts[number])
-            repeats = self._repeats(step, number, copies, *state, shown=shown)
+            repeats = self._repeats(
+                step,
+                number,
+                copies,
+                *state,
+                shown=shown,
+            )
         gathered = processes.gather_objects(repeats)
 
         # 2. One that differs from itself is named first.
@@ -253,6 +283,20 @@ def _first_of_each_kind(different: Sequence[str]) -> list[str]:
 # Copies of batches
 
 
+class _Memory(NamedTuple):
+    """A copy of memory in which tensors of a batch lie.
+
+    Attributes:
+        content: Its bytes, on the CPU; or a copy of a tensor that bytes alone do not describe.
+        offset: Distance of the first byte from an aligned one; None for a copy of a tensor.
+        places: The first element, dtype, shape and stride of each tensor, by its identity.
+    """
+
+    content: Tensor
+    offset: int | None
+    places: dict[int, Any]
+
+
 def _packed(parts: dict[int, Part]) -> bytes:
     """Return parts, by their numbers, as bytes.
 
@@ -262,8 +306,8 @@ def _packed(parts: dict[int, Part]) -> bytes:
     content = {}
     for number, part in parts.items():
         structure, tensors = extract_tensors(part.batch)
-        memories = [_memory_of(tensor) for tensor in tensors]
-        content[number] = (part._replace(batch=structure), memories)
+        identities = [id(tensor) for tensor in tensors]
+        content[number] = (part._replace(batch=structure), identities, _memories_of(tensors))
     try:
         return dumps(content)
     except Exception as error:
@@ -273,38 +317,100 @@ def _packed(parts: dict[int, Part]) -> bytes:
         ) from error
 
 
-def _memory_of(tensor: Tensor) -> tuple[Tensor, Any]:
-    """Return the memory of a tensor, on the CPU, and how it lies there; None where a copy is enough."""
-    tensor = tensor.detach()
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return tensor.to("cpu", copy=True), None
-    shape = tuple(tensor.shape)
-    stride = tensor.stride()
+def _memories_of(tensors: Sequence[Tensor]) -> list[_Memory]:
+    """Return the memories of tensors. Those that overlap have one, so that a change in place changes all of them."""
+    plain = []
+    memories = []
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()) and tensor.numel():
+            plain.append(tensor)
+        else:
+            copied = tensor.detach().to("cpu", copy=True)
+            memories.append(_Memory(copied, None, {id(tensor): None}))
+    # In the order of their places, those that overlap follow each other.
+    groups: list[list[Tensor]] = []
+    storage: Any = None
+    end = 0
+    for tensor in sorted(plain, key=_span):
+        storage_of_tensor, first, end_of_tensor = _span(tensor)
+        if storage_of_tensor != storage or first >= end:
+            groups.append([])
+            end = 0
+        groups[-1].append(tensor)
+        storage = storage_of_tensor
+        end = max(end, end_of_tensor)
+    return memories + [_memory_of(group) for group in groups]
+
+
+def _span(tensor: Tensor) -> tuple[Any, int, int]:
+    """Return the storage of a tensor, as it can be compared, the tensor's first byte in it, and the one after it."""
     length = 1
-    for size, distance_in_memory in zip(shape, stride, strict=True):
+    for size, distance_in_memory in zip(tensor.shape, tensor.stride(), strict=True):
         length += (size - 1) * distance_in_memory
-    memory = tensor.as_strided((length,), (1,))
-    offset = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
-    return memory.to("cpu", copy=True), (offset, shape, stride)
+    storage = tensor.untyped_storage()
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    return (str(tensor.device), storage.data_ptr(), len(storage)), first, first + length * tensor.element_size()
+
+
+def _memory_of(tensors: Sequence[Tensor]) -> _Memory:
+    """Return the memory of tensors that overlap, of which the first one begins first."""
+    _, first, _ = _span(tensors[0])
+    start = first // _ALIGNMENT * _ALIGNMENT
+    end = max(_span(tensor)[2] for tensor in tensors)
+    storage = tensors[0].untyped_storage()
+    content = torch.empty(
+        0,
+        dtype=torch.uint8,
+        device=tensors[0].device,
+    )
+    content.set_(
+        storage,
+        start,
+        (end - start,),
+        (1,),
+    )
+    # An element begins at a multiple of its size.
+    size = max(tensor.element_size() for tensor in tensors)
+    offset = storage.data_ptr() % _ALIGNMENT // size * size
+    places = {}
+    for tensor in tensors:
+        element = tensor.storage_offset() + (offset - start) // tensor.element_size()
+        places[id(tensor)] = (
+            element,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+    return _Memory(content.to("cpu", copy=True), offset, places)
 
 
 def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
     """Return parts on a device, whose tensors lie in memory as those that were packed."""
     parts = {}
-    for number, (part, memories) in loads(packed).items():
+    for number, (part, identities, memories) in loads(packed).items():
         batch = move_data_to_device(part.batch, device)
-        tensors = [_laid_out(*memory, device=device) for memory in memories]
-        batch = insert_tensors(batch, tensors)
+        tensors: dict[int, Tensor] = {}
+        for memory in memories:
+            tensors |= _laid_out(memory, device)
+        batch = insert_tensors(batch, [tensors[identity] for identity in identities])
         parts[number] = part._replace(batch=batch)
     return parts
 
 
-def _laid_out(memory: Tensor, layout: Any, *, device: torch.device) -> Tensor:
-    if layout is None:
-        return memory.to(device)
-    offset, shape, stride = layout
-    fresh = torch.empty(offset + len(memory), dtype=memory.dtype, device=device)
-    fresh[offset:] = memory
-    tensor = torch.empty(0, dtype=memory.dtype, device=device)
-    return tensor.set_(fresh.untyped_storage(), offset, shape, stride)
+def _laid_out(memory: _Memory, device: torch.device) -> dict[int, Tensor]:
+    """Return the tensors of a memory on a device, by the identity of those that were packed."""
+    content, offset, places = memory
+    if offset is None:
+        return dict.fromkeys(places, content.to(device))
+    fresh = torch.empty(
+        offset + len(content),
+        dtype=torch.uint8,
+        device=device,
+    )
+    fresh[offset:] = content
+    tensors = {}
+    for identity, (element, dtype, shape, stride) in places.items():
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        tensors[identity] = tensor.set_(fresh.untyped_storage(), element, shape, stride)
+    return tensors

@@ -16,6 +16,7 @@ from equipoise import tree
 from equipoise.interop.adapters import find
 
 __all__ = [
+    "DispatchMode",
     "OnOperation",
     "OperationWatch",
     "empty_wrapper",
@@ -29,7 +30,7 @@ __all__ = [
 OnOperation = Callable[[str, Any, Any], None]
 
 # The class has no types. A feature that needs it is refused if it is missing.
-_Base: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or object
+DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or object
 # The classes of operations: those with several overloads, and the base of all others.
 _PACKET: Any = type(torch.ops.aten.add)
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
@@ -47,7 +48,7 @@ class _Passing(threading.local):
 _passing = _Passing()
 
 
-class _Mode(_Base):  # type: ignore[misc]
+class _Mode(DispatchMode):  # type: ignore[misc]
     def __init__(self, on_operation: OnOperation, device: torch.device | None) -> None:
         super().__init__()
         self._on_operation = on_operation

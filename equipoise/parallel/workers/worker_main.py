@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, WorkerError
 from equipoise.parallel.payload.authentication import use_key
 from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
 from equipoise.parallel.workers.environment import ProcessEnvironment
@@ -194,10 +195,17 @@ def _set_up_libraries(options: WorkerOptions, send: Callable[[Any], None]) -> No
 
 def _end_with_parent(parent: Connection) -> None:
     """Receive answers of the parent, and end this process when the other end of the connection is closed."""
-    with contextlib.suppress(OSError, EOFError):
-        while True:
-            _answers.put(parent.recv())
-    os._exit(1)
+    while True:
+        try:
+            content = parent.recv_bytes()
+        except (OSError, EOFError):
+            os._exit(1)
+        try:
+            answer = pickle.loads(content)  # noqa: S301 - from the parent
+        except Exception as error:
+            # What cannot be created here is the asker's error; this thread goes on.
+            answer = None, error
+        _answers.put(answer)
 
 
 def send_to_parent(message: Any) -> None:
@@ -219,12 +227,21 @@ class Question(NamedTuple):
 
     function: Callable[[], Any]
 
-    def answer(self) -> tuple[Any, Exception | None]:
-        """Return what the function returns, and None; or None, and its error."""
+    def answer(self) -> bytes:
+        """Return what the function returns, and None; or None, and its error; pickled. What cannot be is a text."""
+        value, error = None, None
         try:
-            return self.function(), None
-        except Exception as error:
-            return None, error
+            value = self.function()
+        except Exception as raised:
+            error = raised
+        try:
+            content = pickle.dumps((value, error))
+            pickle.loads(content)  # noqa: S301 - from the line above
+        except Exception as failure:
+            what = "The parent's answer cannot be sent:" if error is None else "The parent raised"
+            text = "".join(traceback.format_exception_only(failure if error is None else error)).strip()
+            content = pickle.dumps((None, WorkerError(f"{what} {text}")))
+        return content
 
 
 def call_in_parent(function: Callable[[], T]) -> T:
@@ -237,6 +254,7 @@ def call_in_parent(function: Callable[[], T]) -> T:
 
     Raises:
         Exception: The error of the function.
+        WorkerError: In the place of an error, or of a result, that cannot be pickled.
 
     Example:
         >>> import os

@@ -113,7 +113,7 @@ class WorkerProcess:
         elif isinstance(message, Question):
             # A worker that was killed since then reads no answer.
             with contextlib.suppress(OSError):
-                self.connection.send(message.answer())
+                self.connection.send_bytes(message.answer())
         else:
             self.messages.append(message)
 

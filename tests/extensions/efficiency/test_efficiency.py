@@ -1,6 +1,7 @@
 """`Efficiency`: counted operations against the formula, and values of runs on one device and in processes."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from equipoise import Efficiency, Trainer
+from equipoise import Efficiency, FSDPStrategy, OOMRecovery, PipelineStrategy, Trainer
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.efficiency import energy
 from equipoise.extensions.efficiency.peaks import peak_of
@@ -54,6 +56,58 @@ class Tokens(Net):
         return self.net(batch["input_ids"].float()).square().mean()
 
 
+class Closures(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+class Hungry(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return loss
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        if self.trainer.current_epoch == 0 and batch_idx < 3:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class Sums(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum((each.square().sum() for each in self.parameters()), torch.zeros(()))
+
+
+class SometimesText(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch if isinstance(batch, torch.Tensor) else torch.ones(8, IN)
+        return self.net(inputs).square().mean()
+
+
+class TextLater(IterableDataset[Any]):
+    """Eight batches in each epoch, and one more without a size from the second epoch on."""
+
+    epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs += 1
+        for _ in range(8):
+            yield torch.ones(8, IN)
+        if self.epochs > 1:
+            yield "text"
+
+
 def loader(samples: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(samples, IN)), batch_size=batch_size)
 
@@ -67,7 +121,7 @@ def fitted(callback: Efficiency, module: LightningModule, data: Any, **options: 
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = Trainer(callbacks=[callback], **{**defaults, **options})
+    trainer = Trainer(**{"callbacks": [callback], **defaults, **options})
     trainer.fit(module, data)
     return trainer
 
@@ -122,6 +176,55 @@ class TestOperations:
         assert callback.usage is not None
         assert callback.usage.operations == 0
 
+    def test_a_batch_that_the_optimiser_computes_several_times(self):
+        module = Closures()
+        callback = Efficiency()
+        fitted(callback, module, loader(40, 8))
+        assert module.calls > 10
+        assert callback.usage is not None
+        # The counted step has as many calls as each of the others.
+        assert callback.usage.operations == 7 * 8 * OF_A_SAMPLE * module.calls / 10
+
+    def test_an_attempt_that_ran_out_of_memory_is_not_counted(self):
+        callback = Efficiency()
+        recovery = OOMRecovery()
+        with pytest.warns(UserWarning, match="computed in 2 parts"):
+            fitted(callback, Hungry(), loader(40, 8), callbacks=[callback, recovery])
+        usage = callback.usage
+        assert usage is not None
+        assert usage.samples == 7 * 8
+        assert usage.operations == usage.samples * OF_A_SAMPLE
+
+    def test_steps_without_a_loss_are_passed_over(self):
+        callback = Efficiency()
+        fitted(callback, Skips(), loader(40, 8))
+        usage = callback.usage
+        assert usage is not None
+        # The steps 0 to 2 have no loss, so the step 3 is counted, and is a first step.
+        assert usage.samples == 6 * 8
+        assert usage.operations == usage.samples * OF_A_SAMPLE
+
+    @pytest.mark.parametrize(("epochs", "reason"), [(2, "5 steps in turn"), (1, "the run ended before")])
+    def test_steps_without_a_known_operation(self, epochs: int, reason: str):
+        callback = Efficiency()
+        fitted(callback, Sums(), loader(40, 8), max_epochs=epochs)
+        assert callback.why_not_counted.startswith(reason)
+        assert callback.usage is not None
+        assert callback.usage.operations == 0
+
+    @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+    def test_processes_that_compute_a_batch_together_are_not_counted(self, strategy: str):
+        callback = Efficiency(peak=1e6)
+        parts = {
+            "fsdp": FSDPStrategy(tensor=2, tensor_plan={"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}),
+            "pipeline": PipelineStrategy(engine="processes", micro_batches=2),
+        }
+        fitted(callback, Net(), loader(40, 8), devices=["cpu", "cpu"], strategy=parts[strategy])
+        assert callback.why_not_counted == f"strategy='{strategy}' computes a batch in several processes together"
+        assert callback.usage is not None
+        assert callback.usage.samples == 7 * 8
+        assert callback.usage.operations == 0
+
     def test_they_change_nothing_in_the_run(self):
         weights = []
         for callbacks in ([], [Efficiency()]):
@@ -164,6 +267,22 @@ def test_a_run_of_first_steps_alone_has_no_values():
     assert section(trainer, None) is not None
 
 
+def test_epochs_within_the_first_steps():
+    callback = Efficiency(peak=1e6)
+    fitted(callback, Net(), loader(16, 8), max_epochs=4)
+    assert [epoch.samples for _, epoch in callback.history] == [0, 8, 16, 16]
+    assert [epoch.operations for _, epoch in callback.history] == [0, *(n * OF_A_SAMPLE for n in (8, 16, 16))]
+    assert all(value > 0 for _, epoch in callback.history for value in epoch.values().values())
+
+
+def test_a_size_that_becomes_unknown():
+    callback = Efficiency(peak=1e6)
+    fitted(callback, SometimesText(), DataLoader(TextLater(), batch_size=None), max_epochs=3)
+    assert [epoch.samples for _, epoch in callback.history] == [40, 0, 0]
+    # A batch without a size counts as the counted one.
+    assert [epoch.operations for _, epoch in callback.history] == [n * 8 * OF_A_SAMPLE for n in (5, 9, 9)]
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [
@@ -181,6 +300,7 @@ def test_a_run_of_first_steps_alone_has_no_values():
         ("Tesla V100-SXM2-16GB", "16-mixed", 125e12),
         ("Tesla T4", "64-true", None),
         ("NVIDIA RTX 6000 Ada Generation", "16-mixed", 364.2e12),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16-mixed", None),
         ("Some Device", "32-true", None),
     ],
 )
@@ -194,7 +314,12 @@ def test_products_of_float32_in_tf32():
     try:
         assert peak_of("NVIDIA A100-SXM4-40GB", "32-true") == 156e12
         assert peak_of("Tesla T4", "32-true") == 8.1e12
+        # The newer setting alone makes the older one unreadable.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert peak_of("NVIDIA A100-SXM4-40GB", "32-true") == 156e12
     finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.set_float32_matmul_precision(before)
 
 

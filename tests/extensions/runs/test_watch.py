@@ -3,11 +3,13 @@
 import http.client
 import json
 import math
+import platform
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 
 from equipoise import Callback, RunReport, Trainer
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.report import run_report
+from equipoise.extensions.report.run_file import live_values
 from equipoise.extensions.report.run_file.live_values import LiveValues
 from equipoise.extensions.runs.found import FoundRun, find_runs
 from equipoise.extensions.runs.reading import read_run
@@ -81,24 +85,63 @@ class TestLiveValues:
         assert len(run.curves["number"]) == trainer.global_step > 3
         assert not (tmp_path / "live.jsonl").exists()
 
-    def test_the_file_stays_small(self, tmp_path: Path):
+    def test_the_file_stays_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         wholes = []
 
         def write_whole() -> None:
             wholes.append((tmp_path / "live.jsonl").read_text().count("\n"))
             live.clear()
 
+        # Each value comes a second after the one before.
+        monkeypatch.setattr(live_values, "monotonic", count().__next__)
         live = LiveValues(tmp_path, 0.0, write_whole)
-        for step in range(2500):
-            live.add("loss", step, 0.5)
-        assert wholes == [1000, 1000]
+        for step in range(2250):
+            live.add(step, {"loss": 0.5, "accuracy": 0.25})
+        assert wholes == [2000, 2000]
         assert (tmp_path / "live.jsonl").read_text().count("\n") == 500
+
+    def test_the_whole_file_is_not_written_at_every_moment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        wholes: list[int] = []
+        monkeypatch.setattr(live_values, "monotonic", lambda: 5.0)
+        live = LiveValues(tmp_path, 0.0, lambda: wholes.append(0))
+        for step in range(2500):
+            live.add(step, {"loss": 0.5})
+        assert wholes == []
 
     def test_a_file_that_cannot_be_written_is_left_alone(self, tmp_path: Path):
         live = LiveValues(tmp_path / "missing", 0.0, lambda: None)
-        live.add("loss", 0, 0.5)
+        live.add(0, {"loss": 0.5})
         live.clear()
         live.remove()
+
+    def test_a_link_is_not_followed(self, tmp_path: Path):
+        (tmp_path / "other.txt").write_text("content")
+        (tmp_path / "live.jsonl").symlink_to("other.txt")
+        live = LiveValues(tmp_path, 0.0, lambda: None)
+        live.add(0, {"loss": 0.5})
+        assert (tmp_path / "other.txt").read_text() == "content"
+
+    def test_values_stay_where_the_report_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        class Fills(Looks):
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                def fail(*arguments: Any) -> None:
+                    raise OSError("No space left on device")
+
+                monkeypatch.setattr(run_report, "write_run_file", fail)
+
+        trainer = Trainer(
+            devices=["cpu"],
+            max_epochs=1,
+            log_every_n_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+            callbacks=[RunReport(), Fills(tmp_path)],
+        )
+        with pytest.warns(UserWarning, match="The report could not be written: OSError: No space"):
+            trainer.fit(Logs(), loader(4, 2), loader(2, 2))
+        assert only_run(tmp_path).curves["number"] == {0: 0, 1: 1, 2: 2, 3: 3}
 
     def test_a_killed_run_keeps_its_last_values(self, write_run: WriteRun):
         folder = write_run("run", state="running", process=2**22 + 1)
@@ -171,6 +214,37 @@ class TestServer:
         assert headers["Content-Security-Policy"] == "sandbox allow-scripts"
         Path("outputs/one/report.html").unlink()
         assert ask(served, f"/{link}")[0] == 404
+
+    def test_no_link_is_followed(self, served: WatchServer, monkeypatch: pytest.MonkeyPatch):
+        link = parse(ask(served)[2]).one("table", "runs").one("a").attributes["href"]
+        Path("secret").mkdir()
+        Path("secret/report.html").write_text("secret")
+        # 1. The report becomes a link after the folder was listed; the page is that of before.
+        page = served.runs.page()
+        monkeypatch.setattr(served.runs, "page", lambda: page)
+        Path("outputs/one/report.html").unlink()
+        Path("outputs/one/report.html").symlink_to("../../secret/report.html")
+        assert ask(served, f"/{link}")[0] == 404
+        # 2. Its folder does.
+        Path("outputs/one").rename("outputs/elsewhere")
+        Path("outputs/one").symlink_to("../secret")
+        assert ask(served, f"/{link}")[0] == 404
+
+    def test_a_damaged_run_does_not_end_the_page(self, served: WatchServer):
+        Path("outputs/two/live.jsonl").write_text('["x", 1e17, 1, 1]\n')
+        assert ask(served)[0] == 200
+        Path("outputs/two/run.json").write_text(json.dumps(content(state="running", times=[["nan"], [0]])))
+        assert ask(served)[0] == 200
+        curves = {"small": [[0, 1], [0, 5e-324]]}
+        Path("outputs/two/run.json").write_text(json.dumps(content(curves=curves)))
+        assert ask(served)[0] == 200
+
+    def test_the_results_of_a_sweep_are_watched(self, served: WatchServer):
+        own = content(state="running", process=2**22 + 1, host=platform.node())
+        Path("outputs/two/run.json").write_text(json.dumps(own))
+        ask(served)
+        Path("outputs/results.csv").write_text("folder,state,error,seconds\noutputs/two,failed,out of memory,3\n")
+        assert "out of memory" in ask(served)[2]
 
     @pytest.mark.parametrize(
         "path",

@@ -1,5 +1,6 @@
 """OptunaPruning: rank 0 decides, all processes end together, and the trial is that of the process that called fit."""
 
+import copy
 import importlib.util
 import os
 import sys
@@ -115,6 +116,19 @@ def test_a_fit_that_continues_counts_on(tmp_path):
     further = Trainer(**{**QUIET, "max_epochs": 3, "accelerator": "cpu"}, callbacks=[again])
     further.fit(Scalar(tmp_path), loader, loader, ckpt_path=tmp_path / "two.ckpt")
     assert first.reports + second.reports == [(3.5, 0), (3.0, 1), (2.5, 2)]
+
+
+@DEVICES
+def test_each_fit_counts_from_zero(devices, tmp_path):
+    """A copy of the callback has no trial, and leaves the trial to the original."""
+    trial = Trial()
+    _, pruning = fitted(Scalar(tmp_path), trial, devices, max_epochs=2)
+    assert copy.deepcopy(pruning).trial is None
+    again = Trainer(**{**QUIET, "max_epochs": 2, "accelerator": "cpu"}, callbacks=[pruning])
+    loader = DataLoader(torch.zeros(1, 1))
+    again.fit(Scalar(tmp_path), loader, loader)
+    assert [step for _, step in trial.reports] == [0, 1, 0, 1]
+    assert pruning.trial is trial
 
 
 @DEVICES

@@ -9,10 +9,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from equipoise import VirtualDevicesStrategy
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.part_batches import Part
+from equipoise.extensions.virtual.part_digests import digests_of
 from equipoise.extensions.virtual.part_steps import PartSteps
 from equipoise.extensions.virtual.verification import VerifiedSteps, _packed, _unpacked
 from tests.conftest import ignoring
@@ -20,7 +22,7 @@ from tests.extensions.virtual.test_faults import Averaging, Sparse
 from tests.extensions.virtual.test_strategy import Noisy, Plain, Skipping, assert_equal, on_one_device, run
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("The val loader shuffles")
+pytestmark = ignoring("The val loader shuffles", "Sparse [CB]S")
 
 
 class Counted(Noisy):
@@ -53,6 +55,42 @@ class Counted(Noisy):
 def test_nothing_changes(kind: type[Noisy], devices: int) -> None:
     verified = run(kind, devices, verify=1, accumulate_grad_batches=3)
     assert_equal(verified, on_one_device(kind, accumulate_grad_batches=3))
+
+
+class Overlapping(Noisy):
+    """A batch that has a tensor twice, and a view of it, is changed in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, again, first, targets = batch
+        features.mul_(2)
+        return super().training_step((again, first + targets), batch_idx)
+
+
+def overlapping(samples: list[Any]) -> Any:
+    features, targets = default_collate(samples)
+    return features, features, features[:, :1], targets
+
+
+class Freezing(Noisy):
+    """Freezes a layer in the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "options"),
+    [
+        (Overlapping, 1, {"collate_fn": overlapping}),
+        pytest.param(Overlapping, 2, {"collate_fn": overlapping}, marks=pytest.mark.slow),
+        (Freezing, 1, {}),
+        pytest.param(Freezing, 2, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_refused(kind: type[Noisy], devices: int, options: dict[str, Any]) -> None:
+    assert_equal(run(kind, devices, verify=1, **options), run(kind, 1, verify=0, **options))
 
 
 @pytest.mark.slow
@@ -189,6 +227,43 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj():
             assert copied.stride() == tensor.stride()
             assert copied.data_ptr() % 64 == tensor.data_ptr() % 64
+
+
+def test_copies_overlap_as_their_tensors() -> None:
+    """Also those of other dtypes; a tensor that is there twice is one; those that do not overlap are sent alone."""
+    numbers = torch.zeros(100_000)
+    pair = torch.zeros(2, dtype=torch.complex128)
+    tensors = [
+        numbers[17:20],
+        numbers[18:23],
+        numbers[99_990:],
+        pair,
+        torch.view_as_real(pair)[1],
+        pair.view(torch.uint8),
+    ]
+    content = _packed({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)})
+    assert len(content) < 4000
+    first, second, far, one, real, raw, again, same, _ = _unpacked(content, torch.device("cpu"))[0].batch
+    assert same is second
+    second[0] = 1
+    assert first.tolist() == again.tolist() == [0, 1, 0]
+    one[1] = 2 + 3j
+    assert real.tolist() == [2, 3]
+    assert torch.equal(raw, one.view(torch.uint8))
+    assert not far.any()
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+def test_digests_of_sparse_tensors(layout: torch.layout) -> None:
+    matrix = torch.tensor([[1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
+    others = [matrix, matrix.clone(), matrix.roll(1, 0), matrix.roll(2, 1), matrix + matrix]
+    block = (1, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    tensors = {str(index): other.to_sparse(layout=layout, blocksize=block) for index, other in enumerate(others)}
+    same, equal, *different = digests_of(tensors).values()
+    assert same == equal
+    assert len({same, *different}) == 4
 
 
 def test_what_is_refused() -> None:

@@ -98,6 +98,48 @@ def test_the_parent_answers_questions() -> None:
     assert error == "'no answer'"
 
 
+class StorageError(Exception):
+    """Can be pickled, but not be created from its text alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def refuse_storage() -> None:
+    raise StorageError(3, "database is locked")
+
+
+def only_in(process: int) -> int:
+    if os.getpid() != process:
+        raise FileNotFoundError("there is no such file in the worker")
+    return process
+
+
+class OnlyInTheParent:
+    def __reduce__(self) -> Any:
+        return only_in, (os.getpid(),)
+
+
+def ask_for_what_cannot_be_sent(rank: int) -> tuple[list[str], int]:
+    errors = []
+    for function in (refuse_storage, threading.Lock, OnlyInTheParent):
+        try:
+            call_in_parent(function)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, call_in_parent(os.getpid)
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_asker() -> None:
+    """And the next question is answered."""
+    (storage, lock, only_in_parent), answer = launch(ask_for_what_cannot_be_sent, 1)
+    assert storage.startswith("WorkerError: The parent raised ")
+    assert storage.endswith("StorageError: 3: database is locked")
+    assert lock == "WorkerError: The parent's answer cannot be sent: TypeError: cannot pickle '_thread.lock' object"
+    assert only_in_parent == "FileNotFoundError: there is no such file in the worker"
+    assert answer == os.getpid()
+
+
 def test_functions_that_have_no_name() -> None:
     class Local:
         def __init__(self, value: int) -> None:

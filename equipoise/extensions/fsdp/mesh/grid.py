@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from equipoise.errors import ConfigurationError
 
 __all__ = [
+    "CONTEXT",
     "DATA",
     "TENSOR",
     "Size",
@@ -25,6 +26,8 @@ __all__ = [
 # The dimensions have the names that modules written for Lightning's ModelParallelStrategy read.
 DATA = "data_parallel"
 TENSOR = "tensor_parallel"
+# Along rows that divide sequences. Modules do not see it.
+CONTEXT = "context_parallel"
 
 Size = int | Literal["auto"]
 
@@ -40,7 +43,7 @@ def check_size(name: str, size: Any) -> None:
         raise ConfigurationError(f"{name} must be 'auto' or a whole number from 1, not {size!r}.")
 
 
-def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int) -> tuple[int, int]:
+def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int, name: str = "tensor") -> tuple[int, int]:
     """Return the number of rows and of columns.
 
     Args:
@@ -48,6 +51,7 @@ def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int) -> tuple
         tensor: The number of columns; "auto": what remains, or the processes of a machine where both are "auto".
         processes: The number of all processes.
         of_machine: The number of processes of this machine.
+        name: The option that gives the number of columns. Default: "tensor".
 
     Raises:
         ConfigurationError: If they do not multiply to the number of processes, or a row would lie on two machines.
@@ -65,26 +69,27 @@ def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int) -> tuple
     # 2. They fit the processes.
     if rows * columns != processes:
         raise ConfigurationError(
-            f"data={rows} times tensor={columns} is not the number of processes, {processes}. Leave data out, and it"
-            " follows from tensor, which divides the number of processes."
+            f"data={rows} times {name}={columns} is not the number of processes, {processes}. Leave data out, and it"
+            f" follows from {name}, which divides the number of processes."
         )
     if of_machine % columns:
         raise ConfigurationError(
-            f"tensor={columns} does not divide the {of_machine} processes of this machine, but those that compute a"
+            f"{name}={columns} does not divide the {of_machine} processes of this machine, but those that compute a"
             " batch together exchange activations in each layer, and lie on one machine. Give a number that does."
         )
     return rows, columns
 
 
-def make_mesh(kind: str, data: int, tensor: int) -> DeviceMesh:
+def make_mesh(kind: str, data: int, columns: int, along_rows: str = TENSOR) -> DeviceMesh:
     """Return the grid, whose rows are successive ranks; all processes call it together.
 
     Args:
         kind: The type of the devices, such as "cuda".
         data: The number of rows.
-        tensor: The number of columns.
+        columns: The number of columns.
+        along_rows: The name of the dimension along rows. Default: that of layers that are cut.
     """
-    return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+    return init_device_mesh(kind, (data, columns), mesh_dim_names=(DATA, along_rows))
 
 
 def part_of(tensor: Tensor) -> Tensor:

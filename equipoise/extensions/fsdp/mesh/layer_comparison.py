@@ -7,7 +7,7 @@ each process, has a gradient that lacks the other parts.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
-__all__ = ["LayerComparison"]
+__all__ = ["Difference", "LayerComparison"]
 
 # Computes the gradients of a batch, and returns its loss.
 Compute = Callable[[TrainingStep, Any], Tensor | None]
@@ -62,7 +62,7 @@ _LEAST = 1e-300
 _OPTION = "FSDPStrategy(compare_layers=False)"
 
 
-class _Difference(NamedTuple):
+class Difference(NamedTuple):
     """A difference between cut and whole layers.
 
     Attributes:
@@ -85,7 +85,14 @@ class LayerComparison:
 
     Args:
         module: The user's module, before its layers are cut.
+
+    Attributes:
+        parts: What is compared, for messages.
+        wholes: With what it is compared.
     """
+
+    parts: ClassVar[str] = "cut layers"
+    wholes: ClassVar[str] = "whole ones"
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -98,14 +105,15 @@ class LayerComparison:
         self._dtypes: set[torch.dtype] = set()
         self._attempt(self._copy)
 
-    def begin(self, precision: Precision, mesh: DeviceMesh) -> None:
+    def begin(self, precision: Precision, mesh: DeviceMesh, batches: DeviceMesh) -> None:
         """Prepare the comparison, once the module is in shards.
 
         Args:
             precision: The precision of the run.
-            mesh: The mesh of the run.
+            mesh: The mesh that the module sees.
+            batches: The processes, with a row for each batch of a step.
         """
-        rows = mesh[DATA]
+        rows = batches[DATA]
         if rows.size() > 1:
             self._rows = rows.get_group()
         self._dtypes = {parameter.dtype for parameter in self._module.parameters()}
@@ -171,7 +179,7 @@ class LayerComparison:
         reasons = [reason for reason in of_processes if reason is not None]
         if reasons:
             rank_zero_warn(
-                f"The cut layers of {self._name} were not compared with whole ones, because"
+                f"The {self.parts} of {self._name} were not compared with {self.wholes}, because"
                 f" {reasons[0]}. {_OPTION} leaves the comparison out."
             )
         return not reasons
@@ -220,7 +228,7 @@ class LayerComparison:
             dtypes.add(torch.bfloat16)
         return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
 
-    def _of_loss(self, loss: Tensor, expected: Tensor) -> _Difference:
+    def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
         expected = _whole_of(expected)
         tolerance = self._tolerance(loss.dtype)
@@ -228,9 +236,9 @@ class LayerComparison:
         difference = _difference(loss, expected)
         allowed = tolerance.relative * size + tolerance.floor
         share = difference / (size or 1.0)
-        return _Difference(difference / allowed, share, "")
+        return Difference(difference / allowed, share, "")
 
-    def _of_gradients(self, twin: nn.Module) -> list[_Difference]:
+    def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""
         # 1. Those of all rows together.
         compared = []
@@ -252,11 +260,11 @@ class LayerComparison:
             of_all = tolerance.floor * largest
             allowed = max(of_parameter, of_all, _LEAST)
             share = difference / (size or 1.0)
-            noted = _Difference(difference / allowed, share, name, is_cut(parameter))
+            noted = Difference(difference / allowed, share, name, is_cut(parameter))
             differences.append(noted)
         return differences
 
-    def _judge(self, differences: Sequence[_Difference]) -> None:
+    def _judge(self, differences: Sequence[Difference]) -> None:
         """Refuse the layers if a difference is too large in any process."""
         loss, *of_parameters = differences
         worst = max(of_parameters, default=loss)
@@ -266,37 +274,44 @@ class LayerComparison:
         worst = max(worst for _, worst, _ in of_processes)
         if max(loss, worst).excess > 1:
             num_others = max(number for _, _, number in of_processes)
-            raise ConfigurationError(_refusal(loss, worst, num_others))
+            raise ConfigurationError(self._refusal(loss, worst, num_others))
         rank_zero_info(
-            "Cut layers compute the same as whole ones: in the first batch the loss and all gradients agree. The"
-            f" largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
+            f"The {self.parts} compute the same as {self.wholes}: in the first batch the loss and all gradients agree."
+            f" The largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
         )
 
-
-def _refusal(loss: _Difference, worst: _Difference, num_others: int) -> str:
-    """Return the message for layers that compute something else."""
-    reasons = []
-    if loss.excess > 1:
-        reasons.append(f"the loss differs by {loss.share:.1e} of its value")
-    if worst.excess > 1:
-        more = ""
-        if num_others > 1:
-            more = f" (and those of {num_others - 1} more parameters)"
-        reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
-    advice = (
-        "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as the"
-        " number of heads is divided by the size of the mesh."
-    )
-    if loss.excess <= 1 and not worst.is_cut:
-        advice = (
-            f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here it"
-            " receives a part of them. Add that layer to the plan, as SequenceParallel() if it is a norm, or give it"
-            " whole inputs."
+    def _refusal(self, loss: Difference, worst: Difference, num_others: int) -> str:
+        """Return the message for parts that compute something else."""
+        reasons = []
+        if loss.excess > 1:
+            reasons.append(f"the loss differs by {loss.share:.1e} of its value")
+        if worst.excess > 1:
+            more = ""
+            if num_others > 1:
+                more = f" (and those of {num_others - 1} more parameters)"
+            reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
+        return (
+            f"The {self.parts} compute something else than {self.wholes}. In the first batch {' and '.join(reasons)}."
+            f" {self.advice(loss, worst)} {_OPTION} trains without this comparison."
         )
-    return (
-        f"The layers that are cut compute something else than whole ones. In the first batch {' and '.join(reasons)}."
-        f" {advice} {_OPTION} trains without this comparison."
-    )
+
+    def advice(self, loss: Difference, worst: Difference) -> str:
+        """Return what to do about parts that compute something else.
+
+        Args:
+            loss: The difference of the loss.
+            worst: The largest difference of a gradient.
+        """
+        if loss.excess <= 1 and not worst.is_cut:
+            return (
+                f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here"
+                " it receives a part of them. Add that layer to the plan, as SequenceParallel() if it is a norm, or"
+                " give it whole inputs."
+            )
+        return (
+            "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as"
+            " the number of heads is divided by the size of the mesh."
+        )
 
 
 def _whole_of(tensor: Tensor) -> Tensor:

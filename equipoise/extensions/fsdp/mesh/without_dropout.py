@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["without_dropout"]
+__all__ = ["DROPOUTS", "without_dropout"]
 
 _F = nn.functional
 # Functions that return their input if they drop nothing, and those with a probability among their arguments.
-_DROPOUTS = {
+DROPOUTS = {
     _F.dropout,
     _F.dropout1d,
     _F.dropout2d,
@@ -34,7 +34,7 @@ class _WithoutDropout(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _WITH_PROBABILITY:
             args = _without_probability(func, args, kwargs)

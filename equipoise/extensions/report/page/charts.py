@@ -320,14 +320,17 @@ def _draw(line: Line, across: Scale, up: Scale, height: int, most_dots: int) -> 
         preserveAspectRatio="none",
     )
     digits = _DIGITS.get(across.unit, _DEFAULT_DIGITS)
+    # As the script reads numbers.
+    xs = [f"{x:.{digits}g}" for x, _ in line.points]
+    ys = [f"{y:.5g}".replace("inf", "Infinity") for _, y in line.points]
     return tag(
         "g",
         stretched,
         *(tag("circle", cx=_percent(x), cy=f"{y:.1f}", r=2.5) for x, y in dots),
         class_=f"line {line.style}",
         data_label=line.label,
-        data_x=" ".join(f"{x:.{digits}g}" for x, _ in line.points),
-        data_y=" ".join(f"{y:.5g}" for _, y in line.points),
+        data_x=" ".join(xs),
+        data_y=" ".join(ys),
     )
 
 

@@ -42,7 +42,7 @@ _MIDDLE = 11
 _LONGEST_ERROR = 40_000
 _LONGEST_CAUSE = 2000
 # A frame of a traceback, with its line.
-_FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)\n    (.+)')
+_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S.*)\n    (.+)$', re.MULTILINE)
 
 
 def write_report(record: RunRecord, path: str | os.PathLike[str]) -> None:
@@ -249,10 +249,14 @@ def _error(record: RunRecord) -> Markup | None:
 def _lines_of_user(trace: str) -> list[Markup]:
     """Return place and text of the innermost line of a traceback that belongs to no library, if it has one."""
     for path, number, function, code in reversed(_FRAME.findall(trace)):
-        if is_of_library(path) or "site-packages" in path:
+        is_installed = "site-packages" in path or "dist-packages" in path
+        if is_installed or is_of_library(path):
             continue
         place = f"{format_path(path)}, line {number}, in {function}"
-        return [tag("p", place, class_="place"), tag("pre", code)]
+        return [
+            tag("p", place, class_="place"),
+            tag("pre", code),
+        ]
     return []
 
 

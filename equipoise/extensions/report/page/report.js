@@ -130,6 +130,7 @@ function prepareChart(plot) {
     const at = (share) => (low + (high - low) * share - whole[0]) / (whole[1] - whole[0]);
     zoom(at(from), at(to));
   });
+  plot.addEventListener("pointercancel", () => { drag?.rect.remove(); drag = null; });
   plot.addEventListener("dblclick", () => zoom(0, 1));
   plot.addEventListener("pointermove", (event) => {
     if (drag) {

@@ -12,6 +12,8 @@ __all__ = ["Point", "Scale", "make_scale", "thin"]
 Point = tuple[float, float]
 
 # Larger values are cut to this one: the difference of two values must stay finite.
+# A range below is none: its parts would be zero.
+_LEAST = 1e-300
 _LARGEST = 1e300
 # Relative difference below which two values count as one.
 _SAME = 1e-9
@@ -99,7 +101,7 @@ def make_scale(
         low = min(low, 0.0)
         high = max(high, 0.0)
     magnitude = max(abs(low), abs(high))
-    if high - low <= _SAME * magnitude:
+    if high - low <= max(_SAME * magnitude, _LEAST):
         low, high = _widen(low, high, unit, from_zero=from_zero)
     # 3. The step follows from the values alone; the outermost ticks may lie in the air.
     step = _step((high - low) / most, unit)
@@ -122,9 +124,12 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 def _widen(low: float, high: float, unit: Unit, *, from_zero: bool) -> tuple[float, float]:
     """Return limits around a single value."""
     if from_zero:
-        return 0.0, high or 1.0
+        if high <= _LEAST:
+            high = 1.0
+        return 0.0, high
     if unit in ("step", "seconds"):
-        margin = 0.5
+        # Half a step is nothing beside very large ones.
+        margin = max(0.5, abs(high) * 1e-6)
     else:
         margin = max(abs(high) * 0.1, 1e-12)
     return low - margin, high + margin

@@ -295,7 +295,13 @@ def added_section(added: ReportSection) -> Markup:
     if added.lines:
         styles = cycle(f"s{number}" for number in range(6))
         lines = [Line(label=name, style=next(styles), points=points) for name, points in added.lines.items()]
-        figure = line_chart(f"{added.title} by step", lines, x="step", y="number", from_zero=True)
+        figure = line_chart(
+            f"{added.title} by step",
+            lines,
+            x="step",
+            y="number",
+            from_zero=True,
+        )
     return section(added.title, paragraph, rows, figure)
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 
@@ -12,25 +13,30 @@ __all__ = ["LIVE_FILE", "LiveValues"]
 
 LIVE_FILE = "live.jsonl"
 
-_MOST_LINES = 1000
+_MOST_LINES = 2000
+# Seconds between two writings of `run.json`, each of which takes some milliseconds.
+_INTERVAL = 2.0
+# A link that another user left under the name is not followed, where the system can tell.
+_FLAGS = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
 
 class LiveValues:
-    """Writes each value when it is recorded: a line with name, step, value, and seconds since the start of the fit.
+    """Writes values when they are recorded: a line for each, with name, step, value, and seconds since the fit's start.
 
-    A line costs some microseconds, and is written as often as loggers receive values. A file that cannot be written is
-    left alone: the run goes on without it.
+    Values that loggers receive together are written together, in about 30 microseconds. A file that cannot be written
+    is left alone: the run continues without it.
 
     Args:
         folder: The folder of `run.json`.
         clock: Start of the fit, as `monotonic` counted it.
-        write_whole: Writes `run.json`. Called after 1,000 lines, so that the file stays small.
+        write_whole: Writes `run.json`. Called after 2,000 lines, every two seconds at most, so that the file stays
+            small.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     live = LiveValues(Path(folder), monotonic(), lambda: None)
-        ...     live.add("loss", 9, 0.5)
+        ...     live.add(9, {"loss": 0.5})
         ...     (Path(folder) / "live.jsonl").read_text().split(",")[:3]
         ['["loss"', ' 9', ' 0.5']
     """
@@ -40,37 +46,47 @@ class LiveValues:
         self._clock = clock
         self._write_whole = write_whole
         self._lines = 0
+        self._cleared = 0.0
         self._is_broken = False
         self.clear()
 
-    def add(self, name: str, step: int, value: float) -> None:
-        """Append a value."""
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of a step."""
         if self._is_broken:
             return
-        seconds = round(monotonic() - self._clock, 3)
-        number = as_json(value)
-        line = json.dumps([name, step, number, seconds])
-        # The file is opened anew, so that nothing has to be closed where a run fails.
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                file.write(f"{line}\n".encode())
-        except OSError:
-            self._is_broken = True
-            return
-        self._lines += 1
-        if self._lines >= _MOST_LINES:
+        now = monotonic()
+        seconds = round(now - self._clock, 3)
+        lines = []
+        for name, value in values.items():
+            line = json.dumps([name, step, as_json(value), seconds])
+            lines.append(f"{line}\n")
+        text = "".join(lines)
+        self._write(text, os.O_APPEND)
+        self._lines += len(lines)
+        # Runs that log in each step would do nothing else.
+        is_time = now - self._cleared >= _INTERVAL
+        if is_time and self._lines >= _MOST_LINES:
             self._write_whole()
 
     def clear(self) -> None:
         """Forget the values: `run.json` has them."""
         self._lines = 0
-        try:
-            self._path.write_bytes(b"")
-        except OSError:
-            self._is_broken = True
+        self._cleared = monotonic()
+        self._write("", os.O_TRUNC)
 
     def remove(self) -> None:
         """Remove the file at the end of a fit."""
         self._is_broken = True
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+    def _write(self, text: str, flag: int) -> None:
+        # The file is opened anew, so that nothing has to be closed where a run fails.
+        try:
+            number = os.open(self._path, _FLAGS | flag, 0o666)
+            try:
+                os.write(number, text.encode())
+            finally:
+                os.close(number)
+        except OSError:
+            self._is_broken = True

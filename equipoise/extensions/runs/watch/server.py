@@ -1,10 +1,12 @@
 """WatchServer: a server of this machine alone, which answers questions for the page of runs and for reports."""
 
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+from equipoise.extensions.runs.watch.plain_files import read_below
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
 
 __all__ = ["WatchServer"]
@@ -21,6 +23,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+# Of a report, which has less than a megabyte.
+_MOST_BYTES = 2**26
 # A report is a file that anyone may have written: its scripts cannot read other pages of this server.
 _SANDBOX = {"Content-Security-Policy": "sandbox allow-scripts"}
 
@@ -63,7 +67,13 @@ class _Answer(BaseHTTPRequestHandler):
         if name not in _NAMES:
             self.send_error(HTTPStatus.FORBIDDEN, explain=f"Ask for {_HOST} or localhost.")
             return
-        page = self.server.runs.page()
+        try:
+            page = self.server.runs.page()
+        except Exception as error:
+            # One damaged run must not end the others in silence.
+            print(f"The page cannot be made: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
         path = urlsplit(self.path).path
         if path == "/":
             if self.headers.get("If-None-Match") == page.version:
@@ -71,11 +81,11 @@ class _Answer(BaseHTTPRequestHandler):
                 return
             self._answer(HTTPStatus.OK, page.html, {"ETag": page.version})
             return
-        report = page.reports.get(quote(unquote(path)))
+        report = page.reports.get(quote(unquote_to_bytes(path)))
         try:
             if report is None:
                 raise FileNotFoundError
-            html = report.read_bytes()
+            html = read_below(*report, _MOST_BYTES)
         except OSError:
             self.send_error(HTTPStatus.NOT_FOUND)
             return

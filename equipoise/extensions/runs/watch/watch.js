@@ -5,16 +5,22 @@
   word.setAttribute("role", "status");
   document.querySelector("header").append(word);
   let version = null;
+  // Whether a pointer is down, such as on a slider.
+  let isHeld = false;
+  addEventListener("pointerdown", () => { isHeld = true; });
+  for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => { isHeld = false; });
 
   function update(text) {
     const next = new DOMParser().parseFromString(text, "text/html");
     const within = () => [...document.querySelectorAll("main a, main button, main input")];
     const focused = within().indexOf(document.activeElement);
+    const scrolled = [...document.querySelectorAll(".scroll")].map((wide) => wide.scrollLeft);
     document.title = next.title;
     document.querySelector("h1").replaceWith(next.querySelector("h1"));
     document.querySelector("main").replaceWith(next.querySelector("main"));
     prepare(document);
     arrange();
+    document.querySelectorAll(".scroll").forEach((wide, index) => { wide.scrollLeft = scrolled[index] ?? 0; });
     if (focused >= 0) within()[focused]?.focus({ preventScroll: true });
   }
 
@@ -24,7 +30,8 @@
     try {
       const answer = await fetch("/", { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
       // A chart that is being read stays until the pointer leaves it.
-      const isRead = !tip.hidden || document.querySelector(".zoomed");
+      const zoomed = [...document.querySelectorAll(".zoomed")].some((plot) => plot.getClientRects().length);
+      const isRead = isHeld || !tip.hidden || zoomed;
       word.textContent = isRead ? "Paused while a chart is read." : "";
       if (answer.status === 200 && !isRead) {
         update(await answer.text());

@@ -27,12 +27,12 @@ class Page:
     Attributes:
         version: Changes when the content does.
         html: The page.
-        reports: Reports by the paths of the links to them.
+        reports: By the paths of links, a folder and the report below it.
     """
 
     version: str
     html: bytes
-    reports: dict[str, Path]
+    reports: dict[str, tuple[Path, Path]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class WatchedRuns:
         for run in runs:
             link = report_link(run, root)
             if run.report is not None and link is not None:
-                reports[f"/{link}"] = run.report
+                reports[f"/{link}"] = (root, Path(os.path.abspath(run.report)))
         html = text.encode(errors="replace")
         version = hashlib.sha256(html).hexdigest()
         return Page(f'"{version}"', html, reports)
@@ -131,7 +131,9 @@ class WatchedRuns:
 def _stamps_of(run_files: FoundRun) -> Sequence[object]:
     """Return what changes when a run writes."""
     stamps: list[object] = []
-    for name, path in run_files.files.items():
+    # The results of a sweep say how a job ended.
+    results = run_files.folder.parent / "results.csv"
+    for name, path in {**run_files.files, "results.csv": results}.items():
         try:
             status = path.stat()
         except OSError:

@@ -146,6 +146,11 @@ class TestPage:
         assert whole == trace.strip()
         assert "open" not in error.one("details").attributes
 
+    def test_a_traceback_within_a_message_takes_no_time(self):
+        frame = '  File "a", line 1, in ' + "x" * 20
+        trace = "ValueError: " + (frame * 1000)
+        assert sections(page(error=trace))["What went wrong"].one("p", "cause").text.startswith("ValueError")
+
     def test_a_huge_error_is_cut_in_its_middle(self):
         error = sections(page(error="first\n" + "x\n" * 200_000 + "last"))["What went wrong"].one("pre").text
         assert error.startswith("first\n")

@@ -1,0 +1,1 @@
+"""Context parallelism: the sequences of a batch are divided over the processes of a row."""

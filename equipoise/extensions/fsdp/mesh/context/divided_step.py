@@ -1,0 +1,217 @@
+"""A training step on the part of a batch that a process has, with the loss and the logged values of the whole."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from equipoise.errors import StepError
+from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
+from equipoise.extensions.fsdp.mesh.context.models import DividedModels
+from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
+from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
+from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.trainer.logging.entry import combined, reduction_name
+
+__all__ = ["DividedSequences", "DividedStep"]
+
+
+class DividedSequences:
+    """All that a process needs to compute parts of sequences, for the time of a run.
+
+    Args:
+        module: The user's module.
+        row: The processes that have parts of the same sequences.
+
+    Attributes:
+        module: The module.
+        row: The processes.
+    """
+
+    def __init__(self, module: nn.Module, row: SequenceRow) -> None:
+        self.module = module
+        self.row = row
+        self._draws = True
+        self._models = DividedModels(module, row)
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+
+    def close(self) -> None:
+        """Restore the module."""
+        self._models.close()
+
+    @contextmanager
+    def without_draws(self) -> Iterator[None]:
+        """Let no number be drawn for dropout in a `with` block."""
+        self._draws = False
+        try:
+            yield
+        finally:
+            self._draws = True
+
+    def num_updates(self) -> int:
+        """Return how often the metrics of the module have been updated."""
+        return sum(metric.update_count for metric in self._metrics)
+
+    @contextmanager
+    def mode(self) -> Iterator[RowMode]:
+        """Let the module compute parts of sequences in a `with` block of this thread."""
+        with self.row.divided(), self._models.attention, RowMode(self.row, draws=self._draws) as mode:
+            yield mode
+
+
+class DividedStep:
+    """A training step that divides the sequences of a batch. It has the methods of a `TrainingStep`.
+
+    Args:
+        step: The user's step.
+        sequences: Divides the sequences.
+    """
+
+    def __init__(self, step: TrainingStep, sequences: DividedSequences) -> None:
+        self._step = step
+        self._sequences = sequences
+        self._row = sequences.row
+        self._counts_labels = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def __call__(self, part: Any) -> StepResult:
+        """Run the step on the part of a batch that this process has. Logged values stay with the result.
+
+        Raises:
+            StepError: If the batch cannot be divided, or a metric has seen a part of it.
+        """
+        divided = divide(part, self._row, self._sequences.module)
+        num_updates = self._sequences.num_updates()
+        with self._sequences.mode() as mode:
+            result, logged = self._step.capture_logs(partial(self._step, divided))
+        if self._sequences.num_updates() != num_updates:
+            raise StepError(
+                "`training_step` has updated a metric, which has seen a part of each sequence. Under"
+                " FSDPStrategy(context=...) log numbers there, and update metrics in `validation_step`, where sequences"
+                " are whole."
+            )
+        self._counts_labels = mode.counts_labels
+        return result._replace(logged=logged)
+
+    def of_row(self, result: StepResult) -> StepResult:
+        """Return a result with the loss of the whole batch, the graph of the part, and the weight of the part.
+
+        What the parts have logged is logged as the values of the whole. All processes of the row call it together.
+
+        Args:
+            result: The result of this process.
+        """
+        device = torch.device("cpu")
+        if result.loss is not None:
+            device = result.loss.device
+            result = self._combine(result, result.loss)
+        self._step.log_together([result.logged], [1], device, original=_itself)
+        return result
+
+    def _combine(self, result: StepResult, loss: Tensor) -> Any:
+        """Return a result with the values of the whole batch, and the weight of the part."""
+        # 1. The share of this process in means, and its weight.
+        row = self._row
+        user_weight = _weight_of_user(result, loss.device)
+        share = torch.ones((), dtype=torch.float64, device=loss.device)
+        weight: Any = result.weight
+        if user_weight is None:
+            weight = weight / row.size
+        elif self._counts_labels:
+            # The labels of all parts count in each of them already.
+            weight = row.add_up(user_weight) / row.size
+        else:
+            weight = user_weight
+            share = user_weight
+
+        # 2. The values of all processes, in one exchange.
+        numbers = [share, loss.detach().double()]
+        for entry in result.logged:
+            value = entry.value.to(share)
+            size = torch.full_like(share, entry.batch_size or 0)
+            numbers += [value.sum(), size]
+        stacked = torch.stack(numbers)
+        of_all = row.of_all(stacked)
+        shares, losses, *columns = torch.stack(of_all, 1)
+
+        # 3. Those of the row. The loss keeps its graph.
+        logged = []
+        pairs = zip(result.logged, columns[::2], columns[1::2], strict=True)
+        for entry, values, sizes in pairs:
+            logged.append(_combined(entry, values, shares, sizes))
+        difference = _mean(losses, shares) - loss.detach()
+        loss = loss + difference.to(loss.dtype)
+        return result._replace(loss=loss, weight=weight, logged=logged)
+
+    def backward(self, result: StepResult) -> None:
+        """Run the backward of a result, with what is computed again in it; see `TrainingStep.backward`."""
+        with self._sequences.mode():
+            self._step.backward(result)
+
+    def backward_compared(self, result: StepResult) -> Tensor:
+        """Add the gradients of a result, whose sum over the row is that of the whole batch, and return its loss.
+
+        Args:
+            result: The result of this process.
+        """
+        assert result.loss is not None
+        result = self._combine(result, result.loss)
+        assert result.loss is not None
+        loss: Tensor = result.loss
+        weight = torch.as_tensor(result.weight)
+        weight = weight.to(loss.device, torch.float64)
+        share = weight / self._row.add_up(weight)
+        share = share.to(loss.dtype)
+        with self._sequences.mode():
+            run_backward_in_modes(loss, share)
+        return loss
+
+
+def _itself(metric: Any) -> Any:
+    # The module computes parts by itself, not a copy of it.
+    return metric
+
+
+def _weight_of_user(result: StepResult, device: torch.device) -> Tensor | None:
+    """Return the weight that the user has returned with the loss; None if there is none."""
+    if not isinstance(result.outputs, Mapping) or result.outputs.get("loss_weight") is None:
+        return None
+    # As a tensor, it may be 0 in one process: the others have gradients for its keys.
+    return torch.as_tensor(result.weight).to(device, torch.float64)
+
+
+def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any:
+    """Return a logged value of the whole batch.
+
+    Args:
+        logged: That of this process.
+        values: Those of all processes.
+        shares: Their shares in a mean.
+        sizes: The numbers of samples that they were logged with.
+    """
+    options = LogOptions(*logged.arguments)
+    reduction = reduction_name(options.reduce_fx)
+    if reduction == "mean":
+        value = _mean(values, shares)
+    else:
+        value = combined(values.unbind(), reduction)
+    if logged.value.is_floating_point():
+        value = value.to(logged.value.dtype)
+    if logged.batch_size is not None:
+        size = sizes.sum()
+        logged = logged._replace(batch_size=int(size))
+    return logged._replace(value=value)
+
+
+def _mean(values: Tensor, shares: Tensor) -> Tensor:
+    # A value without a share may be no number.
+    counted = torch.where(shares > 0, values * shares, 0.0)
+    return counted.sum() / shares.sum()

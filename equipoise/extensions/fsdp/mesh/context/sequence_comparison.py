@@ -1,0 +1,28 @@
+"""Parts of sequences compared with whole ones before the first step: the loss and all gradients of the first batch.
+
+What sees several positions without torch's attention computes another function on parts, without an error: attention
+that is written by hand, a convolution, positions that are counted from the length of the input.
+"""
+
+from typing import ClassVar
+
+from equipoise.extensions.fsdp.mesh.layer_comparison import Difference, LayerComparison
+
+__all__ = ["SequenceComparison"]
+
+
+class SequenceComparison(LayerComparison):
+    """Compares sequences that are divided over rows of processes with whole ones, once in a fit."""
+
+    parts: ClassVar[str] = "parts of sequences"
+    wholes: ClassVar[str] = "whole sequences"
+
+    def advice(self, loss: Difference, worst: Difference) -> str:
+        """Return what to do about parts that compute something else."""
+        return (
+            "Each process has some positions alone. Take positions from `position_ids` of the batch rather than from"
+            " the length of the input, shift labels in the data rather than in the step, and compute attention by"
+            " torch's `scaled_dot_product_attention` or `nn.MultiheadAttention`. Other layers that see several"
+            " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: leave"
+            " FSDPStrategy(context=...) out."
+        )

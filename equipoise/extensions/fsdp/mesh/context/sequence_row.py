@@ -1,0 +1,156 @@
+"""A row of processes over which sequences are divided, and the exchange of their parts.
+
+A sequence is cut into 2N pieces for N processes. Process r has the pieces r and 2N - 1 - r: under a causal mask early
+positions see few keys and late ones many, so all processes have equal work.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["SequenceRow"]
+
+
+class SequenceRow:
+    """The processes that have parts of the same sequences.
+
+    Args:
+        group: The processes, in the order of their parts.
+
+    Attributes:
+        group: The processes.
+        size: Their number.
+        place: The number of this process among them.
+        length: The number of positions of the sequences of the present batch. Default: 0, before the first one.
+        sequences: Numbers of the sequences that are packed into each sample; (samples, all positions). Default: None,
+            each sample is one.
+        is_divided: Whether this process computes a part of a batch now. Default: False.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.place = dist.get_rank(group)
+        self.length = 0
+        self.sequences: Tensor | None = None
+        self.is_divided = False
+
+    def begin(self, length: int) -> None:
+        """Begin a batch.
+
+        Args:
+            length: The number of positions of its sequences.
+        """
+        self.length = length
+        self.sequences = None
+
+    def pack(self, numbers: Tensor | None) -> None:
+        """Note which sequences the samples of the batch hold.
+
+        Args:
+            numbers: The number of the sequence at each position; (samples, all positions). None: each sample is one.
+        """
+        self.sequences = numbers
+
+    @contextmanager
+    def divided(self) -> Iterator[None]:
+        """Note that this process computes a part of a batch, in a `with` block."""
+        self.is_divided = True
+        try:
+            yield
+        finally:
+            self.is_divided = False
+
+    def __deepcopy__(self, memo: Any) -> "SequenceRow":
+        # A copy of a module has hooks that refer to it.
+        return self
+
+    @property
+    def part(self) -> int:
+        """The number of positions that each process has."""
+        return self.length // self.size
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """The numbers of the pieces of this process."""
+        return self.place, 2 * self.size - 1 - self.place
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions in the whole sequence that this process has."""
+        positions = torch.arange(self.length, device=device)
+        return self.own_part(positions, 0)
+
+    def own_part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the part of this process.
+
+        Args:
+            whole: A tensor with all positions.
+            dim: Their dimension.
+        """
+        pieces = whole.chunk(2 * self.size, dim)
+        return torch.cat([pieces[number] for number in self.pieces], dim)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return a tensor with all positions, in their order; all processes call it together.
+
+        Its gradient is the sum of the gradients of all processes.
+
+        Args:
+            part: The part of this process.
+            dim: The dimension of positions.
+        """
+        if part.dtype == torch.bool:
+            # Not every backend exchanges truth values.
+            return self.gather(part.to(torch.uint8), dim).bool()
+        gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def of_all(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all processes, without a graph."""
+        here = tensor.detach().contiguous()
+        gathered = [torch.empty_like(here) for _ in range(self.size)]
+        dist.all_gather(gathered, here, group=self.group)
+        return gathered
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes, without a graph."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def all_true(self, flags: Tensor) -> list[bool]:
+        """Return for each flag whether it is true in all processes."""
+        numbers = flags.to(torch.int32)
+        counts = self.add_up(numbers)
+        return [count == self.size for count in counts.tolist()]
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers the parts of all processes; the backward adds up their gradients, and returns the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, row: SequenceRow) -> Tensor:
+        ctx.place = (row, dim)
+        # Each process has a piece from the front and one from the back.
+        halves: list[Tensor] = []
+        for other in row.of_all(part):
+            halves.extend(other.chunk(2, dim))
+        # Those of the beginning ascend, and those of the end descend.
+        return torch.cat([*halves[::2], *halves[::-2]], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        row, dim = ctx.place
+        pieces = gradient.chunk(2 * row.size, dim)
+        pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
+        # The part of each process.
+        parts = [torch.cat(pair, dim) for pair in pairs]
+        summed = torch.empty_like(parts[0])
+        dist.reduce_scatter(summed, parts, group=row.group)
+        return summed, None, None

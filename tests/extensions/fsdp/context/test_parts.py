@@ -1,0 +1,136 @@
+"""The parts of sequences that processes have, the batches that are divided, and the options."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from equipoise import ConfigurationError, FSDPStrategy, StepError, Trainer
+from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
+from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
+from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
+from tests.extensions.fsdp.context.networks import Gpt, Task, samples
+from tests.extensions.fsdp.programs import fsdp, in_processes
+
+MODULE: Any = SimpleNamespace()
+
+
+def of_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def pieces() -> list[Any]:
+    """Return the positions of each process, a sequence that was gathered, and the gradient of its part."""
+    row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)
+    whole = torch.arange(24.0, dtype=torch.float64).view(2, 12)
+    divide(whole, row, MODULE)
+    part = row.own_part(whole, 1).requires_grad_()
+    gathered = row.gather(part, 1)
+    assert torch.equal(gathered, whole)
+    assert torch.equal(row.gather(part > 5, 1), whole > 5)
+    # Process r adds r + 1 times the whole.
+    (gathered * whole * (row.place + 1)).sum().backward()
+    assert part.grad is not None
+    assert torch.equal(part.grad, row.own_part(whole, 1) * sum(range(1, row.size + 1)))
+    return of_all(row.positions(torch.device("cpu")).tolist())
+
+
+def test_parts_come_from_both_ends() -> None:
+    assert in_processes(2, pieces) == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    assert in_processes(3, pieces) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+def losses() -> list[tuple[float, float]]:
+    """Return means over labels, of which one process has fewer or none, beside those of the whole."""
+    row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(1, 8, 5, generator=draw, dtype=torch.float64)
+    weight = torch.rand(5, generator=draw, dtype=torch.float64)
+    labels = torch.tensor([[-100, 1, -100, 4, 2, 0, -100, -100]])
+    nowhere = torch.tensor([[-100, -100, 1, 4, 2, 0, -100, -100]])
+    likely = logits.softmax(-1).roll(1, 1)
+    options: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (labels, {}),
+        (nowhere, {"label_smoothing": 0.2}),
+        (labels, {"weight": weight}),
+        (labels.clamp(min=0), {"ignore_index": 0}),
+        (likely, {}),
+    ]
+    found = []
+    for target, more in options:
+        expected = torch.nn.functional.cross_entropy(logits[0], target[0], **more)
+        here, there = divide({"input_ids": logits, "target": target}, row, MODULE).values()
+        here.requires_grad_()
+        with RowMode(row) as mode:
+            mean = torch.nn.functional.cross_entropy(here[0], there[0], **more)
+        assert mode.counts_labels
+        mean.backward()
+        assert here.grad is not None
+        assert here.grad.isfinite().all()
+        found.append((float(expected), float(row.add_up(mean)) / row.size))
+    return found
+
+
+def test_means_count_the_labels_of_all_processes() -> None:
+    for expected, mean in in_processes(2, losses):
+        assert mean == pytest.approx(expected, rel=1e-14)
+
+
+def errors() -> list[str]:
+    row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)
+    found = []
+    batches = [torch.ones(3), torch.ones(2, 6)]
+    for batch in batches:
+        with pytest.raises(StepError) as caught:
+            divide(batch, row, MODULE)
+        found.append(str(caught.value))
+    batch = {"a": torch.ones(4, 2), "b": torch.ones(2, 4), "c": [torch.ones(2, 4)]}
+    for dims in ({"a": 0, "b": 0}, {}, 1):
+        with pytest.raises(StepError) as caught:
+            divide(batch, row, SimpleNamespace(context_dims=lambda batch, dims=dims: dims))  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    divided = divide(batch, row, SimpleNamespace(context_dims=lambda batch: {"a": 0, "b": 1}))  # type: ignore[arg-type]
+    assert divided["a"].shape == (2, 2)
+    assert divided["b"].shape == (2, 2)
+    assert divided["c"][0].shape == (2, 4)
+    return found
+
+
+def test_batches_that_cannot_be_divided() -> None:
+    words = [
+        "no tensor of this one has two dimensions",
+        "Sequences of 6 positions are not divided evenly: with context=2 the length is a multiple of 4",
+        "divides 'b' along dimension 0, whose length is 2, but sequences have 4 positions",
+        "but {} came for a batch of type dict",
+        "but 1 came for a batch of type dict",
+    ]
+    for message, expected in zip(in_processes(2, errors), words, strict=True):
+        assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context": 0}, "context must be a whole number from 1, not 0"),
+        ({"context": "auto"}, "context must be a whole number from 1, not 'auto'"),
+        ({"context": True}, "context must be a whole number"),
+        ({"context": 2, "tensor": 2}, "context=2 and tensor=2 do not go together"),
+        ({"context": 2, "replicas": 2}, "context=2 and replicas=2 do not go together"),
+        ({"context": 2, "cpu_offload": True}, "context=2 and cpu_offload=True"),
+        ({"context": 2, "tensor_plan": {"up": "colwise"}}, "context=2 and tensor_plan="),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        FSDPStrategy(**options)
+
+
+def test_processes_that_do_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match="times context=3 is not the number of processes, 4"):
+        Trainer(strategy=fsdp(context=3), devices=["cpu"] * 4)
+    with pytest.raises(ConfigurationError, match="compile=True compiles blocks of the network, but strategy='fsdp'"):
+        Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, compile=True).fit(Task(Gpt()), samples(4))  # type: ignore[arg-type]
