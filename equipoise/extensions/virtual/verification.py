@@ -279,7 +279,8 @@ def _packed(parts: dict[int, Part]) -> bytes:
     for number, part in parts.items():
         structure, tensors = extract_tensors(part.batch)
         identities = [id(tensor) for tensor in tensors]
-        content[number] = (part._replace(batch=structure), identities, _memories_of(tensors))
+        memories = _memories_of(tensors)
+        content[number] = (part._replace(batch=structure), identities, memories)
     try:
         return dumps(content)
     except Exception as error:
@@ -294,12 +295,14 @@ def _memories_of(tensors: Sequence[Tensor]) -> list[_Memory]:
     plain = []
     memories = []
     for tensor in tensors:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()) and tensor.numel():
+        is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_marked = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+        if is_strided and not is_marked and tensor.numel():
             plain.append(tensor)
         else:
             copied = tensor.detach().to("cpu", copy=True)
-            memories.append(_Memory(copied, None, {id(tensor): None}))
+            memory = _Memory(copied, None, {id(tensor): None})
+            memories.append(memory)
     # In the order of their places, those that overlap follow each other.
     groups: list[list[Tensor]] = []
     storage: Any = None
@@ -312,7 +315,10 @@ def _memories_of(tensors: Sequence[Tensor]) -> list[_Memory]:
         groups[-1].append(tensor)
         storage = storage_of_tensor
         end = max(end, end_of_tensor)
-    return memories + [_memory_of(group) for group in groups]
+    for group in groups:
+        memory = _memory_of(group)
+        memories.append(memory)
+    return memories
 
 
 def _span(tensor: Tensor) -> tuple[Any, int, int]:
@@ -321,26 +327,44 @@ def _span(tensor: Tensor) -> tuple[Any, int, int]:
     for size, distance_in_memory in zip(tensor.shape, tensor.stride(), strict=True):
         length += (size - 1) * distance_in_memory
     storage = tensor.untyped_storage()
-    first = int(tensor.storage_offset()) * tensor.element_size()
-    return (str(tensor.device), storage.data_ptr(), len(storage)), first, first + length * tensor.element_size()
+    identity = (
+        str(tensor.device),
+        storage.data_ptr(),
+        len(storage),
+    )
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    end = first + length * size
+    return identity, first, end
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> _Memory:
     """Return the memory of tensors that overlap, of which the first one begins first."""
-    _, first, _ = _span(tensors[0])
+    first_tensor = tensors[0]
+    _, first, end = _span(first_tensor)
+    for tensor in tensors:
+        _, _, end_of_tensor = _span(tensor)
+        end = max(end, end_of_tensor)
     start = first // _ALIGNMENT * _ALIGNMENT
-    end = max(_span(tensor)[2] for tensor in tensors)
-    storage = tensors[0].untyped_storage()
-    content = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    storage = first_tensor.untyped_storage()
+    content = torch.empty(0, dtype=torch.uint8, device=first_tensor.device)
     content.set_(storage, start, (end - start,), (1,))
     # An element begins at a multiple of its size.
     size = max(tensor.element_size() for tensor in tensors)
     offset = storage.data_ptr() % _ALIGNMENT // size * size
     places = {}
     for tensor in tensors:
-        element = tensor.storage_offset() + (offset - start) // tensor.element_size()
-        places[id(tensor)] = (element, tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return _Memory(content.to("cpu", copy=True), offset, places)
+        moved_by = (offset - start) // tensor.element_size()
+        element = tensor.storage_offset() + moved_by
+        shape = tuple(tensor.shape)
+        places[id(tensor)] = (
+            element,
+            tensor.dtype,
+            shape,
+            tensor.stride(),
+        )
+    copied = content.to("cpu", copy=True)
+    return _Memory(copied, offset, places)
 
 
 def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
@@ -351,7 +375,8 @@ def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
         tensors: dict[int, Tensor] = {}
         for memory in memories:
             tensors |= _laid_out(memory, device)
-        batch = insert_tensors(batch, [tensors[identity] for identity in identities])
+        in_order = [tensors[identity] for identity in identities]
+        batch = insert_tensors(batch, in_order)
         parts[number] = part._replace(batch=batch)
     return parts
 
