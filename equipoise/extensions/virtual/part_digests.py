@@ -36,9 +36,17 @@ def _digest(tensor: Tensor) -> str:
         tensor = tensor.coalesce()
         parts = [tensor.indices(), tensor.values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        parts = [
+            tensor.crow_indices(),
+            tensor.col_indices(),
+            tensor.values(),
+        ]
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        parts = [
+            tensor.ccol_indices(),
+            tensor.row_indices(),
+            tensor.values(),
+        ]
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for part in parts:
         values = part.resolve_conj().resolve_neg()

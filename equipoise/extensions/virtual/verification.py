@@ -91,13 +91,7 @@ class VerifiedSteps(PartSteps):
         finally:
             self._originals = None
         of_all = self._processes.gather_objects(packed)
-        self._verify(
-            step,
-            of_all,
-            originals,
-            parameters,
-            buffers,
-        )
+        self._verify(step, of_all, originals, parameters, buffers)
         return outcome
 
     def _compute(self, step: TrainingStep, number: int, *arguments: Any, **options: Any) -> Any:
@@ -156,13 +150,7 @@ class VerifiedSteps(PartSteps):
         for number in sorted(first):
             different = [name for name, digest in first[number].items() if digest != second[number][name]]
             if different:
-                self._refuse(
-                    step,
-                    number,
-                    packed,
-                    different,
-                    *state,
-                )
+                self._refuse(step, number, packed, different, *state)
 
     def _repeats(
         self,
@@ -192,23 +180,13 @@ class VerifiedSteps(PartSteps):
             for part in copies:
                 buffers.restore()
                 with watched(self._module, is_on=bool(shown)) as events:
-                    result, _, gradients = super()._compute(
-                        step,
-                        number,
-                        part,
-                        parameters,
-                        is_first=False,
-                    )
+                    result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
                 results = self._results(result, gradients)
                 copied = {}
                 for name in shown:
                     tensor = results[name]
                     copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
-                repeat = _Repeat(
-                    digests_of(results),
-                    copied,
-                    events,
-                )
+                repeat = _Repeat(digests_of(results), copied, events)
                 repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
@@ -235,13 +213,7 @@ class VerifiedSteps(PartSteps):
             for _ in range(2):
                 parts = _unpacked(packed[rank], self._device)
                 copies.append(parts[number])
-            repeats = self._repeats(
-                step,
-                number,
-                copies,
-                *state,
-                shown=shown,
-            )
+            repeats = self._repeats(step, number, copies, *state, shown=shown)
         gathered = processes.gather_objects(repeats)
 
         # 2. One that differs from itself is named first.
@@ -307,7 +279,8 @@ def _packed(parts: dict[int, Part]) -> bytes:
     for number, part in parts.items():
         structure, tensors = extract_tensors(part.batch)
         identities = [id(tensor) for tensor in tensors]
-        content[number] = (part._replace(batch=structure), identities, _memories_of(tensors))
+        memories = _memories_of(tensors)
+        content[number] = (part._replace(batch=structure), identities, memories)
     try:
         return dumps(content)
     except Exception as error:
@@ -322,12 +295,14 @@ def _memories_of(tensors: Sequence[Tensor]) -> list[_Memory]:
     plain = []
     memories = []
     for tensor in tensors:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()) and tensor.numel():
+        is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_marked = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+        if is_strided and not is_marked and tensor.numel():
             plain.append(tensor)
         else:
             copied = tensor.detach().to("cpu", copy=True)
-            memories.append(_Memory(copied, None, {id(tensor): None}))
+            memory = _Memory(copied, None, {id(tensor): None})
+            memories.append(memory)
     # In the order of their places, those that overlap follow each other.
     groups: list[list[Tensor]] = []
     storage: Any = None
@@ -340,7 +315,10 @@ def _memories_of(tensors: Sequence[Tensor]) -> list[_Memory]:
         groups[-1].append(tensor)
         storage = storage_of_tensor
         end = max(end, end_of_tensor)
-    return memories + [_memory_of(group) for group in groups]
+    for group in groups:
+        memory = _memory_of(group)
+        memories.append(memory)
+    return memories
 
 
 def _span(tensor: Tensor) -> tuple[Any, int, int]:
@@ -349,40 +327,44 @@ def _span(tensor: Tensor) -> tuple[Any, int, int]:
     for size, distance_in_memory in zip(tensor.shape, tensor.stride(), strict=True):
         length += (size - 1) * distance_in_memory
     storage = tensor.untyped_storage()
-    first = int(tensor.storage_offset()) * tensor.element_size()
-    return (str(tensor.device), storage.data_ptr(), len(storage)), first, first + length * tensor.element_size()
+    identity = (
+        str(tensor.device),
+        storage.data_ptr(),
+        len(storage),
+    )
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    end = first + length * size
+    return identity, first, end
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> _Memory:
     """Return the memory of tensors that overlap, of which the first one begins first."""
-    _, first, _ = _span(tensors[0])
+    first_tensor = tensors[0]
+    _, first, end = _span(first_tensor)
+    for tensor in tensors:
+        _, _, end_of_tensor = _span(tensor)
+        end = max(end, end_of_tensor)
     start = first // _ALIGNMENT * _ALIGNMENT
-    end = max(_span(tensor)[2] for tensor in tensors)
-    storage = tensors[0].untyped_storage()
-    content = torch.empty(
-        0,
-        dtype=torch.uint8,
-        device=tensors[0].device,
-    )
-    content.set_(
-        storage,
-        start,
-        (end - start,),
-        (1,),
-    )
+    storage = first_tensor.untyped_storage()
+    content = torch.empty(0, dtype=torch.uint8, device=first_tensor.device)
+    content.set_(storage, start, (end - start,), (1,))
     # An element begins at a multiple of its size.
     size = max(tensor.element_size() for tensor in tensors)
     offset = storage.data_ptr() % _ALIGNMENT // size * size
     places = {}
     for tensor in tensors:
-        element = tensor.storage_offset() + (offset - start) // tensor.element_size()
+        moved_by = (offset - start) // tensor.element_size()
+        element = tensor.storage_offset() + moved_by
+        shape = tuple(tensor.shape)
         places[id(tensor)] = (
             element,
             tensor.dtype,
-            tuple(tensor.shape),
+            shape,
             tensor.stride(),
         )
-    return _Memory(content.to("cpu", copy=True), offset, places)
+    copied = content.to("cpu", copy=True)
+    return _Memory(copied, offset, places)
 
 
 def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
@@ -393,7 +375,8 @@ def _unpacked(packed: bytes, device: torch.device) -> dict[int, Part]:
         tensors: dict[int, Tensor] = {}
         for memory in memories:
             tensors |= _laid_out(memory, device)
-        batch = insert_tensors(batch, [tensors[identity] for identity in identities])
+        in_order = [tensors[identity] for identity in identities]
+        batch = insert_tensors(batch, in_order)
         parts[number] = part._replace(batch=batch)
     return parts
 
@@ -403,11 +386,7 @@ def _laid_out(memory: _Memory, device: torch.device) -> dict[int, Tensor]:
     content, offset, places = memory
     if offset is None:
         return dict.fromkeys(places, content.to(device))
-    fresh = torch.empty(
-        offset + len(content),
-        dtype=torch.uint8,
-        device=device,
-    )
+    fresh = torch.empty(offset + len(content), dtype=torch.uint8, device=device)
     fresh[offset:] = content
     tensors = {}
     for identity, (element, dtype, shape, stride) in places.items():
