@@ -28,7 +28,7 @@ _MOST_METRICS = 6
 _MOST_AXES = 6
 _MOST_RESULTS = 2
 _MOST_LINES = 800
-_MOST_POINTS = 36_000
+_MOST_POINTS = 30_000
 # Dots of a chart, if each point of its lines has one.
 _MOST_DOTS = 400
 _MOST_UNREADABLE = 50
@@ -117,7 +117,13 @@ def _sections_of_runs(runs: Sequence[Run], count: int, folder: Path) -> Iterator
     yield _curves_section("Curves by time", runs, drawn, "seconds")
 
     # 3. What differs, and the results.
-    coordinates = parallel_coordinates(runs, differing_keys(runs)[:_MOST_AXES], drawn[:_MOST_RESULTS], _colour)
+    keys = differing_keys(runs)
+    coordinates = parallel_coordinates(
+        runs,
+        keys[:_MOST_AXES],
+        drawn[:_MOST_RESULTS],
+        _colour,
+    )
     if coordinates is not None:
         yield section("Parallel coordinates", coordinates, note="a line for each run, through what differs")
 

@@ -13,7 +13,6 @@ from equipoise.formats import format_number
 
 __all__ = ["parallel_coordinates"]
 
-_MOST_AXES = 8
 _LONGEST_WORD = 18
 _LEAST_RUNS = 3
 # Pixels of the picture; across, axes stand at percentages of its width.
@@ -60,25 +59,41 @@ def parallel_coordinates(
         texts = [run.configuration.get(key) for run in runs]
         axes.append(_axis_of_texts(key, texts))
     for name in metrics:
-        best = [run.metrics[name].best if name in run.metrics else math.nan for run in runs]
-        axes.append(_axis_of_numbers(f"best {name}", best))
+        axes.append(_axis_of_metric(name, runs))
+    # A value that all runs share says nothing.
     drawn = [axis for axis in axes if axis is not None]
-    # The last ones are the results.
-    shown = drawn[:_MOST_AXES]
-    if len(shown) < 2:
+    if len(drawn) < 2:
         return None
-    return _picture(shown, len(runs), style)
+    return _picture(drawn, len(runs), style)
+
+
+def _axis_of_metric(name: str, runs: Sequence[Run]) -> _Axis | None:
+    """Return an axis of the best values of a metric."""
+    best = []
+    for run in runs:
+        value = math.nan
+        if name in run.metrics:
+            value = run.metrics[name].best
+        best.append(value)
+    return _axis_of_numbers(f"best {name}", best)
 
 
 def _axis_of_texts(name: str, texts: Sequence[str | None]) -> _Axis | None:
     """Return an axis of numbers, or of the texts in their order where one is no number."""
+    present = [text for text in texts if text is not None]
+    if len(set(present)) < 2:
+        return None
     try:
-        numbers = [math.nan if text is None else float(text) for text in texts]
+        numbers = [float(text or math.nan) for text in texts]
     except ValueError:
-        words = sorted({text for text in texts if text is not None})
-        places = {text: place for place, text in enumerate(words)}
-        last = max(1, len(words) - 1)
-        heights = [None if text is None else places[text] / last for text in texts]
+        # Words stand in their order.
+        words = sorted(set(present))
+        heights: list[float | None] = []
+        for text in texts:
+            height = None
+            if text is not None:
+                height = words.index(text) / (len(words) - 1)
+            heights.append(height)
         return _Axis(name, heights, words[0], words[-1])
     return _axis_of_numbers(name, numbers)
 
@@ -113,6 +128,7 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
         path = tag("path", d=_path(shares, heights))
         # The script of the page finds the lines of a run by the last class.
         lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))
+    # Only lines lie in the picture that is stretched.
     stretched = tag(
         "svg",
         *lines,
@@ -125,16 +141,37 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
     drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)
     title = tag("title", f"Parallel coordinates of {count} runs: {names}")
-    picture = tag("svg", title, *drawn, stretched, class_="parallel", role="img", width="100%", height=_HEIGHT)
+    picture = tag(
+        "svg",
+        title,
+        *drawn,
+        stretched,
+        class_="parallel",
+        role="img",
+        width="100%",
+        height=_HEIGHT,
+    )
     return tag("figure", picture, class_="chart")
 
 
 def _axis(axis: _Axis, share: float) -> Markup:
     x = f"{100 * share:.2f}%"
     line = tag("line", x1=x, x2=x, y1=_TOP, y2=_BOTTOM, class_="rule")
-    words = ((axis.name, 12, "name"), (axis.high, _TOP - 4, None), (axis.low, _BOTTOM + 14, None))
-    texts = [tag("text", _short(word), x=x, y=y, text_anchor="middle", class_=kind) for word, y, kind in words]
-    return join(line, *texts)
+    name = _word(axis.name, x, 12, "name")
+    high = _word(axis.high, x, _TOP - 4)
+    low = _word(axis.low, x, _BOTTOM + 14)
+    return join(line, name, high, low)
+
+
+def _word(text: str, x: str, y: int, style: str | None = None) -> Markup:
+    return tag(
+        "text",
+        _short(text),
+        x=x,
+        y=y,
+        text_anchor="middle",
+        class_=style,
+    )
 
 
 def _short(word: str) -> str:
