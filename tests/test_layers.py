@@ -51,6 +51,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "fsdp": {"planning"},
     "hogwild": set(),
     "leaks": set(),
+    "logged_images": {"report"},
     "pipeline": {"planning"},
     "planning": {"leaks", "quantization", "report"},
     "pool": set(),

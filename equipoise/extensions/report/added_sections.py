@@ -50,4 +50,5 @@ def _as_text(section: Any) -> ReportSection:
     lines = {}
     for name, points in section.lines.items():
         lines[str(name)] = [(float(x), float(y)) for x, y in points]
-    return ReportSection(str(section.title), str(section.text), table, lines)
+    images = {str(name): bytes(image) for name, image in section.images.items()}
+    return ReportSection(str(section.title), str(section.text), table, lines, images)

@@ -23,7 +23,7 @@ __all__ = [
 CHARACTER = 6.3
 
 # Elements without an end tag.
-_EMPTY = {"meta", "br"}
+_EMPTY = {"meta", "br", "img"}
 # Colours of a terminal.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Control characters other than tab and line feed, lone surrogates, and code points that are no characters.

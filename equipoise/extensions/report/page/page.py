@@ -138,6 +138,7 @@ def _head(title: str, style: Markup, script: Markup, *, asks_server: bool) -> Ma
     # Only this style and this script may run, whatever text came into the page.
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+        "; img-src data:"
     )
     if asks_server:
         policy += "; connect-src 'self'"

@@ -70,6 +70,7 @@ class ReportSection:
         text: A paragraph. Default: none.
         table: Rows of equal length below the paragraph, of which the first is the head. Default: no table.
         lines: Lines of a chart below the table, by name: values by step. Default: no chart.
+        images: Images below the chart, by name: the content of PNG, JPEG or GIF files. Default: none.
 
     Example:
         >>> ReportSection("Weather", table=[("Day", "Degrees"), ("Monday", "21")]).title
@@ -80,6 +81,7 @@ class ReportSection:
     text: str = ""
     table: Sequence[Sequence[str]] = ()
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

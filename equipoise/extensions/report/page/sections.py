@@ -1,5 +1,6 @@
 """Sections of a report, each with a text for missing data."""
 
+import base64
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,12 @@ _MARK_TEXT = 160
 _EVENT_TEXT = 2000
 _CONFIGURATION_LINE = 1000
 _CONFIGURATION_LINES = 1000
+# Images by the bytes with which they begin.
+_IMAGE_KINDS = {
+    b"\x89PNG": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"GIF8": "gif",
+}
 # Lines of a configuration that fit without scrolling.
 _SHORT_CONFIGURATION = 24
 
@@ -302,7 +309,21 @@ def added_section(added: ReportSection) -> Markup:
             y="number",
             from_zero=True,
         )
-    return section(added.title, paragraph, rows, figure)
+    pictures = None
+    if added.images:
+        drawn = [_picture(name, image) for name, image in added.images.items()]
+        pictures = tag("div", *drawn, class_="pictures")
+    return section(added.title, paragraph, rows, figure, pictures)
+
+
+def _picture(name: str, image: bytes) -> Markup | None:
+    """Return a figure of an image; None if it is none of the formats that every browser shows."""
+    for signature, kind in _IMAGE_KINDS.items():
+        if image.startswith(signature):
+            text = base64.b64encode(image).decode()
+            picture = tag("img", src=f"data:image/{kind};base64,{text}", alt=name)
+            return tag("figure", tag("figcaption", tag("h3", name)), picture, class_="chart")
+    return None
 
 
 def configuration_section(text: str) -> Markup | None:

@@ -1,0 +1,1 @@
+"""Images that a run has logged, in its report."""

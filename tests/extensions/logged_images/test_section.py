@@ -1,0 +1,91 @@
+"""Images that a run has logged to TensorBoard, in its report."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from equipoise import Callback, Trainer
+from equipoise.extensions.logged_images import section as section_module
+from equipoise.extensions.logged_images.section import section
+from equipoise.extensions.report import ReportSection
+from tests.extensions.report.page.test_page import page
+from tests.support.callback_runs import Small, loader
+
+pytest.importorskip("tensorboard")
+
+
+class LogsImages(Small):
+    """Logs an image in each validation, another one in each epoch."""
+
+    def on_validation_epoch_end(self) -> None:
+        image = torch.full((3, 4, 4), 0.1 * self.current_epoch)
+        self.logger.experiment.add_image("confusion <b>", image, self.global_step)
+
+    def on_train_end(self) -> None:
+        self.logger.experiment.add_image("noise", torch.rand(3, 64, 64))
+
+
+class Sections(Callback):
+    """Keeps the section as the report would have it."""
+
+    def __init__(self) -> None:
+        self.found: ReportSection | None = None
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found = section(trainer, pl_module)
+
+
+def fitted(folder: Path, logger: Any) -> ReportSection | None:
+    sections = Sections()
+    trainer = Trainer(
+        devices=["cpu"],
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=folder,
+        callbacks=[sections],
+    )
+    module = LogsImages() if isinstance(logger, TensorBoardLogger) else Small()
+    trainer.fit(module, loader(2, 2), loader(1, 2))
+    return sections.found
+
+
+def test_the_last_image_of_each_name_is_shown(tmp_path: Path):
+    found = fitted(tmp_path, TensorBoardLogger(tmp_path))
+    assert found is not None
+    assert list(found.images) == ["confusion <b>", "noise"]
+    pictures = parse_pictures(found)
+    assert [picture["alt"] for picture in pictures] == ["confusion <b>", "noise"]
+    kind, _, text = pictures[0]["src"].partition(",")
+    assert kind == "data:image/png;base64"
+    image = base64.b64decode(text)
+    assert image.startswith(b"\x89PNG")
+    assert image == found.images["confusion <b>"]
+
+
+def parse_pictures(found: ReportSection) -> list[dict[str, str]]:
+    return [element.attributes for element in page(sections=[found]).all("img")]
+
+
+def test_other_loggers_have_no_section(tmp_path: Path):
+    assert fitted(tmp_path, CSVLogger(tmp_path)) is None
+
+
+def test_what_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(section_module, "_MOST_BYTES", 1000)
+    found = fitted(tmp_path, TensorBoardLogger(tmp_path))
+    assert found is not None
+    assert list(found.images) == ["confusion <b>"]
+    assert found.text.endswith("Too many or too large for this page: 1; TensorBoard shows them.")
+
+
+def test_only_images_are_drawn():
+    found = ReportSection("Images", images={"script": b"<svg onload='alert(1)'>", "gif": b"GIF89a"})
+    assert [picture["alt"] for picture in parse_pictures(found)] == ["gif"]
