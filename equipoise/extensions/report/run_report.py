@@ -58,8 +58,7 @@ class RunReport(FitRecorder):
 
     `run.json` beside the page has the state, the curves and times of the run for programs, with the command, versions
     and the commit of the working folder; `equipoise runs` reads it. It is written when training begins, and with each
-    page. Between two of them, values are appended to `live.jsonl` in the moment in which loggers receive them, for
-    `equipoise watch`.
+    page. Between two of them, values are appended to `live.jsonl` when loggers receive them, for `equipoise watch`.
 
     Example:
         >>> from equipoise import RunReport, Trainer
@@ -191,8 +190,8 @@ class RunReport(FitRecorder):
 
     def _begin_live(self, trainer: Any, module: Any, fit: Fit) -> None:
         """Let values be appended to a file from now on."""
-        # Objects behind a URL cannot be appended to.
         folder = self._folder
+        # Objects behind a URL cannot be appended to.
         if not isinstance(folder, Path):
             return
 

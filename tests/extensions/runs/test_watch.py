@@ -24,6 +24,7 @@ from equipoise.extensions.report.run_file.live_values import LiveValues
 from equipoise.extensions.runs.found import FoundRun, find_runs
 from equipoise.extensions.runs.reading import read_run
 from equipoise.extensions.runs.run import Run
+from equipoise.extensions.runs.watch import plain_files
 from equipoise.extensions.runs.watch.command import watch
 from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
@@ -229,6 +230,16 @@ class TestServer:
         Path("outputs/one").rename("outputs/elsewhere")
         Path("outputs/one").symlink_to("../secret")
         assert ask(served, f"/{link}")[0] == 404
+
+    @pytest.mark.parametrize("folders", [[], [Path("outputs")], [Path("outputs/one"), Path("outputs/two")]])
+    def test_a_watched_folder_may_be_a_link(self, write_run: WriteRun, folders: list[Path]):
+        for name in ("one", "two"):
+            (write_run(name) / "report.html").write_text(name)
+        Path("outputs").rename("elsewhere")
+        Path("outputs").symlink_to("elsewhere")
+        reports = WatchedRuns(folders).page().reports.values()
+        contents = {plain_files.read_below(folder, path, 10) for folder, path in reports}
+        assert contents == {b"one", b"two"}
 
     def test_a_damaged_run_does_not_end_the_page(self, served: WatchServer):
         Path("outputs/two/live.jsonl").write_text('["x", 1e17, 1, 1]\n')

@@ -16,7 +16,7 @@ def read_below(folder: Path, path: Path, most: int) -> bytes:
     """Return the content of a file.
 
     Args:
-        folder: A folder above it, which may be a link itself.
+        folder: A folder above it, no link itself. Folders above this one are followed as usual.
         path: The file, with the folder's path at its beginning.
         most: Maximum number of bytes.
 
@@ -29,7 +29,7 @@ def read_below(folder: Path, path: Path, most: int) -> bytes:
     try:
         here = None
         if os.open in os.supports_dir_fd:
-            here = os.open(folder, os.O_RDONLY)
+            here = os.open(folder, os.O_RDONLY | _NO_LINK)
             opened.append(here)
             for parent in parents:
                 here = os.open(parent, os.O_RDONLY | _NO_LINK | _NO_WAIT, dir_fd=here)

@@ -63,6 +63,7 @@ class _Answer(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
+        """Answer with the page, or with a report to which it links."""
         name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if name not in _NAMES:
             self.send_error(HTTPStatus.FORBIDDEN, explain=f"Ask for {_HOST} or localhost.")

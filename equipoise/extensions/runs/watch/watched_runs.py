@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -27,7 +27,7 @@ class Page:
     Attributes:
         version: Changes when the content does.
         html: The page.
-        reports: By the paths of links, a folder and the report below it.
+        reports: By the paths of links, a watched folder and the report below it.
     """
 
     version: str
@@ -60,7 +60,8 @@ class WatchedRuns:
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = [Path(os.path.abspath(folder)) for folder in folders]
+        # Links among them are those of the user, and are followed once.
+        self._folders = _places_of(folders)
         # By the folders of runs.
         self._readings: dict[Path, _Reading] = {}
         self._page: Page | None = None
@@ -78,7 +79,10 @@ class WatchedRuns:
         # 1. Read what has changed.
         readings: list[_Reading] = []
         unreadable: list[Unreadable] = []
-        for result in find_runs(self._folders or folders_of((), "")):
+        folders = self._folders
+        if not folders:
+            folders = _places_of(folders_of((), ""))
+        for result in find_runs([*folders]):
             if isinstance(result, Unreadable):
                 unreadable.append(result)
                 continue
@@ -91,7 +95,7 @@ class WatchedRuns:
             return self._page
         # 2. Make the page.
         runs = [reading.run for reading in readings if reading.run is not None]
-        self._page = self._make_page(runs, unreadable)
+        self._page = _make_page(runs, unreadable, folders)
         self._parts = parts
         return self._page
 
@@ -106,26 +110,50 @@ class WatchedRuns:
         self._readings[run_files.folder] = reading
         return reading
 
-    def _make_page(self, runs: Sequence[Run], unreadable: Sequence[Unreadable]) -> Page:
-        # Links lead down from the folder that contains all others.
-        root = Path.cwd()
-        if self._folders:
-            root = Path(os.path.commonpath(self._folders))
-        text = runs_page(
-            sorted_runs(runs, None),
-            unreadable,
-            root,
-            time="The values of this moment",
-            script=Path(__file__).with_name("watch.js").read_text(encoding="utf-8"),
-        )
-        reports = {}
-        for run in runs:
-            link = report_link(run, root)
-            if run.report is not None and link is not None:
-                reports[f"/{link}"] = (root, Path(os.path.abspath(run.report)))
-        html = text.encode(errors="replace")
-        version = hashlib.sha256(html).hexdigest()
-        return Page(f'"{version}"', html, reports)
+
+def _places_of(folders: Sequence[Path]) -> dict[Path, Path]:
+    """Return where folders are, by their absolute paths."""
+    places = {}
+    for folder in folders:
+        path = os.path.abspath(folder)
+        places[Path(path)] = Path(os.path.realpath(path))
+    return places
+
+
+def _make_page(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Mapping[Path, Path]) -> Page:
+    """Return the page of runs below folders, which are given with their places."""
+    # 1. The page. Its links lead down from the folder that contains all others.
+    root = _common_root([*folders])
+    text = runs_page(
+        sorted_runs(runs, None),
+        unreadable,
+        root,
+        time="The values of this moment",
+        script=Path(__file__).with_name("watch.js").read_text(encoding="utf-8"),
+    )
+    # 2. The reports.
+    reports = {}
+    for run in runs:
+        link = report_link(run, root)
+        if run.report is None or link is None:
+            continue
+        for folder, place in folders.items():
+            if run.report.is_relative_to(folder):
+                reports[f"/{link}"] = (place, place / run.report.relative_to(folder))
+                break
+    html = text.encode(errors="replace")
+    version = hashlib.sha256(html).hexdigest()
+    return Page(f'"{version}"', html, reports)
+
+
+def _common_root(folders: Sequence[Path]) -> Path:
+    if not folders:
+        return Path.cwd()
+    try:
+        return Path(os.path.commonpath(folders))
+    except ValueError:
+        # Several drives of Windows; those of the others have no links.
+        return folders[0]
 
 
 def _stamps_of(run_files: FoundRun) -> Sequence[object]:
