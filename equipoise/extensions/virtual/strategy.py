@@ -206,7 +206,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         size_of = splitter.size if splitter.asks_module else None
         steps: Callable[..., PartSteps] = PartSteps
         if self.verify:
-            from equipoise.extensions.virtual.verification import VerifiedSteps
+            from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
 
             steps = partial(VerifiedSteps, self.verify)
         self._steps = steps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
