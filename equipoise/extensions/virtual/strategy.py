@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
-from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
-from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.extensions.virtual.parts.evaluation_rounds import EvaluationRounds
+from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
+from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
@@ -142,6 +142,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
         if not is_whole(verify, least=0):
             raise ConfigurationError(f"verify must be a number of steps, or 0 for none, not {verify!r}.")
+        # Options, as the user gave them.
         self.count = count
         self.shares = shares
         self.threads = threads
@@ -167,6 +168,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine; see `Strategy.connect`."""
         super().connect(devices, num_nodes)
+        # Each process has a part in each step that has enough samples.
         if self.processes.world_size > self.count:
             raise ConfigurationError(
                 f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from equipoise import VirtualDevicesStrategy
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.part_batches import Part
-from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.extensions.virtual.parts.part_batches import Part
+from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.extensions.virtual.verification.batch_copies import packed_parts, unpacked_parts
 from equipoise.extensions.virtual.verification.part_digests import digests_of
 from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps

@@ -8,7 +8,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.part_batches import Part
+from equipoise.extensions.virtual.parts.part_batches import Part
 from equipoise.parallel.payload.shared_payload import dumps, loads
 from equipoise.tree import extract_tensors, insert_tensors
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.gradient_tree import Gradients
-from equipoise.extensions.virtual.part_batches import Part
-from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.extensions.virtual.parts.gradient_tree import Gradients
+from equipoise.extensions.virtual.parts.part_batches import Part
+from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.extensions.virtual.verification.batch_copies import packed_parts, unpacked_parts
 from equipoise.extensions.virtual.verification.part_digests import (
     Digests,
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 class _Repeat(NamedTuple):
-    """What a part has computed once more.
+    """Results of a part that was computed once more.
 
     Attributes:
         digests: The digests.
@@ -134,6 +134,7 @@ class VerifiedSteps(PartSteps):
             state: The parameters with gradients, and the buffers at the step's beginning.
         """
         # 1. The parts of the next process.
+        # In a ring: a single process is its own next one.
         processes = self._processes
         next_rank = (processes.rank + 1) % processes.world_size
         received = unpacked_parts(packed[next_rank], self._device)
@@ -175,6 +176,7 @@ class VerifiedSteps(PartSteps):
             buffers: The buffers at the step's beginning.
             shown: Names of results that are returned as tensors, beside the events. Default: digests alone.
         """
+        # The backward of a part adds its weight to the window's.
         window = step.window
         assert window is not None
         sums = window.state_dict()
@@ -248,6 +250,7 @@ class VerifiedSteps(PartSteps):
 
 def _first_of_each_kind(different: Sequence[str]) -> list[str]:
     """Return the first gradient and the first buffer among results, and those of which there is one."""
+    # "the gradient of 'net.0.weight'" is of the kind "the gradient of ".
     firsts: dict[str, str] = {}
     for name in different:
         kind, _, _ = name.partition("'")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
-from equipoise.extensions.virtual.gradient_tree import Gradients, GradientTree, added, take_gradients
-from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Part, seed_generators
-from equipoise.extensions.virtual.refusals import checking_part
+from equipoise.extensions.virtual.parts.evaluation_rounds import logged_on_cpu
+from equipoise.extensions.virtual.parts.gradient_tree import Gradients, GradientTree, added, take_gradients
+from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
+from equipoise.extensions.virtual.parts.refusals import checking_part
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -27,7 +27,7 @@ __all__ = ["PartSteps"]
 
 
 class _PartReport(NamedTuple):
-    """What the other processes need to know of a part.
+    """Results of a part that the other processes need to know.
 
     Attributes:
         loss: The loss, on the CPU; None if the part has none.
@@ -110,9 +110,13 @@ class PartSteps:
         try:
             outputs, reports = self._run_parts(step, parts, parameters, buffers)
             exchanged = self._processes.gather_objects((self._tree.forms(), reports))
-            total = self._tree.total(parameters, [forms for forms, _ in exchanged])
-            reports = [report for _, of_process in exchanged for report in of_process]
-            result = self._merge(step, outputs, reports, weights_before)
+            all_forms = []
+            all_reports = []
+            for forms, reports_of_process in exchanged:
+                all_forms.append(forms)
+                all_reports.extend(reports_of_process)
+            total = self._tree.total(parameters, all_forms)
+            result = self._merge(step, outputs, all_reports, weights_before)
         except BaseException:
             # A checkpoint after an error holds the state before the batch.
             self._metrics.restore()
