@@ -13,6 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.virtual.parts.evaluation_rounds import EvaluationRounds
 from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
+from equipoise.extensions.virtual.parts.part_modules import PartModules
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
@@ -21,6 +22,7 @@ from equipoise.parallel.batches.shares import are_shares, even_sizes, sizes_by_s
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
@@ -98,7 +100,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
     Args:
         count: The number of virtual devices, at least as many as there are real ones. Default: 8.
         shares: A number for each device, relative to one another, by which the virtual devices are shared out; each
-            device has at least one. They change nothing in the results. Default: None, evenly.
+            device has at least one. They change nothing in the results. With `one_process` they may be set at any time,
+            also while training. Default: None, evenly.
+        one_process: Whether one process computes on all devices, with a copy of the module on each, as under
+            `strategy="dp"`. Default: False, a process for each device.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
             threads differ in their last bits. Default: 1.
         verify: Every so many steps, beginning with the first of a run, all parts are computed once more: by another
@@ -128,6 +133,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         *,
         count: int = 8,
         shares: Sequence[float] | None = None,
+        one_process: bool = False,
         threads: int = 1,
         verify: int = 0,
         timeout: float = 1800.0,
@@ -138,12 +144,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError(f"count must be a number of virtual devices, from 1, not {count!r}.")
         if not is_whole(threads, least=1):
             raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
-        if shares is not None and (not are_shares(shares) or min(shares) <= 0):
-            raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
         if not is_whole(verify, least=0):
             raise ConfigurationError(f"verify must be a number of steps, or 0 for none, not {verify!r}.")
         # Options, as the user gave them.
         self.count = count
+        self.one_process = one_process
+        self._shares: Sequence[float] | None = None
         self.shares = shares
         self.threads = threads
         self.verify = verify
@@ -166,21 +172,54 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return available[: self.count]
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Use one device for each process of this machine; see `Strategy.connect`."""
-        super().connect(devices, num_nodes)
-        # Each process has a part in each step that has enough samples.
-        if self.processes.world_size > self.count:
+        """Use one device for each process of this machine, or all in this process; see `Strategy.connect`."""
+        super().connect(devices[:1] if self.one_process else devices, num_nodes)
+        if self.one_process:
+            self.devices = tuple(devices)
+        # Each device has a part in each step that has enough samples.
+        if self._real_devices > self.count:
             raise ConfigurationError(
                 f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"
-                f" {self.processes.world_size} real ones. Raise `count`, or take fewer devices."
+                f" {self._real_devices} real ones. Raise `count`, or take fewer devices."
             )
-        if self.shares is not None and len(self.shares) != self.processes.world_size:
+        self._check_shares(self._shares)
+
+    @property
+    def _real_devices(self) -> int:
+        """The number of real devices of all processes; 0 as long as it is unknown."""
+        if self._group is None:
+            return 0
+        return self.processes.world_size * len(self.devices)
+
+    @property
+    def shares(self) -> Sequence[float] | None:
+        """The numbers by which the virtual devices are shared out; None: evenly."""
+        return self._shares
+
+    @shares.setter
+    def shares(self, shares: Any) -> None:
+        self._check_shares(shares)
+        if self._module is not None and not self.one_process:
             raise ConfigurationError(
-                f"shares={list(self.shares)!r} has {len(self.shares)} numbers for {self.processes.world_size} devices."
+                "The loaders of several processes read ahead for the shares at the beginning of a run. Set `shares`"
+                " between two runs, or take VirtualDevicesStrategy(one_process=True)."
+            )
+        self._shares = shares
+
+    def _check_shares(self, shares: Any) -> None:
+        if shares is None:
+            return
+        if not are_shares(shares) or min(shares) <= 0:
+            raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
+        if self._real_devices not in (0, len(shares)):
+            raise ConfigurationError(
+                f"shares={list(shares)!r} has {len(shares)} numbers for {self._real_devices} devices."
             )
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse manual optimisation and steps that pull batches; see `Strategy.check_module`."""
+        if len(self.devices) > 1:
+            check_replicable(module, self.devices)
         # The first call of a run in its process: layers that the module creates in it are initialised alike.
         if self._threads_before is None:
             self._threads_before = torch.get_num_threads()
@@ -202,8 +241,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         super().setup(module, precision)
         processes = self.processes
         splitter = Splitter(module)
-        device = self.root_device
-        metrics = MetricExchange(module)
+        modules = PartModules(module, self.devices)
+        metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
         steps: Callable[..., PartSteps] = PartSteps
@@ -211,8 +250,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
             from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
 
             steps = partial(VerifiedSteps, self.verify)
-        self._steps = steps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
-        self._rounds = EvaluationRounds(module, processes, device, splitter.size, metrics)
+        ranges = self._ranges_of_processes()
+        self._steps = steps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
+        self._rounds = EvaluationRounds(module, processes, self.root_device, splitter.size, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Refuse statistics over all processes; see `Strategy.share_batch_statistics`."""
@@ -242,13 +282,17 @@ class VirtualDevicesStrategy(ProcessStrategy):
             self._metrics = None
         super().teardown(error)
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def _ranges_of_processes(self) -> list[tuple[int, int]]:
         """Return the first part of each process and the part after its last one, by rank."""
-        processes = self.processes.world_size
-        numbers = even_sizes(self.count, processes)
+        return [(0, self.count)] if self.one_process else self._ranges()
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the first part of each device and the part after its last one."""
+        devices = self._real_devices
+        numbers = even_sizes(self.count, devices)
         if self.shares is not None:
             # Each device has one; the others are shared out.
-            further = sizes_by_shares(self.count - processes, self.shares)
+            further = sizes_by_shares(self.count - devices, self.shares)
             numbers = [1 + number for number in further]
         ranges = []
         first = 0
@@ -264,7 +308,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         processes = self.processes
         rank = processes.rank
         if stage == "train":
-            part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
+            part = part_loader(loader, self.count, self._ranges_of_processes(), rank, seed_of_order())
             return Shard(part, rank, processes.world_size, in_turn=False)
         is_known = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not is_known or loader.batch_sampler is None or has_distributed_sampler(loader):
@@ -282,12 +326,23 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if isinstance(batch, Parts):
             # Hooks of the transfer may draw, too.
             with isolated():
-                return _PlacedParts([self._placed(part, transfer) for part in batch])
+                return self._placed_parts(batch, transfer)
         return super().batch_to_devices(batch, self._rounds.drawing_alike(transfer))
 
-    def _placed(self, part: Part, transfer: Transfer) -> Part:
-        seed_generators("transfer", *part.key)
-        return part._replace(batch=transfer(part.batch, self.devices[0]))
+    def _placed_parts(self, parts: Parts, transfer: Transfer) -> _PlacedParts:
+        """Copy each part of this process to its device."""
+        places = [0] * len(parts)
+        if self.one_process:
+            places = []
+            for place, (first, end) in enumerate(self._ranges()):
+                places += [place] * (end - first)
+        placed = []
+        # A step with few samples may have fewer parts.
+        for part, place in zip(parts, places, strict=False):
+            seed_generators("transfer", *part.key)
+            batch = transfer(part.batch, self.devices[place])
+            placed.append(part._replace(batch=batch, place=place))
+        return _PlacedParts(placed)
 
     # Computation.
 
