@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +16,7 @@ from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
+from equipoise.extensions.virtual.parts.part_times import PartTimes
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
@@ -101,7 +103,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         count: The number of virtual devices, at least as many as there are real ones. Default: 8.
         shares: A number for each device, relative to one another, by which the virtual devices are shared out; each
             device has at least one. They change nothing in the results. With `one_process` they may be set at any time,
-            also while training. Default: None, evenly.
+            also while training, or be "auto": measured in the first steps, so that all devices finish together.
+            Default: None, evenly.
         one_process: Whether one process computes on all devices, with a copy of the module on each, as under
             `strategy="dp"`. Default: False, a process for each device.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
@@ -127,12 +130,13 @@ class VirtualDevicesStrategy(ProcessStrategy):
     # State of a run, once it is set up.
     _metrics: MetricExchange | None = None
     _threads_before: int | None = None
+    _modules: PartModules | None = None
 
     def __init__(
         self,
         *,
         count: int = 8,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Literal["auto"] | None = None,
         one_process: bool = False,
         threads: int = 1,
         verify: int = 0,
@@ -149,8 +153,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
         # Options, as the user gave them.
         self.count = count
         self.one_process = one_process
+        self.measures = shares == "auto"
+        if self.measures and not one_process:
+            raise ConfigurationError("shares='auto' measures the devices of one process: give one_process=True, too.")
         self._shares: Sequence[float] | None = None
-        self.shares = shares
+        if shares != "auto":
+            self.shares = shares
         self.threads = threads
         self.verify = verify
         # The weights of the parts of the present window, of all processes, in their order.
@@ -161,7 +169,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_threads_before"):
+        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before"):
             state.pop(name, None)
         return state
 
@@ -182,6 +190,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"
                 f" {self._real_devices} real ones. Raise `count`, or take fewer devices."
             )
+        if self.measures and self._shares is not None and len(self._shares) != self._real_devices:
+            # Measured in a run on other devices.
+            self._shares = None
         self._check_shares(self._shares)
 
     @property
@@ -205,6 +216,27 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 " between two runs, or take VirtualDevicesStrategy(one_process=True)."
             )
         self._shares = shares
+
+    def measure_again(self) -> None:
+        """Measure the devices in the next steps, for instance because other programs use them now.
+
+        Raises:
+            ConfigurationError: If there is no run, or shares are not "auto".
+        """
+        if not self.measures or self._modules is None:
+            raise ConfigurationError("Devices are measured in a run, if shares are 'auto'.")
+        self._modules.times = PartTimes(self.devices)
+
+    def _use_measured_shares(self, modules: PartModules) -> None:
+        """Share out the virtual devices anew, once they were measured."""
+        assert modules.times is not None
+        shares = modules.times.end_step(self.count)
+        if shares is None:
+            return
+        modules.times = None
+        self._shares = shares
+        devices = ", ".join(map(str, self.devices))
+        rank_zero_info(f"Measured shares of {devices}: shares={shares} pins them.")
 
     def _check_shares(self, shares: Any) -> None:
         if shares is None:
@@ -242,6 +274,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         processes = self.processes
         splitter = Splitter(module)
         modules = PartModules(module, self.devices)
+        self._modules = modules
+        if self.measures and self._shares is None and len(self.devices) > 1:
+            self.measure_again()
         metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
@@ -280,6 +315,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._modules = None
         super().teardown(error)
 
     def _ranges_of_processes(self) -> list[tuple[int, int]]:
@@ -291,9 +327,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
         devices = self._real_devices
         numbers = even_sizes(self.count, devices)
         if self.shares is not None:
-            # Each device has one; the others are shared out.
-            further = sizes_by_shares(self.count - devices, self.shares)
-            numbers = [1 + number for number in further]
+            numbers = sizes_by_shares(self.count, self.shares)
+            # Each device has one.
+            while 0 in numbers:
+                numbers[numbers.index(max(numbers))] -= 1
+                numbers[numbers.index(0)] += 1
         ranges = []
         first = 0
         for number in numbers:
@@ -359,6 +397,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
             )
         result = self._steps.run(step, parts.parts if isinstance(parts, _PlacedParts) else ())
         self._window_is_open = True
+        if self._modules is not None and self._modules.times is not None:
+            self._use_measured_shares(self._modules)
         return result
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:

@@ -220,7 +220,7 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
     numbers = torch.arange(40.0)
     tensors = [numbers[3:7], numbers.view(5, 8)[1:, 2:5], numbers[2].expand(3, 4), numbers[5], numbers[:0]]
     tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
-    parts = unpacked_parts(packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), torch.device("cpu"))
+    parts = unpacked_parts(packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), [torch.device("cpu")])
     batch = parts[6].batch
     assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",))
     for tensor, copied in zip(tensors, batch["x"], strict=True):
@@ -244,7 +244,7 @@ def test_copies_overlap_as_their_tensors() -> None:
     ]
     content = packed_parts({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)})
     assert len(content) < 4000
-    first, second, far, one, real, raw, again, same, _ = unpacked_parts(content, torch.device("cpu"))[0].batch
+    first, second, far, one, real, raw, again, same, _ = unpacked_parts(content, [torch.device("cpu")])[0].batch
     assert same is second
     second[0] = 1
     assert first.tolist() == again.tolist() == [0, 1, 0]

@@ -1,12 +1,13 @@
 """The module on each device of a process; one of them computes a part."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
+from equipoise.extensions.virtual.parts.part_times import PartTimes
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.replicas import Replicas
 
@@ -19,10 +20,14 @@ class PartModules:
     Args:
         module: The user's module, on the first device.
         devices: The devices of this process.
+
+    Attributes:
+        times: Measures the parts; None: nothing is measured.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        self.times: PartTimes | None = None
         self._module = module
         # Gradients of a part arrive at the parameters of the module, whichever device has computed it.
         self._replicas = Replicas(module, devices, always_connected=True)
@@ -41,14 +46,15 @@ class PartModules:
         Yields:
             The module on that device, with the parameters and buffers that the user's module has now.
         """
-        if not place:
-            yield self._module
-            return
-        places = (place,)
-        with on_device(self.devices[place]), computing_on(place):
-            self._replicas.refresh(places)
-            with self._replicas.connected(places):
-                yield self._replicas[place]
+        with nullcontext() if self.times is None else self.times.measured(place):
+            if not place:
+                yield self._module
+                return
+            places = (place,)
+            with on_device(self.devices[place]), computing_on(place):
+                self._replicas.refresh(places)
+                with self._replicas.connected(places):
+                    yield self._replicas[place]
 
     def metrics_of(self, place: int, metrics: Sequence[Metric]) -> list[Metric]:
         """Return the copies of metrics that the module on a device has.

@@ -1,7 +1,8 @@
 """A proof in the run: parts of a step are computed once more in another place, and compared bit for bit.
 
-Each process computes the parts of the next one, too; a single process computes its own once more. Digests are
-exchanged. Where they differ, both places compute the part again with hooks on all modules, to say where it begins.
+Each process computes the parts of the next one, too. A single process computes its own once more, those of each device
+on the next one. Digests are exchanged. Where they differ, both places compute the part again with hooks on all modules,
+to say where it begins.
 """
 
 from collections.abc import Sequence
@@ -43,11 +44,13 @@ class _Repeat(NamedTuple):
         digests: The digests.
         shown: The tensors that were asked for, on the CPU.
         events: What was between modules.
+        place: Index of the device that has computed it, among those of its process.
     """
 
     digests: Digests
     shown: dict[str, Tensor | None]
     events: list[Event]
+    place: int
 
 
 class VerifiedSteps(PartSteps):
@@ -97,24 +100,24 @@ class VerifiedSteps(PartSteps):
         self._verify(step, of_all, originals, parameters, buffers)
         return outcome
 
-    def _compute(self, step: TrainingStep, number: int, *arguments: Any, **options: Any) -> Any:
+    def _compute(self, step: TrainingStep, number: int, part: Part, *arguments: Any, **options: Any) -> Any:
         """Compute a part, and note digests of its results; see `PartSteps`."""
-        computed = super()._compute(step, number, *arguments, **options)
+        computed = super()._compute(step, number, part, *arguments, **options)
         if self._originals is not None:
             result, _, gradients = computed
-            results = self._results(result, gradients)
+            results = self._results(result, gradients, part.place)
             self._originals[number] = digests_of(results)
         return computed
 
-    def _results(self, result: StepResult, gradients: Gradients) -> dict[str, Tensor | None]:
-        """Return the results of a part, by what they are."""
+    def _results(self, result: StepResult, gradients: Gradients, place: int) -> dict[str, Tensor | None]:
+        """Return the results of a part that a device has computed, by what they are."""
         results = {
             "the loss": result.loss,
             "the weight of the loss": torch.tensor(result.weight, dtype=torch.float64),
         }
         for name, gradient in zip(self._trained, gradients, strict=True):
             results[f"the gradient of {name!r}"] = gradient
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self._modules.module_of(place).named_buffers():
             results[f"the buffer {name!r}"] = buffer
         return results
 
@@ -137,7 +140,7 @@ class VerifiedSteps(PartSteps):
         # In a ring: a single process is its own next one.
         processes = self._processes
         next_rank = (processes.rank + 1) % processes.world_size
-        received = unpacked_parts(packed[next_rank], self._device)
+        received = unpacked_parts(packed[next_rank], self._modules.devices, moved_by=1)
         repeats = {}
         for number, part in received.items():
             (repeat,) = self._repeats(step, number, [part], *state)
@@ -186,12 +189,15 @@ class VerifiedSteps(PartSteps):
                 buffers.restore()
                 with watched(self._module, is_on=bool(shown)) as events:
                     result, _, gradients = super()._compute(step, number, part, parameters, is_first=False)
-                results = self._results(result, gradients)
+                results = self._results(result, gradients, part.place)
+                if part.place:
+                    # Metrics of a copy are as new for the next part; those of the module are restored below.
+                    self._metrics.take(part.place)
                 copied = {}
                 for name in shown:
                     tensor = results[name]
                     copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
-                repeat = _Repeat(digests_of(results), copied, events)
+                repeat = _Repeat(digests_of(results), copied, events, part.place)
                 repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
@@ -205,30 +211,35 @@ class VerifiedSteps(PartSteps):
         *state: Any,
     ) -> None:
         """Compute a part twice more in both places, and raise the error that says where it differs."""
-        # 1. Both places; a single process is both.
+        # 1. Both places; a single process is both, with one device or two.
         processes = self._processes
         rank = 0
         while number >= self._ranges[rank][1]:
             rank += 1
-        other_rank = (rank - 1) % processes.world_size
+        ranks = (rank, (rank - 1) % processes.world_size)
         shown = _first_of_each_kind(different)
         repeats: list[_Repeat] = []
-        if processes.rank in (rank, other_rank):
-            copies = []
-            for _ in range(2):
-                parts = unpacked_parts(packed[rank], self._device)
-                copies.append(parts[number])
-            repeats = self._repeats(step, number, copies, *state, shown=shown)
+        for moved_by, rank_of_place in enumerate(ranks):
+            if processes.rank == rank_of_place:
+                copies = []
+                for _ in range(2):
+                    parts = unpacked_parts(packed[rank], self._modules.devices, moved_by=moved_by)
+                    copies.append(parts[number])
+                repeats += self._repeats(step, number, copies, *state, shown=shown)
         gathered = processes.gather_objects(repeats)
+        first = gathered[ranks[0]][:2]
+        second = gathered[ranks[1]][-2:]
 
         # 2. One that differs from itself is named first.
+        place = self._place_name(ranks[0], first[0].place)
+        other_place = self._place_name(ranks[1], second[0].place)
         pairs = {
-            f"twice in process {rank}": gathered[rank],
-            f"twice in process {other_rank}": gathered[other_rank],
+            f"twice {place}": first,
+            f"twice {other_place}": second,
         }
-        if rank != other_rank:
-            across = [gathered[rank][0], gathered[other_rank][0]]
-            pairs[f"in process {rank} and in process {other_rank}"] = across
+        if place != other_place:
+            across = [first[0], second[0]]
+            pairs[f"{place} and {other_place}"] = across
         places = ""
         for key in reversed(pairs):
             one, other = pairs[key]
@@ -241,11 +252,17 @@ class VerifiedSteps(PartSteps):
         for name in shown:
             amount = distance(one.shown[name], other.shown[name])
             amounts.append(f"{name} ({amount})")
-        place = first_difference(one.events, other.events)
+        difference = first_difference(one.events, other.events)
         raise StepError(
             f"Part {number} of batch {step.batch_idx} of epoch {self._epoch()}, all counted from 0, has other bits when"
-            f" it is computed {places}: {', '.join(amounts)}. {place} {_ADVICE}"
+            f" it is computed {places}: {', '.join(amounts)}. {difference} {_ADVICE}"
         )
+
+    def _place_name(self, rank: int, place: int) -> str:
+        """Return the name of a process, or of a device of a process that has several, as the end of a phrase."""
+        if len(self._modules.devices) == 1:
+            return f"in process {rank}"
+        return f"on device {place} ({self._modules.devices[place]})"
 
 
 def _first_of_each_kind(different: Sequence[str]) -> list[str]:
