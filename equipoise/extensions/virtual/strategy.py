@@ -15,12 +15,11 @@ from equipoise.extensions.virtual.parts.evaluation_rounds import EvaluationRound
 from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
+from equipoise.extensions.virtual.parts.part_shares import PartShares
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
-from equipoise.extensions.virtual.parts.part_times import PartTimes
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
-from equipoise.parallel.batches.shares import are_shares, even_sizes, sizes_by_shares
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.tensor_copies import copy_from_first
@@ -153,12 +152,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         # Options, as the user gave them.
         self.count = count
         self.one_process = one_process
-        self.measures = shares == "auto"
-        if self.measures and not one_process:
+        if shares == "auto" and not one_process:
             raise ConfigurationError("shares='auto' measures the devices of one process: give one_process=True, too.")
-        self._shares: Sequence[float] | None = None
-        if shares != "auto":
-            self.shares = shares
+        self._part_shares = PartShares(count, shares)
         self.threads = threads
         self.verify = verify
         # The weights of the parts of the present window, of all processes, in their order.
@@ -181,41 +177,26 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine, or all in this process; see `Strategy.connect`."""
-        super().connect(devices[:1] if self.one_process else devices, num_nodes)
         if self.one_process:
+            super().connect(devices[:1], num_nodes)
             self.devices = tuple(devices)
-        # Each device has a part in each step that has enough samples.
-        if self._real_devices > self.count:
-            raise ConfigurationError(
-                f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"
-                f" {self._real_devices} real ones. Raise `count`, or take fewer devices."
-            )
-        if self.measures and self._shares is not None and len(self._shares) != self._real_devices:
-            # Measured in a run on other devices.
-            self._shares = None
-        self._check_shares(self._shares)
-
-    @property
-    def _real_devices(self) -> int:
-        """The number of real devices of all processes; 0 as long as it is unknown."""
-        if self._group is None:
-            return 0
-        return self.processes.world_size * len(self.devices)
+        else:
+            super().connect(devices, num_nodes)
+        self._part_shares.connect(self.processes.world_size * len(self.devices))
 
     @property
     def shares(self) -> Sequence[float] | None:
-        """The numbers by which the virtual devices are shared out; None: evenly."""
-        return self._shares
+        """The numbers by which the virtual devices are shared out; None: evenly, or not measured yet."""
+        return self._part_shares.numbers
 
     @shares.setter
     def shares(self, shares: Any) -> None:
-        self._check_shares(shares)
         if self._module is not None and not self.one_process:
             raise ConfigurationError(
                 "The loaders of several processes read ahead for the shares at the beginning of a run. Set `shares`"
                 " between two runs, or take VirtualDevicesStrategy(one_process=True)."
             )
-        self._shares = shares
+        self._part_shares.use(shares)
 
     def measure_again(self) -> None:
         """Measure the devices in the next steps, for instance because other programs use them now.
@@ -223,30 +204,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         Raises:
             ConfigurationError: If there is no run, or shares are not "auto".
         """
-        if not self.measures or self._modules is None:
+        if not self._part_shares.measures or self._modules is None:
             raise ConfigurationError("Devices are measured in a run, if shares are 'auto'.")
-        self._modules.times = PartTimes(self.devices)
-
-    def _use_measured_shares(self, modules: PartModules) -> None:
-        """Share out the virtual devices anew, once they were measured."""
-        assert modules.times is not None
-        shares = modules.times.end_step(self.count)
-        if shares is None:
-            return
-        modules.times = None
-        self._shares = shares
-        devices = ", ".join(map(str, self.devices))
-        rank_zero_info(f"Measured shares of {devices}: shares={shares} pins them.")
-
-    def _check_shares(self, shares: Any) -> None:
-        if shares is None:
-            return
-        if not are_shares(shares) or min(shares) <= 0:
-            raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
-        if self._real_devices not in (0, len(shares)):
-            raise ConfigurationError(
-                f"shares={list(shares)!r} has {len(shares)} numbers for {self._real_devices} devices."
-            )
+        self._modules.measure()
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse manual optimisation and steps that pull batches; see `Strategy.check_module`."""
@@ -275,11 +235,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
         splitter = Splitter(module)
         modules = PartModules(module, self.devices)
         self._modules = modules
-        if self.measures and self._shares is None and len(self.devices) > 1:
-            self.measure_again()
+        if self._part_shares.measures and self.shares is None:
+            modules.measure()
         metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
+        # The verification is loaded where it is used.
         steps: Callable[..., PartSteps] = PartSteps
         if self.verify:
             from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
@@ -320,24 +281,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def _ranges_of_processes(self) -> list[tuple[int, int]]:
         """Return the first part of each process and the part after its last one, by rank."""
-        return [(0, self.count)] if self.one_process else self._ranges()
-
-    def _ranges(self) -> list[tuple[int, int]]:
-        """Return the first part of each device and the part after its last one."""
-        devices = self._real_devices
-        numbers = even_sizes(self.count, devices)
-        if self.shares is not None:
-            numbers = sizes_by_shares(self.count, self.shares)
-            # Each device has one.
-            while 0 in numbers:
-                numbers[numbers.index(max(numbers))] -= 1
-                numbers[numbers.index(0)] += 1
-        ranges = []
-        first = 0
-        for number in numbers:
-            ranges.append((first, first + number))
-            first += number
-        return ranges
+        if self.one_process:
+            return [(0, self.count)]
+        return self._part_shares.ranges()
 
     # Data.
 
@@ -369,11 +315,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     def _placed_parts(self, parts: Parts, transfer: Transfer) -> _PlacedParts:
         """Copy each part of this process to its device."""
+        # Shares of devices may have changed since the last step, those of processes not.
         places = [0] * len(parts)
         if self.one_process:
-            places = []
-            for place, (first, end) in enumerate(self._ranges()):
-                places += [place] * (end - first)
+            places = self._part_shares.places()
         placed = []
         # A step with few samples may have fewer parts.
         for part, place in zip(parts, places, strict=False):
@@ -397,9 +342,16 @@ class VirtualDevicesStrategy(ProcessStrategy):
             )
         result = self._steps.run(step, parts.parts if isinstance(parts, _PlacedParts) else ())
         self._window_is_open = True
-        if self._modules is not None and self._modules.times is not None:
-            self._use_measured_shares(self._modules)
+        self._use_measured_shares()
         return result
+
+    def _use_measured_shares(self) -> None:
+        assert self._modules is not None
+        shares = self._modules.measured_shares(self.count)
+        if shares is not None:
+            self._part_shares.use(shares)
+            devices = ", ".join(map(str, self.devices))
+            rank_zero_info(f"Measured shares of {devices}: shares={shares} pins them.")
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
@@ -413,8 +365,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return _WholeWindow(is_open, self._own_state, self._load_own_state)
 
     def _own_state(self) -> dict[str, Any]:
-        weights = self._weights if self._window_is_open else ()
-        return {"virtual_devices": self.count, "seed": seed_of_order(), "weights": list(weights)}
+        # Those of the last window have done their work.
+        weights: list[int | float] = []
+        if self._window_is_open:
+            weights = list(self._weights)
+        return {"virtual_devices": self.count, "seed": seed_of_order(), "weights": weights}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         # Other strategies have states of their own.

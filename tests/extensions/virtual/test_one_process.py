@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise import VirtualDevicesStrategy
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.parts.part_times import PartTimes
+from equipoise.extensions.virtual.parts.part_shares import PartTimes
 from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import Averaging, Sparse
 from tests.extensions.virtual.test_strategy import (
@@ -184,4 +184,5 @@ def test_what_is_refused() -> None:
     refuses(lambda: VirtualDevicesStrategy(shares="auto"), "give one_process=True")
     refuses(lambda: run(Noisy, 2, one_process=True, shares=[1, 2, 3]), "3 numbers for 2 devices")
     refuses(lambda: run(Noisy, 3, one_process=True, count=2), "count=2", "3 real ones")
-    refuses(lambda: run(Noisy, 1, callbacks=[OtherShares(1)]), "3 numbers for 1 devices")
+    refuses(lambda: run(Noisy, 2, one_process=True, callbacks=[OtherShares(1)]), "3 numbers for 2 devices")
+    refuses(lambda: run(Noisy, 1, callbacks=[OtherShares(1)]), "Set `shares` between two runs")

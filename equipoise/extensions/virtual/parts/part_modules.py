@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from equipoise.extensions.virtual.parts.part_times import PartTimes
+from equipoise.extensions.virtual.parts.part_shares import PartTimes
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.replicas import Replicas
 
@@ -20,17 +20,31 @@ class PartModules:
     Args:
         module: The user's module, on the first device.
         devices: The devices of this process.
-
-    Attributes:
-        times: Measures the parts; None: nothing is measured.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self.times: PartTimes | None = None
+        self._times: PartTimes | None = None
         self._module = module
         # Gradients of a part arrive at the parameters of the module, whichever device has computed it.
         self._replicas = Replicas(module, devices, always_connected=True)
+
+    def measure(self) -> None:
+        """Measure the parts of the next steps."""
+        self._times = PartTimes(self.devices)
+
+    def measured_shares(self, count: int) -> list[int] | None:
+        """Return the number of parts of each device at the end of a measurement, else None.
+
+        Args:
+            count: The number of parts of the step that ends.
+        """
+        if self._times is None:
+            return None
+        shares = self._times.end_step(count)
+        if shares is not None:
+            self._times = None
+        return shares
 
     def begin_step(self) -> None:
         """Note that tensors may have changed since the last step, as through `.data`."""
@@ -46,7 +60,7 @@ class PartModules:
         Yields:
             The module on that device, with the parameters and buffers that the user's module has now.
         """
-        with nullcontext() if self.times is None else self.times.measured(place):
+        with nullcontext() if self._times is None else self._times.measured(place):
             if not place:
                 yield self._module
                 return

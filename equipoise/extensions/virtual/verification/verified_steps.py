@@ -44,13 +44,13 @@ class _Repeat(NamedTuple):
         digests: The digests.
         shown: The tensors that were asked for, on the CPU.
         events: What was between modules.
-        place: Index of the device that has computed it, among those of its process.
+        place: Name of the process or of the device that has computed it.
     """
 
     digests: Digests
     shown: dict[str, Tensor | None]
     events: list[Event]
-    place: int
+    place: str
 
 
 class VerifiedSteps(PartSteps):
@@ -197,7 +197,9 @@ class VerifiedSteps(PartSteps):
                 for name in shown:
                     tensor = results[name]
                     copied[name] = None if tensor is None else tensor.detach().to("cpu", copy=True)
-                repeat = _Repeat(digests_of(results), copied, events, part.place)
+                digests = digests_of(results)
+                place = self._place_name(part.place)
+                repeat = _Repeat(digests, copied, events, place)
                 repeats.append(repeat)
         window.load_state_dict(sums)
         return repeats
@@ -216,9 +218,10 @@ class VerifiedSteps(PartSteps):
         rank = 0
         while number >= self._ranges[rank][1]:
             rank += 1
-        ranks = (rank, (rank - 1) % processes.world_size)
+        other_rank = (rank - 1) % processes.world_size
         shown = _first_of_each_kind(different)
         repeats: list[_Repeat] = []
+        ranks = [rank, other_rank]
         for moved_by, rank_of_place in enumerate(ranks):
             if processes.rank == rank_of_place:
                 copies = []
@@ -227,12 +230,12 @@ class VerifiedSteps(PartSteps):
                     copies.append(parts[number])
                 repeats += self._repeats(step, number, copies, *state, shown=shown)
         gathered = processes.gather_objects(repeats)
-        first = gathered[ranks[0]][:2]
-        second = gathered[ranks[1]][-2:]
+        first = gathered[rank][:2]
+        second = gathered[other_rank][-2:]
 
         # 2. One that differs from itself is named first.
-        place = self._place_name(ranks[0], first[0].place)
-        other_place = self._place_name(ranks[1], second[0].place)
+        place = first[0].place
+        other_place = second[0].place
         pairs = {
             f"twice {place}": first,
             f"twice {other_place}": second,
@@ -243,7 +246,8 @@ class VerifiedSteps(PartSteps):
         places = ""
         for key in reversed(pairs):
             one, other = pairs[key]
-            if one.digests != other.digests or not places:
+            differ = one.digests != other.digests
+            if differ or not places:
                 places = key
         one, other = pairs[places]
 
@@ -258,11 +262,12 @@ class VerifiedSteps(PartSteps):
             f" it is computed {places}: {', '.join(amounts)}. {difference} {_ADVICE}"
         )
 
-    def _place_name(self, rank: int, place: int) -> str:
-        """Return the name of a process, or of a device of a process that has several, as the end of a phrase."""
-        if len(self._modules.devices) == 1:
-            return f"in process {rank}"
-        return f"on device {place} ({self._modules.devices[place]})"
+    def _place_name(self, place: int) -> str:
+        """Return the name of this process, or of a device if there are several, as the end of a phrase."""
+        devices = self._modules.devices
+        if len(devices) == 1:
+            return f"in process {self._processes.rank}"
+        return f"on device {place} ({devices[place]})"
 
 
 def _first_of_each_kind(different: Sequence[str]) -> list[str]:
