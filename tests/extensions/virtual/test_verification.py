@@ -222,7 +222,7 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
     tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
     parts = unpacked_parts(packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), [torch.device("cpu")])
     batch = parts[6].batch
-    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",))
+    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",), 0)
     for tensor, copied in zip(tensors, batch["x"], strict=True):
         assert torch.equal(copied.to_dense(), tensor.to_dense())
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj():

@@ -243,6 +243,7 @@ class VerifiedSteps(PartSteps):
         if place != other_place:
             across = [first[0], second[0]]
             pairs[f"{place} and {other_place}"] = across
+        # Those of both places come last, so they are looked at first.
         places = ""
         for key in reversed(pairs):
             one, other = pairs[key]
