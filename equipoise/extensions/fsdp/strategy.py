@@ -175,7 +175,7 @@ class FSDPStrategy(ProcessStrategy):
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        for name, default in (("cpu_offload", False), ("tensor", 1), ("context", 1)):
+        for name, default in (("cpu_offload", False), ("tensor", 1)):
             value = getattr(self, name)
             if value != default:
                 raise ConfigurationError(f"{name}={value!r} is not predicted; leave it out for a plan")
@@ -185,7 +185,8 @@ class FSDPStrategy(ProcessStrategy):
         units = choose_units(module, patterns)
         shards = max(1, count // self.replicas)
         frees_units = self.reshard_after_forward is None
-        return sharded_loads(count, shards, units, frees_units=frees_units)
+        sizes_of(self.data, self.context, count, count, "context")
+        return sharded_loads(count, shards, units, frees_units=frees_units, context=self.context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy.__getstate__`."""
