@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from equipoise import Trainer, VirtualDevicesStrategy
+from equipoise import Efficiency, RunSummary, Trainer, VirtualDevicesStrategy
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.virtual.gradient_tree import added, take_gradients
 from tests.conftest import ignoring
@@ -304,3 +304,27 @@ def test_hooks_receive_the_first_part() -> None:
     assert [size for size, *_ in seen] == [3, 3, 3, 3, 3] * 2
     assert all(size == length for size, length, *_ in seen)
     assert all(loss == pytest.approx(logged) for *_, loss, logged in seen)
+
+
+class Counted(RunSummary):
+    """Writes the samples that were counted into a file."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            Path("samples.txt").write_text(f"{self._fit.factor * self._fit.throughput.samples:.0f}")
+        super().on_fit_end(trainer, pl_module)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_samples_of_all_parts_are_counted(devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Plain, devices, callbacks=[Counted(table=False)])
+    assert (tmp_path / "samples.txt").read_text() == f"{2 * SAMPLES}"
+
+
+def test_tokens_of_all_parts_are_counted() -> None:
+    efficiency = Efficiency(tokens=lambda batch: 10 * len(batch[0]))
+    run(Plain, 1, callbacks=[efficiency])
+    # Three steps of 24 samples are first steps.
+    assert efficiency.usage is not None
+    assert efficiency.usage.tokens == 10 * efficiency.usage.samples == 10 * (2 * SAMPLES - 3 * 24)
