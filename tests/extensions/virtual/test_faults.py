@@ -328,3 +328,47 @@ def test_tokens_of_all_parts_are_counted() -> None:
     # Three steps of 24 samples are first steps.
     assert efficiency.usage is not None
     assert efficiency.usage.tokens == 10 * efficiency.usage.samples == 10 * (2 * SAMPLES - 3 * 24)
+
+
+class Neighbours(Noisy):
+    """Adds features of neighbours, of which a sparse buffer holds the matrix, and the processes have other ones."""
+
+    layout = torch.sparse_csr
+    entries_of_others = 6
+
+    def setup(self, stage: str) -> None:
+        matrix = torch.eye(6) + torch.eye(6).flip(0)
+        if self.global_rank:
+            matrix = torch.diag(torch.arange(6) < self.entries_of_others).float() + torch.eye(6).flip(0)
+            matrix *= 2
+        self.register_buffer("graph", matrix.to_sparse(layout=self.layout), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, targets = batch
+        return super().training_step(((self.graph @ features.T).T, targets), batch_idx)
+
+
+class InCoordinates(Neighbours):
+    """The same in coordinates."""
+
+    layout = torch.sparse_coo
+
+
+class OtherEntries(Neighbours):
+    """Another number of entries in other processes."""
+
+    entries_of_others = 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", [Neighbours, InCoordinates])
+def test_sparse_buffers(kind: type[Noisy]) -> None:
+    assert_equal(run(kind, 2), run(kind, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_buffers_with_other_entries_are_refused() -> None:
+    with pytest.raises(StepError, match="has 11 entries in one process and 12 in the first one"):
+        run(OtherEntries, 2)
