@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from benchmarks.virtual_devices.networks import NETWORKS
 from equipoise import LightningModule, Trainer, VirtualDevicesStrategy
 
-__all__ = ["Program", "draw", "run"]
+__all__ = ["Program", "draw", "fit", "results", "run"]
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,35 @@ def run(program: Program, processes: tuple[int, ...], stops: tuple[int, ...]) ->
             callbacks: list[Any] = [ModelCheckpoint(folder, monitor="val_loss", filename="best-{epoch}")]
             if index < len(stops):
                 callbacks.append(SaveAndStop(stops[index], next_path))
-            trainer = _fit(program, number, path, callbacks)
+            trainer = fit(program, number, path, callbacks)
             path = next_path
-        best: Any = callbacks[0]
-        module: Any = trainer.lightning_module
-        states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
-        for index, entries in trainer.optimizers[0].state_dict()["state"].items():
-            states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
-        return states
+        return results(trainer, callbacks[0])
 
 
-def _fit(program: Program, processes: int, path: Path | None, callbacks: list[Any]) -> Trainer:
+def results(trainer: Any, best: Any) -> dict[str, Any]:
+    """Return everything that must be equal at the end of a run.
+
+    Args:
+        trainer: The trainer.
+        best: The callback that has kept the best checkpoint.
+    """
+    module = trainer.lightning_module
+    states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
+    for index, entries in trainer.optimizers[0].state_dict()["state"].items():
+        states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
+    return states
+
+
+def fit(program: Program, processes: int, path: Path | str | None, callbacks: list[Any], **options: Any) -> Trainer:
+    """Train, and return the trainer.
+
+    Args:
+        program: The program.
+        processes: The number of processes.
+        path: The checkpoint from which the run continues; "last": the newest one of its callbacks, None: it begins.
+        callbacks: The callbacks.
+        options: Further arguments of the trainer.
+    """
     L.seed_everything(program.seed, verbose=False)
     shares = random.Random(processes).choices((1, 2, 5), k=processes) if program.shares else None
     trainer = Trainer(
@@ -209,6 +227,7 @@ def _fit(program: Program, processes: int, path: Path | None, callbacks: list[An
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(Task(program), *_loaders(program), ckpt_path=path)
     return trainer
