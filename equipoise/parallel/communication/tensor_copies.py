@@ -39,8 +39,8 @@ def _copy_sparse(tensor: Tensor) -> None:
     _copy(length)
     if int(length) != own_length:
         raise StepError(
-            f"A sparse tensor of shape {list(tensor.shape)} has {own_length} entries in one process and {int(length)} in"
-            " the first one, but all receive the values of the first. Give it as many entries everywhere."
+            f"A sparse tensor of shape {list(tensor.shape)} has {own_length} entries in one process and {int(length)}"
+            " in the first one, but all receive the values of the first. Give it as many entries everywhere."
         )
     for member in members:
         _copy(member)
@@ -61,7 +61,7 @@ def _copy(tensor: Tensor) -> None:
 
 
 def dense_members(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the dense tensors of which a tensor consists: itself, or the indices and, last, the values of a sparse one.
+    """Return the dense tensors of which a tensor consists: itself; or indices and, last, the values of a sparse one.
 
     Args:
         tensor: The tensor; one in coordinates is coalesced.
