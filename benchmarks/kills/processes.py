@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from lightning.pytorch import Callback
 
 __all__ = ["KillInStep", "attempt"]
@@ -93,14 +94,24 @@ class KillInStep(Callback):
         step: The number of the step in the run; None: never.
         calls: The number of the call, counted from the beginning of that step.
         rank: The process that counts.
-        victim: The process that is killed; 0: its whole process group, None: the one that counts.
+        victim: The process that is killed; None: the one that counts.
+        with_children: Whether all processes that the victim has started, and their children, are killed, too.
     """
 
-    def __init__(self, step: int | None, calls: int = 0, rank: int = 0, victim: int | None = None) -> None:
+    def __init__(
+        self,
+        step: int | None,
+        calls: int = 0,
+        rank: int = 0,
+        victim: int | None = None,
+        *,
+        with_children: bool = False,
+    ) -> None:
         self.step = step
         self.calls = calls
         self.rank = rank
         self.victim = victim
+        self.with_children = with_children
         self.is_counting = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -120,6 +131,12 @@ class KillInStep(Callback):
             return
         self.calls -= 1
         if self.calls < 0:
-            os.kill(os.getpid() if self.victim is None else self.victim, signal.SIGKILL)
+            sys.setprofile(None)
+            victim = psutil.Process(self.victim)
+            others = victim.children(recursive=True) if self.with_children else []
+            # This process last.
+            for process in sorted((victim, *others), key=lambda process: process.pid == os.getpid()):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             if self.victim is not None:
                 signal.pause()  # the processes of a run whose caller is gone are to end by themselves

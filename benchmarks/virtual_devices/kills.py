@@ -1,13 +1,14 @@
-"""Does a run that is killed, and continues on another number of processes after each kill, end with the same bits?"""
+"""Does a run that is killed, and continues on another number of devices after each kill, end with the same bits?"""
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.kills.processes import KillInStep, attempt
 from benchmarks.virtual_devices.main import differences
-from benchmarks.virtual_devices.programs import Program, draw, fit, results
+from benchmarks.virtual_devices.programs import Program, draw, fit, on_one_device, results
 
 EPOCHS = 2
 # Seconds for each run.
@@ -31,6 +32,7 @@ CALLS = 12000
 COLUMNS = (
     "programs",
     "kills",
+    "of these of all processes",
     "continued within an epoch",
     "of these within a window",
     "begun anew",
@@ -45,13 +47,15 @@ class Plan:
     """What happens to a program.
 
     Attributes:
-        processes: The number of processes of each run. All but the last one are killed.
+        devices: The number of devices of each run. All but the last one are killed.
+        one_process: Whether the devices of each run belong to one process.
         every: From one checkpoint to the next, in batches or optimiser steps.
         by_hand: Whether a callback of the user saves after batches, instead of `ModelCheckpoint` after steps.
         is_asynchronous: Whether a thread writes the checkpoints.
     """
 
-    processes: tuple[int, ...]
+    devices: tuple[int, ...]
+    one_process: tuple[bool, ...]
     every: int
     by_hand: bool
     is_asynchronous: bool
@@ -60,12 +64,13 @@ class Plan:
 def plan(seed: int) -> Plan:
     """Return what happens to the program of a number."""
     choice = Random(f"kills {seed}")
-    processes = [choice.choice((1, 2, 3, 4))]
+    devices = [choice.choice((1, 2, 3, 4))]
     for _ in range(choice.choice((2, 3, 4))):
-        others = [number for number in (1, 2, 3, 4) if number != processes[-1]]
-        processes.append(choice.choice(others))
+        others = [number for number in (1, 2, 3, 4) if number != devices[-1]]
+        devices.append(choice.choice(others))
     return Plan(
-        processes=tuple(processes),
+        devices=tuple(devices),
+        one_process=tuple(choice.random() < 0.2 for _ in devices),
         every=choice.choice((1, 1, 2)),
         by_hand=choice.random() < 0.5,
         is_asynchronous=choice.random() < 0.5,
@@ -90,7 +95,7 @@ class SaveOften(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _run(program: Program, planned: Plan, folder: Path, processes: int, kill: KillInStep) -> None:
+def _run(program: Program, planned: Plan, folder: Path, place: tuple[int, bool], kill: KillInStep) -> None:
     """Train, from the newest checkpoint if there is one, and keep what must be equal."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -101,7 +106,7 @@ def _run(program: Program, planned: Plan, folder: Path, processes: int, kill: Ki
         saving = SaveOften(planned.every, folder / "steps" / "last.ckpt")
         path = _newest(folder)
     options = {"plugins": [AsyncCheckpointIO()]} if planned.is_asynchronous else {}
-    trainer = fit(program, processes, path, [best, saving, kill], **options)
+    trainer = fit(program, *place, path, [best, saving, kill], **options)
     torch.save(results(trainer, best), folder / "results.pt")
 
 
@@ -118,8 +123,8 @@ def _results(folder: Path) -> dict[str, Any]:
 def undisturbed(program: Program, planned: Plan, folder: Path) -> dict[str, Any]:
     """Train in one process, and return what must be equal."""
     folder.mkdir(parents=True)
-    plain = replace(program, verify=0)
-    if not attempt(lambda: _run(plain, planned, folder, 1, KillInStep(None)), folder, LIMIT):
+    plain = on_one_device(program)
+    if not attempt(lambda: _run(plain, planned, folder, (1, False), KillInStep(None)), folder, LIMIT):
         raise AssertionError("the undisturbed run was killed")
     return _results(folder)
 
@@ -136,22 +141,31 @@ def killed(program: Program, planned: Plan, folder: Path, counts: Counter[str]) 
     folder.mkdir(parents=True)
     choice = Random(f"moments {program.seed}")
     batches = EPOCHS * -(-program.samples // program.batch_size)
-    kills = len(planned.processes) - 1
-    for number, processes in enumerate(planned.processes):
+    kills = len(planned.devices) - 1
+    for number, place in enumerate(zip(planned.devices, planned.one_process, strict=True)):
         if number:
             _note(program, folder, counts)
-        kill = KillInStep(None)
+        batch = None
         if number < kills:
             batch = int(batches * (number + choice.uniform(0.2, 0.9)) / kills)
-            # Of the whole process group: the caller, all ranks, and the workers of their loaders.
-            kill = KillInStep(batch, choice.randrange(CALLS), choice.randrange(processes), victim=0)
+        calls = choice.randrange(CALLS)
+        devices, one_process = place
+        rank = 0 if one_process else choice.randrange(devices)
+        of_all = choice.random() < 0.7
 
-        def run(processes: int = processes, kill: KillInStep = kill) -> None:
-            _run(program, planned, folder, processes, kill)
+        def run(
+            place: tuple[int, bool] = place,
+            moment: tuple[int | None, int, int] = (batch, calls, rank),
+            of_all: bool = of_all,
+        ) -> None:
+            # The caller, all ranks, and the workers of their loaders; or one rank.
+            victim = os.getpid() if of_all else None
+            _run(program, planned, folder, place, KillInStep(*moment, victim, with_children=of_all))
 
         if attempt(run, folder, LIMIT):
             break  # it came to its end
         counts["kills"] += 1
+        counts["of these of all processes"] += of_all
     return _results(folder)
 
 
@@ -198,6 +212,8 @@ def main() -> int:
         if not (different and options.keep):
             shutil.rmtree(folder, ignore_errors=True)
         seed += 1
+    if not any(root.iterdir()):
+        root.rmdir()
     print("|", " | ".join((*COLUMNS, "seconds")), "|\n|", " | ".join(["---"] * (len(COLUMNS) + 1)), "|")
     print("|", " | ".join(str(counts[name]) for name in COLUMNS), f"| {time.perf_counter() - begin:.0f} |")
     return int(counts["equal to the bit"] < counts["programs"])

@@ -1,4 +1,4 @@
-"""Does a run end with the same bits, whatever the number of processes that compute it?"""
+"""Does a run end with the same bits, whatever the number of devices that compute it?"""
 
 import argparse
 import sys
@@ -6,7 +6,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.virtual_devices.programs import draw, run
+from benchmarks.virtual_devices.programs import draw, on_one_device, run
 
 
 def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -43,8 +42,7 @@ def main() -> None:
             break
         program = draw(seed)
         try:
-            plain = replace(program, verify=0)
-            different = differences(run(program, program.processes, program.stops), run(plain, (1,), ()))
+            different = differences(run(program), run(on_one_device(program)))
             outcome = "different" if different else "equal"
         except Exception:
             outcome, different = "failed", [traceback.format_exc()]

@@ -2,7 +2,7 @@
 
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from benchmarks.virtual_devices.networks import NETWORKS
 from equipoise import LightningModule, Trainer, VirtualDevicesStrategy
 
-__all__ = ["Program", "draw", "fit", "results", "run"]
+__all__ = ["Program", "draw", "fit", "on_one_device", "results", "run"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class Program:
         window: The number of batches of an accumulation window.
         precision: The precision of the trainer.
         clip: The largest norm of gradients; None: any.
-        processes: The numbers of processes, one for each run that continues the last.
+        devices: The numbers of devices, one for each run that continues the last.
+        one_process: Whether the devices of each run belong to one process.
         stops: The numbers of batches after which a run stops and another one continues.
-        shares: Whether devices have random shares.
+        shares: Whether devices have random shares, which change after each batch where one process has all of them.
         verify: From one verified step to the next; 0: none is.
     """
 
@@ -48,7 +49,8 @@ class Program:
     window: int
     precision: str
     clip: float | None
-    processes: tuple[int, ...]
+    devices: tuple[int, ...]
+    one_process: tuple[bool, ...]
     stops: tuple[int, ...]
     shares: bool
     verify: int
@@ -62,18 +64,28 @@ def draw(seed: int) -> Program:
     network = choice.choice(sorted(NETWORKS))
     # Torch has no norm of sparse gradients.
     clip = choice.choice((None, None if network == "sparse embedding" else 0.5))
+    count = choice.choice((4, 5, 8))
+    one_process = tuple(choice.random() < 0.4 for _ in (0, *stops))
+    devices = []
+    for is_one in one_process:
+        # A single run on a single device would be compared with itself.
+        numbers = [2, 3, 4, 1][: 3 + bool(stops)]
+        if is_one:
+            numbers.append(min(8, count))
+        devices.append(choice.choice(numbers))
     return Program(
         seed=seed,
         network=network,
         data=choice.choice(("shuffled", "weighted", "augmented")),
-        count=choice.choice((4, 5, 8)),
+        count=count,
         # Each part has two samples for the statistics of a batch, also in an uneven last batch.
         samples=4 * batch_size + choice.choice((0, 17, 19)),
         batch_size=batch_size,
         window=choice.choice((1, 3)),
         precision=choice.choice(("32-true", "bf16-mixed")),
         clip=clip,
-        processes=tuple(choice.choice((1, 2, 3, 4)) if stops else choice.choice((2, 3, 4)) for _ in (0, *stops)),
+        devices=tuple(devices),
+        one_process=one_process,
         stops=stops,
         shares=choice.random() < 0.3,
         verify=choice.choice((*[0] * 9, 2)),
@@ -154,6 +166,23 @@ class SaveAndStop(L.Callback):
             trainer.should_stop = True
 
 
+class OtherShares(L.Callback):
+    """Shares out the virtual devices in another way after each batch.
+
+    Args:
+        devices: The number of devices.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
+        self.choice = random.Random(devices)
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        """Draw shares."""
+        shares = self.choice.choices((1, 2, 5), k=self.devices)
+        trainer.connected_strategy.shares = shares
+
+
 def _loaders(program: Program) -> tuple[DataLoader[Any], DataLoader[Any]]:
     numbers = torch.Generator().manual_seed(program.seed)
     features = torch.randn(program.samples, 8, generator=numbers)
@@ -169,22 +198,21 @@ def _loaders(program: Program) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return DataLoader(data, batch_size=program.batch_size, **options), evaluated
 
 
-def run(program: Program, processes: tuple[int, ...], stops: tuple[int, ...]) -> dict[str, Any]:
-    """Train, and return everything that must be equal.
+def on_one_device(program: Program) -> Program:
+    """Return the same program on one device, without a stop."""
+    return replace(program, devices=(1,), one_process=(False,), stops=(), verify=0)
 
-    Args:
-        program: The program.
-        processes: The number of processes of each run.
-        stops: The numbers of batches after which a run stops and the next one continues.
-    """
+
+def run(program: Program) -> dict[str, Any]:
+    """Train, and return everything that must be equal."""
     with tempfile.TemporaryDirectory() as folder:
         path: Path | None = None
-        for index, number in enumerate(processes):
+        for index, place in enumerate(zip(program.devices, program.one_process, strict=True)):
             next_path = Path(folder, f"{index}.ckpt")
             callbacks: list[Any] = [ModelCheckpoint(folder, monitor="val_loss", filename="best-{epoch}")]
-            if index < len(stops):
-                callbacks.append(SaveAndStop(stops[index], next_path))
-            trainer = fit(program, number, path, callbacks)
+            if index < len(program.stops):
+                callbacks.append(SaveAndStop(program.stops[index], next_path))
+            trainer = fit(program, *place, path, callbacks)
             path = next_path
         return results(trainer, callbacks[0])
 
@@ -203,22 +231,40 @@ def results(trainer: Any, best: Any) -> dict[str, Any]:
     return states
 
 
-def fit(program: Program, processes: int, path: Path | str | None, callbacks: list[Any], **options: Any) -> Trainer:
+def fit(
+    program: Program,
+    devices: int,
+    one_process: bool,
+    path: Path | str | None,
+    callbacks: list[Any],
+    **options: Any,
+) -> Trainer:
     """Train, and return the trainer.
 
     Args:
         program: The program.
-        processes: The number of processes.
+        devices: The number of devices.
+        one_process: Whether one process computes on all of them.
         path: The checkpoint from which the run continues; "last": the newest one of its callbacks, None: it begins.
         callbacks: The callbacks.
         options: Further arguments of the trainer.
     """
     L.seed_everything(program.seed, verbose=False)
-    shares = random.Random(processes).choices((1, 2, 5), k=processes) if program.shares else None
+    shares = None
+    if program.shares:
+        shares = random.Random(devices).choices((1, 2, 5), k=devices)
+        if one_process:
+            callbacks.append(OtherShares(devices))
+    strategy = VirtualDevicesStrategy(
+        count=program.count,
+        shares=shares,
+        one_process=one_process,
+        verify=program.verify,
+    )
     trainer = Trainer(
-        strategy=VirtualDevicesStrategy(count=program.count, shares=shares, verify=program.verify),
+        strategy=strategy,
         accelerator="cpu",
-        devices=processes,
+        devices=devices,
         max_epochs=2,
         accumulate_grad_batches=program.window,
         precision=program.precision,

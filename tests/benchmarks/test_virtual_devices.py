@@ -41,11 +41,11 @@ def campaign(*arguments: str, change: str = "") -> tuple[int | None, str]:
         return program.returncode, written + complaints
 
 
-def test_another_number_of_processes_after_each_kill() -> None:
+def test_another_number_of_devices_after_each_kill() -> None:
     for seed in range(50):
-        processes = plan(seed).processes
-        assert len(processes) >= 3
-        assert all(one != other for one, other in pairwise(processes))
+        devices = plan(seed).devices
+        assert len(devices) >= 3
+        assert all(one != other for one, other in pairwise(devices))
 
 
 def test_a_single_bit_is_noticed() -> None:

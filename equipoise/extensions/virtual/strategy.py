@@ -2,25 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.virtual.evaluation_rounds import EvaluationRounds
-from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
-from equipoise.extensions.virtual.part_steps import PartSteps
+from equipoise.extensions.virtual.parts.evaluation_rounds import EvaluationRounds
+from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluation_loader, part_loader, seed_generators
+from equipoise.extensions.virtual.parts.part_modules import PartModules
+from equipoise.extensions.virtual.parts.part_shares import PartShares
+from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
-from equipoise.parallel.batches.shares import are_shares, even_sizes, sizes_by_shares
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
@@ -98,7 +101,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
     Args:
         count: The number of virtual devices, at least as many as there are real ones. Default: 8.
         shares: A number for each device, relative to one another, by which the virtual devices are shared out; each
-            device has at least one. They change nothing in the results. Default: None, evenly.
+            device has at least one. They change nothing in the results. With `one_process` they may be set at any time,
+            also while training, or be "auto": measured in the first steps, so that all devices finish together.
+            Default: None, evenly.
+        one_process: Whether one process computes on all devices, with a copy of the module on each, as under
+            `strategy="dp"`. Default: False, a process for each device.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
             threads differ in their last bits. Default: 1.
         verify: Every so many steps, beginning with the first of a run, all parts are computed once more: by another
@@ -122,12 +129,14 @@ class VirtualDevicesStrategy(ProcessStrategy):
     # State of a run, once it is set up.
     _metrics: MetricExchange | None = None
     _threads_before: int | None = None
+    _modules: PartModules | None = None
 
     def __init__(
         self,
         *,
         count: int = 8,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Literal["auto"] | None = None,
+        one_process: bool = False,
         threads: int = 1,
         verify: int = 0,
         timeout: float = 1800.0,
@@ -138,12 +147,14 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError(f"count must be a number of virtual devices, from 1, not {count!r}.")
         if not is_whole(threads, least=1):
             raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
-        if shares is not None and (not are_shares(shares) or min(shares) <= 0):
-            raise ConfigurationError(f"shares must be a number above 0 for each device, not {shares!r}.")
         if not is_whole(verify, least=0):
             raise ConfigurationError(f"verify must be a number of steps, or 0 for none, not {verify!r}.")
+        # Options, as the user gave them.
         self.count = count
-        self.shares = shares
+        self.one_process = one_process
+        if shares == "auto" and not one_process:
+            raise ConfigurationError("shares='auto' measures the devices of one process: give one_process=True, too.")
+        self._part_shares = PartShares(count, shares)
         self.threads = threads
         self.verify = verify
         # The weights of the parts of the present window, of all processes, in their order.
@@ -154,7 +165,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_threads_before", "step_batches"):
+        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before", "step_batches"):
             state.pop(name, None)
         return state
 
@@ -165,20 +176,42 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return available[: self.count]
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Use one device for each process of this machine; see `Strategy.connect`."""
-        super().connect(devices, num_nodes)
-        if self.processes.world_size > self.count:
+        """Use one device for each process of this machine, or all in this process; see `Strategy.connect`."""
+        if self.one_process:
+            super().connect(devices[:1], num_nodes)
+            self.devices = tuple(devices)
+        else:
+            super().connect(devices, num_nodes)
+        self._part_shares.connect(self.processes.world_size * len(self.devices))
+
+    @property
+    def shares(self) -> Sequence[float] | None:
+        """The numbers by which the virtual devices are shared out; None: evenly, or not measured yet."""
+        return self._part_shares.numbers
+
+    @shares.setter
+    def shares(self, shares: Any) -> None:
+        if self._module is not None and not self.one_process:
             raise ConfigurationError(
-                f"VirtualDevicesStrategy(count={self.count}) has fewer virtual devices than the"
-                f" {self.processes.world_size} real ones. Raise `count`, or take fewer devices."
+                "The loaders of several processes read ahead for the shares at the beginning of a run. Set `shares`"
+                " between two runs, or take VirtualDevicesStrategy(one_process=True)."
             )
-        if self.shares is not None and len(self.shares) != self.processes.world_size:
-            raise ConfigurationError(
-                f"shares={list(self.shares)!r} has {len(self.shares)} numbers for {self.processes.world_size} devices."
-            )
+        self._part_shares.use(shares)
+
+    def measure_again(self) -> None:
+        """Measure the devices in the next steps, for instance because other programs use them now.
+
+        Raises:
+            ConfigurationError: If there is no run, or shares are not "auto".
+        """
+        if not self._part_shares.measures or self._modules is None:
+            raise ConfigurationError("Devices are measured in a run, if shares are 'auto'.")
+        self._modules.measure()
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse manual optimisation and steps that pull batches; see `Strategy.check_module`."""
+        if len(self.devices) > 1:
+            check_replicable(module, self.devices)
         # The first call of a run in its process: layers that the module creates in it are initialised alike.
         if self._threads_before is None:
             self._threads_before = torch.get_num_threads()
@@ -200,17 +233,22 @@ class VirtualDevicesStrategy(ProcessStrategy):
         super().setup(module, precision)
         processes = self.processes
         splitter = Splitter(module)
-        device = self.root_device
-        metrics = MetricExchange(module)
+        modules = PartModules(module, self.devices)
+        self._modules = modules
+        if self._part_shares.measures and self.shares is None:
+            modules.measure()
+        metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
+        # The verification is loaded where it is used.
         steps: Callable[..., PartSteps] = PartSteps
         if self.verify:
-            from equipoise.extensions.virtual.verification import VerifiedSteps
+            from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
 
             steps = partial(VerifiedSteps, self.verify)
-        self._steps = steps(module, size_of, self._weights, self.count, self._ranges(), processes, device, metrics)
-        self._rounds = EvaluationRounds(module, processes, device, splitter.size, metrics)
+        ranges = self._ranges_of_processes()
+        self._steps = steps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
+        self._rounds = EvaluationRounds(module, processes, self.root_device, splitter.size, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Refuse statistics over all processes; see `Strategy.share_batch_statistics`."""
@@ -239,22 +277,14 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._modules = None
         super().teardown(error)
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def _ranges_of_processes(self) -> list[tuple[int, int]]:
         """Return the first part of each process and the part after its last one, by rank."""
-        processes = self.processes.world_size
-        numbers = even_sizes(self.count, processes)
-        if self.shares is not None:
-            # Each device has one; the others are shared out.
-            further = sizes_by_shares(self.count - processes, self.shares)
-            numbers = [1 + number for number in further]
-        ranges = []
-        first = 0
-        for number in numbers:
-            ranges.append((first, first + number))
-            first += number
-        return ranges
+        if self.one_process:
+            return [(0, self.count)]
+        return self._part_shares.ranges()
 
     # Data.
 
@@ -263,7 +293,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         processes = self.processes
         rank = processes.rank
         if stage == "train":
-            part = part_loader(loader, self.count, self._ranges(), rank, seed_of_order())
+            part = part_loader(loader, self.count, self._ranges_of_processes(), rank, seed_of_order())
             return Shard(part, rank, processes.world_size, in_turn=False)
         is_known = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not is_known or loader.batch_sampler is None or has_distributed_sampler(loader):
@@ -281,12 +311,22 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if isinstance(batch, Parts):
             # Hooks of the transfer may draw, too.
             with isolated():
-                return _PlacedParts([self._placed(part, transfer) for part in batch])
+                return self._placed_parts(batch, transfer)
         return super().batch_to_devices(batch, self._rounds.drawing_alike(transfer))
 
-    def _placed(self, part: Part, transfer: Transfer) -> Part:
-        seed_generators("transfer", *part.key)
-        return part._replace(batch=transfer(part.batch, self.devices[0]))
+    def _placed_parts(self, parts: Parts, transfer: Transfer) -> _PlacedParts:
+        """Copy each part of this process to its device."""
+        # Shares of devices may have changed since the last step, those of processes not.
+        places = [0] * len(parts)
+        if self.one_process:
+            places = self._part_shares.places()
+        placed = []
+        # A step with few samples may have fewer parts.
+        for part, place in zip(parts, places, strict=False):
+            seed_generators("transfer", *part.key)
+            batch = transfer(part.batch, self.devices[place])
+            placed.append(part._replace(batch=batch, place=place))
+        return _PlacedParts(placed)
 
     # Computation.
 
@@ -305,7 +345,16 @@ class VirtualDevicesStrategy(ProcessStrategy):
         self.step_batches = [part.batch for part in own_parts]
         result = self._steps.run(step, own_parts)
         self._window_is_open = True
+        self._use_measured_shares()
         return result
+
+    def _use_measured_shares(self) -> None:
+        assert self._modules is not None
+        shares = self._modules.measured_shares(self.count)
+        if shares is not None:
+            self._part_shares.use(shares)
+            devices = ", ".join(map(str, self.devices))
+            rank_zero_info(f"Measured shares of {devices}: shares={shares} pins them.")
 
     def finish_gradients(self, window: AccumulationWindow, optimizer: Optimizer) -> bool | None:
         """Turn the summed gradients of a window into their weighted mean; see `Strategy.finish_gradients`."""
@@ -319,8 +368,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return _WholeWindow(is_open, self._own_state, self._load_own_state)
 
     def _own_state(self) -> dict[str, Any]:
-        weights = self._weights if self._window_is_open else ()
-        return {"virtual_devices": self.count, "seed": seed_of_order(), "weights": list(weights)}
+        # Those of the last window have done their work.
+        weights: list[int | float] = []
+        if self._window_is_open:
+            weights = list(self._weights)
+        return {"virtual_devices": self.count, "seed": seed_of_order(), "weights": weights}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         # Other strategies have states of their own.

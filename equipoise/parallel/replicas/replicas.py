@@ -186,8 +186,13 @@ class Replicas:
                     return source
         return metric
 
-    def _metrics_of(self, index: int, metrics: Sequence[Metric]) -> list[Metric]:
-        """Return the copies of the module's metrics on a device; for the first device the metrics themselves."""
+    def metrics_of(self, index: int, metrics: Sequence[Metric]) -> list[Metric]:
+        """Return the copies of the module's metrics on a device; for the first device the metrics themselves.
+
+        Args:
+            index: The index of the device.
+            metrics: Metrics of the module.
+        """
         if index == 0:
             return list(metrics)
         copies = {id(source): copied for source, copied in self._replicas[index].metrics}
@@ -215,7 +220,7 @@ class Replicas:
         by_part = []
         unmergeable = []
         for index in indices:
-            part_metrics = self._metrics_of(index, metrics)
+            part_metrics = self.metrics_of(index, metrics)
             by_part.append(part_metrics)
             for metric in part_metrics:
                 before = other_state(metric)

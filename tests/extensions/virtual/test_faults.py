@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from equipoise import Efficiency, RunSummary, Trainer, VirtualDevicesStrategy
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.extensions.virtual.gradient_tree import added, take_gradients
+from equipoise.extensions.virtual.parts.gradient_tree import added, take_gradients
 from tests.conftest import ignoring
 from tests.extensions.virtual.test_strategy import SAMPLES, Augmented, Noisy, Plain, SaveAfter, assert_equal, run
 from tests.support.trainer_runs import refuses

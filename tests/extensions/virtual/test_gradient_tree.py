@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.extensions.virtual.gradient_tree import GradientTree, remaining_nodes
+from equipoise.extensions.virtual.parts.gradient_tree import GradientTree, remaining_nodes
 from equipoise.parallel.communication.processes import SingleProcess
 
 

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from equipoise import Trainer
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.part_batches import part_loader
+from equipoise.extensions.virtual.parts.part_batches import part_loader
 from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import quiet_trainer
 from tests.extensions.virtual.test_strategy import Noisy, SaveAfter, assert_equal, run

@@ -13,10 +13,11 @@ from torch.utils.data import default_collate
 
 from equipoise import VirtualDevicesStrategy
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.part_batches import Part
-from equipoise.extensions.virtual.part_digests import digests_of
-from equipoise.extensions.virtual.part_steps import PartSteps
-from equipoise.extensions.virtual.verification import VerifiedSteps, _packed, _unpacked
+from equipoise.extensions.virtual.parts.part_batches import Part
+from equipoise.extensions.virtual.parts.part_steps import PartSteps
+from equipoise.extensions.virtual.verification.batch_copies import packed_parts, unpacked_parts
+from equipoise.extensions.virtual.verification.part_digests import digests_of
+from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
 from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import Averaging, Sparse
 from tests.extensions.virtual.test_strategy import Noisy, Plain, Skipping, assert_equal, on_one_device, run
@@ -219,9 +220,9 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
     numbers = torch.arange(40.0)
     tensors = [numbers[3:7], numbers.view(5, 8)[1:, 2:5], numbers[2].expand(3, 4), numbers[5], numbers[:0]]
     tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
-    parts = _unpacked(_packed({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), torch.device("cpu"))
+    parts = unpacked_parts(packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), [torch.device("cpu")])
     batch = parts[6].batch
-    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",))
+    assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",), 0)
     for tensor, copied in zip(tensors, batch["x"], strict=True):
         assert torch.equal(copied.to_dense(), tensor.to_dense())
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj():
@@ -241,9 +242,9 @@ def test_copies_overlap_as_their_tensors() -> None:
         torch.view_as_real(pair)[1],
         pair.view(torch.uint8),
     ]
-    content = _packed({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)})
+    content = packed_parts({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)})
     assert len(content) < 4000
-    first, second, far, one, real, raw, again, same, _ = _unpacked(content, torch.device("cpu"))[0].batch
+    first, second, far, one, real, raw, again, same, _ = unpacked_parts(content, [torch.device("cpu")])[0].batch
     assert same is second
     second[0] = 1
     assert first.tolist() == again.tolist() == [0, 1, 0]
@@ -272,4 +273,4 @@ def test_what_is_refused() -> None:
             lambda value=value: VirtualDevicesStrategy(verify=value), "verify must be a number of steps", repr(value)
         )
     with pytest.raises(StepError, match="cannot be pickled"):
-        _packed({0: Part([torch.ones(2), threading.Lock()], 2)})
+        packed_parts({0: Part([torch.ones(2), threading.Lock()], 2)})

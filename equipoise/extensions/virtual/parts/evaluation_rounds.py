@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import seed_generators, state_key
-from equipoise.extensions.virtual.refusals import checking_part
+from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_batches import seed_generators, state_key
+from equipoise.extensions.virtual.parts.refusals import checking_part
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot.random_state import RandomState, capture_host, fork, isolated
@@ -124,13 +124,16 @@ class EvaluationRounds:
         if state is not None:
             RandomState.from_state_dict(state).restore()
         fork(1)
-        self._rounds = self._transfers = 0
+        self._rounds = 0
+        self._transfers = 0
         self._state = None
 
     def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""
-        gathered = self._processes.gather_objects(report)
-        reports = [batch_report for batch_report in gathered if batch_report is not None]
+        reports = []
+        for batch_report in self._processes.gather_objects(report):
+            if batch_report is not None:
+                reports.append(batch_report)
         for batch_report in reports:
             self._metrics.begin()
             self._metrics.merge([batch_report.metrics], [1])

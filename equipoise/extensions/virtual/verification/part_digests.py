@@ -34,11 +34,13 @@ def _digest(tensor: Tensor) -> str:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    digest = hashlib.sha256(kind.encode())
     for member in dense_members(tensor):
         values = member.resolve_conj().resolve_neg()
         flat = values.contiguous().reshape(-1)
-        array = flat.view(torch.uint8).numpy(force=True)
+        as_bytes = flat.view(torch.uint8)
+        array = as_bytes.numpy(force=True)
         digest.update(array.data)
     return digest.hexdigest()
 
@@ -128,13 +130,15 @@ class _Watch:
 
 def _place_of(tensor: Tensor) -> Any:
     """Return the place of a tensor in the graph; a leaf is its own."""
-    return tensor.grad_fn or tensor, tensor.output_nr
+    node = tensor.grad_fn or tensor
+    return node, tensor.output_nr
 
 
 def first_difference(one: Sequence[Event], other: Sequence[Event]) -> str:
     """Return a sentence on the first event that differs."""
     for here, there in zip_longest(one, other):
         if here != there:
-            what, _ = here or there
+            event = here or there
+            what = event[0]
             return f"The first difference between modules is {what}."
     return "Inputs and outputs of modules, and their gradients, are the same."

@@ -5,15 +5,15 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.evaluation_rounds import logged_on_cpu
-from equipoise.extensions.virtual.gradient_tree import Gradients, GradientTree, added, take_gradients
-from equipoise.extensions.virtual.metric_exchange import MetricExchange
-from equipoise.extensions.virtual.part_batches import Part, seed_generators
-from equipoise.extensions.virtual.refusals import checking_part
+from equipoise.extensions.virtual.parts.evaluation_rounds import logged_on_cpu
+from equipoise.extensions.virtual.parts.gradient_tree import Gradients, GradientTree, added, take_gradients
+from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
+from equipoise.extensions.virtual.parts.part_modules import PartModules
+from equipoise.extensions.virtual.parts.refusals import checking_part
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -27,7 +27,7 @@ __all__ = ["PartSteps"]
 
 
 class _PartReport(NamedTuple):
-    """What the other processes need to know of a part.
+    """Results of a part that the other processes need to know.
 
     Attributes:
         loss: The loss, on the CPU; None if the part has none.
@@ -47,33 +47,34 @@ class PartSteps:
 
     Args:
         module: The user's module.
+        modules: The module on each device of this process.
         size_of: The module's own function that returns the number of samples of a batch; None if it has none.
         weights: Receives the weights of the parts of the present window, of all processes, in their order.
         count: The number of parts of a step.
         ranges: The first part of each process and the part after its last one, by rank.
         processes: The processes.
-        device: Where this process computes.
         metrics: The metrics of the module.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        modules: PartModules,
         size_of: Callable[[Any], int | None] | None,
         weights: list[int | float],
         count: int,
         ranges: Sequence[tuple[int, int]],
         processes: Processes,
-        device: torch.device,
         metrics: MetricExchange,
     ) -> None:
         self._weights = weights
         self._module = module
+        self._modules = modules
         self._size_of = size_of
         self._ranges = ranges
         self._first, self._end = ranges[processes.rank]
         self._processes = processes
-        self._device = device
+        self._device = modules.devices[0]
         self._metrics = metrics
         self._tree = GradientTree(count, ranges, processes)
         # The number of the batch that was computed last, in this run.
@@ -106,13 +107,18 @@ class PartSteps:
         # 2. The parts of this process; then one exchange with the others.
         buffers = Buffers(self._module)
         buffers.mark()
+        self._modules.begin_step()
         self._metrics.begin()
         try:
             outputs, reports = self._run_parts(step, parts, parameters, buffers)
             exchanged = self._processes.gather_objects((self._tree.forms(), reports))
-            total = self._tree.total(parameters, [forms for forms, _ in exchanged])
-            reports = [report for _, of_process in exchanged for report in of_process]
-            result = self._merge(step, outputs, reports, weights_before)
+            all_forms = []
+            all_reports = []
+            for forms, reports_of_process in exchanged:
+                all_forms.append(forms)
+                all_reports.extend(reports_of_process)
+            total = self._tree.total(parameters, all_forms)
+            result = self._merge(step, outputs, all_reports, weights_before)
         except BaseException:
             # A checkpoint after an error holds the state before the batch.
             self._metrics.restore()
@@ -150,7 +156,8 @@ class PartSteps:
                     continue
                 # 1. The part, and its gradients. Its weight is relative to that of the first part.
                 result, size, gradients = self._compute(step, number, parts[index], parameters, is_first=not index)
-                reports.append(self._report_of(result, size))
+                report = self._report_of(result, size, parts[index].place)
+                reports.append(report)
                 if not index:
                     outputs = result.outputs
 
@@ -174,7 +181,8 @@ class PartSteps:
         """Compute a part with random numbers of its own. Return its result, its number of samples and its gradients."""
         seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)
         size = self._weight_of(part)
-        result = self._run_part(step, part.batch, size, is_first=is_first)
+        with self._modules.computing(part.place) as module:
+            result = self._run_part(step, module, part.batch, size, is_first=is_first)
         return result, size, take_gradients(parameters)
 
     def _epoch(self) -> int:
@@ -203,11 +211,11 @@ class PartSteps:
             return part.size
         return self._size_of(part.batch) or 0
 
-    def _run_part(self, step: TrainingStep, batch: Any, size: int, *, is_first: bool) -> StepResult:
-        """Run the step and the backward of a part."""
+    def _run_part(self, step: TrainingStep, module: nn.Module, batch: Any, size: int, *, is_first: bool) -> StepResult:
+        """Run the step and the backward of a part with the module of its device."""
         step.begin_micro_batch(size, size)
         with checking_part(self._module, "`training_step`", buffers=False):
-            result = step.run_on(self._module, batch, size)
+            result = step.run_on(module, batch, size)
         # Numbers are divided alike in all processes, tensors on a device are not.
         result = result._replace(weight=_number(result.weight or 0))
         # The first backward of all begins with the weight of rank 0, which the others receive.
@@ -217,10 +225,10 @@ class PartSteps:
             _, logged = step.capture_logs(partial(step.backward, result))
         return result._replace(logged=[*result.logged, *logged])
 
-    def _report_of(self, result: StepResult, size: int) -> _PartReport:
+    def _report_of(self, result: StepResult, size: int, place: int) -> _PartReport:
         loss = None if result.loss is None else result.loss.detach().cpu()
         logged = logged_on_cpu(self._metrics.named(result.logged), size)
-        return _PartReport(loss, _number(result.weight or 0), logged, self._metrics.take())
+        return _PartReport(loss, _number(result.weight or 0), logged, self._metrics.take(place))
 
     def _merge(
         self,

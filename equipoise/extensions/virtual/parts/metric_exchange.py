@@ -8,6 +8,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from equipoise.errors import StepError
+from equipoise.extensions.virtual.parts.part_modules import PartModules
 from equipoise.interop.metrics import (
     MetricCopy,
     MetricState,
@@ -39,10 +40,11 @@ class MetricExchange:
 
     Args:
         module: The user's module.
+        modules: The module on each device of this process.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, modules: PartModules) -> None:
+        self._modules = modules
         self._by_name = named_metrics(module)
         self._metrics = list(self._by_name.values())
         self._names = {id(metric): name for name, metric in self._by_name.items()}
@@ -64,15 +66,19 @@ class MetricExchange:
         self._counts = [other_state(metric) for metric in self._metrics]
         self._before = [take_metric_state(metric) for metric in self._metrics]
 
-    def take(self) -> list[MetricState]:
+    def take(self, place: int = 0) -> list[MetricState]:
         """Return the states since `begin` or the last `take`, on the CPU; the metrics are as new.
+
+        Args:
+            place: Index of the device whose metrics were updated. Default: the first.
 
         Raises:
             StepError: If a metric counts beside its states, which other processes cannot know.
         """
         if not self._metrics:
             return []
-        for metric, before in zip(self._metrics, self._counts, strict=True):
+        metrics = self._modules.metrics_of(place, self._metrics)
+        for metric, before in zip(metrics, self._counts, strict=True):
             present = other_state(metric)
             changed = [name for name in present if present[name] != before.get(name)]
             if changed:
@@ -80,8 +86,8 @@ class MetricExchange:
                     f"{type(metric).__name__} keeps {changed[0]!r} beside its states, and strategy='virtual' merges"
                     " states alone. Register it by `add_state`, with a reduction."
                 )
-        link_collections(self._module)
-        return [state_on_cpu(take_metric_state(metric)) for metric in self._metrics]
+        link_collections(self._modules.module_of(place))
+        return [state_on_cpu(take_metric_state(metric)) for metric in metrics]
 
     def restore(self) -> None:
         """Give the metrics the states that `begin` has put aside."""
@@ -114,7 +120,8 @@ class MetricExchange:
     def _named(self, logged: Any) -> Any:
         if not isinstance(logged.value, Metric):
             return logged.value
-        name = self._names.get(id(logged.value))
+        metric = self._modules.original(logged.value)
+        name = self._names.get(id(metric))
         if name is None:
             raise StepError(
                 f"The metric logged as {logged.name!r} is no attribute of the module, so other processes cannot find"

@@ -52,11 +52,13 @@ class Part(NamedTuple):
         batch: Its batch.
         size: The number of its samples.
         key: What its random numbers depend on.
+        place: Index of the device that computes it, among those of its process.
     """
 
     batch: Any
     size: int
     key: tuple[Any, ...] = ()
+    place: int = 0
 
 
 class Parts(list[Part]):

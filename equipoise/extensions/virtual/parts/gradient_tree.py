@@ -228,8 +228,10 @@ def _exchanged(gradient: Tensor | None, parameter: Tensor, form: Form, rank: int
         indices = torch.empty(dimensions, entries, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty(entries, *parameter.shape[dimensions:])
     else:
-        indices, values = gradient.indices(), gradient.values()
-    indices, values = _from_rank(indices, rank), _from_rank(values, rank)
+        indices = gradient.indices()
+        values = gradient.values()
+    indices = _from_rank(indices, rank)
+    values = _from_rank(values, rank)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
