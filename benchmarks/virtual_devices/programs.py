@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from benchmarks.virtual_devices.networks import NETWORKS
 from equipoise import LightningModule, Trainer, VirtualDevicesStrategy
 
-__all__ = ["Program", "draw", "on_one_device", "run"]
+__all__ = ["Program", "draw", "fit", "on_one_device", "results", "run"]
 
 
 @dataclass(frozen=True)
@@ -212,17 +212,43 @@ def run(program: Program) -> dict[str, Any]:
             callbacks: list[Any] = [ModelCheckpoint(folder, monitor="val_loss", filename="best-{epoch}")]
             if index < len(program.stops):
                 callbacks.append(SaveAndStop(program.stops[index], next_path))
-            trainer = _fit(program, *place, path, callbacks)
+            trainer = fit(program, *place, path, callbacks)
             path = next_path
-        best: Any = callbacks[0]
-        module: Any = trainer.lightning_module
-        states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
-        for index, entries in trainer.optimizers[0].state_dict()["state"].items():
-            states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
-        return states
+        return results(trainer, callbacks[0])
 
 
-def _fit(program: Program, devices: int, one_process: bool, path: Path | None, callbacks: list[Any]) -> Trainer:
+def results(trainer: Any, best: Any) -> dict[str, Any]:
+    """Return everything that must be equal at the end of a run.
+
+    Args:
+        trainer: The trainer.
+        best: The callback that has kept the best checkpoint.
+    """
+    module = trainer.lightning_module
+    states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
+    for index, entries in trainer.optimizers[0].state_dict()["state"].items():
+        states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
+    return states
+
+
+def fit(
+    program: Program,
+    devices: int,
+    one_process: bool,
+    path: Path | str | None,
+    callbacks: list[Any],
+    **options: Any,
+) -> Trainer:
+    """Train, and return the trainer.
+
+    Args:
+        program: The program.
+        devices: The number of devices.
+        one_process: Whether one process computes on all of them.
+        path: The checkpoint from which the run continues; "last": the newest one of its callbacks, None: it begins.
+        callbacks: The callbacks.
+        options: Further arguments of the trainer.
+    """
     L.seed_everything(program.seed, verbose=False)
     shares = None
     if program.shares:
@@ -247,6 +273,7 @@ def _fit(program: Program, devices: int, one_process: bool, path: Path | None, c
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(Task(program), *_loaders(program), ckpt_path=path)
     return trainer

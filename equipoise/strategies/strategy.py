@@ -31,7 +31,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["Strategy", "Transfer", "splitter_of"]
+__all__ = ["Strategy", "Transfer", "batches_of_step", "splitter_of"]
 
 # Neutral collaborators have no state, so all strategies share them.
 _NEUTRAL_RECOVERY = RecoverySupport()
@@ -52,6 +52,8 @@ class Strategy:
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
+        step_batches: The batches that this process computed in the last training step, where hooks receive only the
+            first of them. Default: none.
     """
 
     name: ClassVar[str] = ""
@@ -59,6 +61,7 @@ class Strategy:
 
     devices: Sequence[torch.device] = ()
     processes: Processes = SingleProcess()
+    step_batches: Sequence[Any] = ()
 
     # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
     # devices, and whatever else a subclass holds.
@@ -258,3 +261,13 @@ def splitter_of(strategy: Strategy, module: nn.Module) -> Splitter:
         module: The user's module, which may define `batch_size` and `split_batch`.
     """
     return Splitter(module, getattr(strategy, "dim", 0))
+
+
+def batches_of_step(strategy: Any, batch: Any) -> Sequence[Any]:
+    """Return all batches that this process computed in the last training step.
+
+    Args:
+        strategy: The strategy of the trainer, which may be Lightning's.
+        batch: The batch that hooks receive.
+    """
+    return getattr(strategy, "step_batches", ()) or (batch,)

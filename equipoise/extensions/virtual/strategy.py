@@ -165,7 +165,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before"):
+        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before", "step_batches"):
             state.pop(name, None)
         return state
 
@@ -273,6 +273,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+        self.step_batches = ()
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -340,7 +341,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 "strategy='virtual' divides the batches of one training loader, but several are read together. Take one"
                 " loader over a data set that returns what belongs together, or strategy='ddp'."
             )
-        result = self._steps.run(step, parts.parts if isinstance(parts, _PlacedParts) else ())
+        own_parts = parts.parts if isinstance(parts, _PlacedParts) else ()
+        self.step_batches = [part.batch for part in own_parts]
+        result = self._steps.run(step, own_parts)
         self._window_is_open = True
         self._use_measured_shares()
         return result
