@@ -106,7 +106,7 @@ class ManualSteps(PartSteps):
         packed = self._processes.broadcast(packed)
         if parts:
             return parts
-        received = unpacked_parts(packed, self._device)
+        received = unpacked_parts(packed, [self._device])
         return [received[0]]
 
     def _run_in_turn(self, parts: Sequence[Part]) -> None:
