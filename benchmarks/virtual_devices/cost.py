@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -62,6 +62,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
+class Timed(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        steps: The number of steps.
+        clock: Function that returns seconds: processor time of the process, or time by the clock on the wall.
+    """
+
+    steps: int
+    clock: Callable[[], float]
+
+
 class Task(LightningModule):
     """Trains a network on random classes.
 
@@ -84,14 +96,16 @@ class Task(LightningModule):
 
 
 class Timing(L.Callback):
-    """Writes the median of the seconds of steps, without the first ones, into a file.
+    """Writes the median of the seconds of steps of the first process, without the first steps, into a file.
 
     Args:
         path: The file.
+        clock: Function that returns seconds.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.path = path
+        self.clock = clock
         self.ends: list[float] = []
 
     def on_train_start(self, *arguments: Any) -> None:
@@ -100,7 +114,7 @@ class Timing(L.Callback):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Note the end of a step."""
-        self.ends.append(time.perf_counter())
+        self.ends.append(self.clock())
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Write."""
@@ -109,14 +123,14 @@ class Timing(L.Callback):
             self.path.write_text(str(median(seconds[FIRST_STEPS:])))
 
 
-def seconds_of(case: str, strategy: Any, processes: int, steps: int, *, in_step: int = 1) -> float:
+def seconds_of(case: str, strategy: Any, processes: int, timed: Timed, *, in_step: int = 1) -> float:
     """Train, and return the seconds of a step.
 
     Args:
         case: The name of the case.
         strategy: The strategy.
         processes: The number of processes.
-        steps: The number of steps.
+        timed: What is measured.
         in_step: The number of batches of the loader in a step. Default: 1.
     """
     build, shape, samples = CASES[case]
@@ -130,8 +144,8 @@ def seconds_of(case: str, strategy: Any, processes: int, steps: int, *, in_step:
             strategy=strategy,
             accelerator="cpu",
             devices=processes,
-            max_steps=FIRST_STEPS + 1 + steps,
-            callbacks=[Timing(path)],
+            max_steps=FIRST_STEPS + 1 + timed.steps,
+            callbacks=[Timing(path, timed.clock)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -141,18 +155,18 @@ def seconds_of(case: str, strategy: Any, processes: int, steps: int, *, in_step:
         return float(path.read_text())
 
 
-def contestants(case: str, steps: int) -> dict[str, Callable[[], float]]:
+def contestants(case: str, timed: Timed) -> dict[str, Callable[[], float]]:
     """Return functions that measure a step of a case, by what they measure."""
 
     def virtual(count: int, processes: int) -> Callable[[], float]:
-        return lambda: seconds_of(case, VirtualDevicesStrategy(count=count), processes, steps)
+        return lambda: seconds_of(case, VirtualDevicesStrategy(count=count), processes, timed)
 
     return {
-        "single_device": lambda: seconds_of(case, "single_device", 1, steps),
+        "single_device": lambda: seconds_of(case, "single_device", 1, timed),
         "virtual, 4 parts": virtual(4, 1),
         "virtual, 8 parts": virtual(8, 1),
         # Two batches of half the size are a step of two processes.
-        "ddp, 2 processes": lambda: seconds_of(case, DDPStrategy(), 2, steps, in_step=2),
+        "ddp, 2 processes": lambda: seconds_of(case, DDPStrategy(), 2, timed, in_step=2),
         "virtual, 8 parts, 2 processes": virtual(8, 2),
     }
 
@@ -161,9 +175,11 @@ def main() -> None:
     """Measure all cases in rounds, and print the table of medians and of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="how often everything is measured, in turn")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of each measurement")
-    parser.add_argument("--seconds", type=float, default=170, help="begin no round of a case after its share of these")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each measurement")
+    parser.add_argument("--seconds", type=float, default=130, help="begin no round of a case after its share of these")
+    parser.add_argument("--wall", action="store_true", help="time by the clock on the wall, for an idle machine")
     options = parser.parse_args()
+    timed = Timed(options.steps, time.perf_counter if options.wall else time.process_time)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -173,7 +189,7 @@ def main() -> None:
         end = time.perf_counter() + options.seconds / len(CASES)
         found: list[dict[str, float]] = []
         while len(found) < options.rounds and (not found or time.perf_counter() < end):
-            found.append({name: measure() for name, measure in contestants(case, options.steps).items()})
+            found.append({name: measure() for name, measure in contestants(case, timed).items()})
         print(f"| {case} |", _row(found), flush=True)
 
 
