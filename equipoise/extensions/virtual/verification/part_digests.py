@@ -34,11 +34,16 @@ def _digest(tensor: Tensor) -> str:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    digest = hashlib.sha256(kind.encode())
-    for member in dense_members(tensor):
-        values = member.resolve_conj().resolve_neg()
-        flat = values.contiguous().reshape(-1)
+    shape = tuple(tensor.shape)
+    kind = f"{tensor.dtype} {shape}"
+    name = kind.encode()
+    digest = hashlib.sha256(name)
+    members = dense_members(tensor)
+    for member in members:
+        values = member.resolve_conj()
+        values = values.resolve_neg()
+        values = values.contiguous()
+        flat = values.reshape(-1)
         as_bytes = flat.view(torch.uint8)
         array = as_bytes.numpy(force=True)
         digest.update(array.data)
