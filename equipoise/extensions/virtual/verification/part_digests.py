@@ -25,7 +25,10 @@ def digests_of(tensors: dict[str, Tensor | None]) -> Digests:
     """Return the digest of each tensor."""
     digests = {}
     for name, tensor in tensors.items():
-        digests[name] = "" if tensor is None else _digest(tensor)
+        digest = ""
+        if tensor is not None:
+            digest = _digest(tensor)
+        digests[name] = digest
     return digests
 
 
