@@ -1,4 +1,4 @@
-"""What does a step of virtual devices cost beside one without them, on one device and in two processes?"""
+"""Cost of a step of virtual devices beside one without them, on one device and in two processes."""
 
 import argparse
 import logging
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 
 class Timed(NamedTuple):
-    """What is measured.
+    """A measurement.
 
     Attributes:
         steps: The number of steps.

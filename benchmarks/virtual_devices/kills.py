@@ -44,7 +44,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to a program.
+    """The runs of a program.
 
     Attributes:
         devices: The number of devices of each run. All but the last one are killed.

@@ -82,10 +82,17 @@ class Fit:
         """Count the samples of the step whose hooks receive a batch."""
         if self.size_of is None:
             return
-        sizes = [self.size_of(part) for part in batches_of_step(self.trainer.strategy, batch)]
-        known = [size for size in sizes if size is not None]
-        is_known = len(known) == len(sizes)
-        self.throughput.add(sum(known) if is_known else None, monotonic())
+        # A process may have computed several batches, of which hooks receive the first.
+        batches = batches_of_step(self.trainer.strategy, batch)
+        total: int | None = 0
+        for part in batches:
+            size = self.size_of(part)
+            if size is None or total is None:
+                total = None
+            else:
+                total += size
+        now = monotonic()
+        self.throughput.add(total, now)
 
     def end_epoch(self) -> None:
         """Stop the clock of a finished epoch."""

@@ -131,7 +131,9 @@ class DeviceProbe(Callback):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the samples of a batch, and note the measurements of a step that ends with it."""
-        self._count_samples(batches_of_step(trainer.strategy, batch))
+        # A process may have computed several batches, of which hooks receive the first.
+        batches = batches_of_step(trainer.strategy, batch)
+        self._count_samples(batches)
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
@@ -174,8 +176,9 @@ class DeviceProbe(Callback):
     # Measurements.
 
     def _count_samples(self, batches: Sequence[Any]) -> None:
-        """Count the samples of batches. One of unknown size makes those of the step unknown."""
+        """Count the samples of batches."""
         assert self._splitter is not None
+        # One of unknown size makes those of the step unknown.
         for batch in batches:
             size = self._splitter.size(batch)
             if size is None or self._samples_of_step is None:

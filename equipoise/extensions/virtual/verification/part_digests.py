@@ -25,7 +25,10 @@ def digests_of(tensors: dict[str, Tensor | None]) -> Digests:
     """Return the digest of each tensor."""
     digests = {}
     for name, tensor in tensors.items():
-        digests[name] = "" if tensor is None else _digest(tensor)
+        digest = ""
+        if tensor is not None:
+            digest = _digest(tensor)
+        digests[name] = digest
     return digests
 
 
@@ -34,11 +37,16 @@ def _digest(tensor: Tensor) -> str:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    digest = hashlib.sha256(kind.encode())
-    for member in dense_members(tensor):
-        values = member.resolve_conj().resolve_neg()
-        flat = values.contiguous().reshape(-1)
+    shape = tuple(tensor.shape)
+    kind = f"{tensor.dtype} {shape}"
+    name = kind.encode()
+    digest = hashlib.sha256(name)
+    members = dense_members(tensor)
+    for member in members:
+        values = member.resolve_conj()
+        values = values.resolve_neg()
+        values = values.contiguous()
+        flat = values.reshape(-1)
         as_bytes = flat.view(torch.uint8)
         array = as_bytes.numpy(force=True)
         digest.update(array.data)
