@@ -76,9 +76,8 @@ def test_two_gpus(data: int, tensor: int) -> None:
 def fit_sequences(strategy: Any, devices: list[torch.device], **options: Any) -> dict[str, Tensor]:
     """Return the weights after ten steps with four sequences each."""
     module = make(lambda: Task(Gpt()))
-    trainer = Trainer(
-        strategy=strategy, devices=devices, **{"max_epochs": 2, "precision": "64-true", **QUIET, **options}
-    )
+    options = {"precision": "64-true", "max_epochs": 2, **QUIET, **options}
+    trainer = Trainer(strategy=strategy, devices=devices, **options)
     trainer.fit(module, DataLoader(samples(20), batch_size=4))  # type: ignore[arg-type]
     return {name: value.cpu() for name, value in weights_of(module).items()}
 

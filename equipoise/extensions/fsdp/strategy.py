@@ -23,8 +23,7 @@ from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_comparison import SequenceComparison
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
-from equipoise.extensions.fsdp.mesh.device_grid import grid_rows
-from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from equipoise import MemoryLogger, RunReport, Trainer
-from equipoise.extensions.fsdp.mesh.device_grid import grid_rows
+from equipoise.extensions.fsdp.mesh.grid import grid_rows
 from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp
