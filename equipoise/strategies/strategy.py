@@ -52,8 +52,6 @@ class Strategy:
             Default: False. Only then may a training step pull its batches by itself.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
-        step_batches: The batches that this process computed in the last training step, where hooks receive only the
-            first of them. Default: none.
     """
 
     name: ClassVar[str] = ""
@@ -61,7 +59,6 @@ class Strategy:
 
     devices: Sequence[torch.device] = ()
     processes: Processes = SingleProcess()
-    step_batches: Sequence[Any] = ()
 
     # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
     # devices, and whatever else a subclass holds.
@@ -265,6 +262,8 @@ def splitter_of(strategy: Strategy, module: nn.Module) -> Splitter:
 
 def batches_of_step(strategy: Any, batch: Any) -> Sequence[Any]:
     """Return all batches that this process computed in the last training step.
+
+    A strategy whose hooks receive only the first of them has an attribute `step_batches`.
 
     Args:
         strategy: The strategy of the trainer, which may be Lightning's.

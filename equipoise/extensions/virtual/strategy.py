@@ -114,6 +114,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
 
+    Attributes:
+        step_batches: The batches of the parts that this process computed in the last training step.
+
     Raises:
         ConfigurationError: If an argument is out of range or does not fit the devices.
 
@@ -126,6 +129,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     name: ClassVar[str] = "virtual"
     has_one_state: ClassVar[bool] = True
+    step_batches: Sequence[Any] = ()
 
     # State of a run, once it is set up.
     _metrics: MetricExchange | None = None
