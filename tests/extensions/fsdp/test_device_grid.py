@@ -6,10 +6,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from equipoise import MemoryLogger, RunReport, Trainer
+from equipoise.extensions.fsdp import strategy as strategy_module
 from equipoise.extensions.fsdp.mesh.grid import grid_rows
 from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
-from tests.extensions.fsdp.programs import QUIET, fsdp
+from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -23,11 +24,24 @@ def test_places_follow_ranks() -> None:
     ]
 
 
-def test_the_report_and_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def said() -> list[str]:
+    """Return what the strategy logs in the main process."""
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy_module, "rank_zero_info", messages.append)
+        trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_steps=1, **QUIET)
+        trainer.fit(Task(Gpt()), DataLoader(samples(4), batch_size=4))  # type: ignore[arg-type]
+    return messages
+
+
+def test_the_log() -> None:
+    assert in_processes(2, said)[0].splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
+
+
+def test_the_report(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
     trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)
     trainer.fit(Task(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]
-    assert "        context 0  context 1\ndata 0  rank 0     rank 1" in "".join(capfd.readouterr())
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     _, _, grid = page.partition("<h2>Device mesh</h2>")
     grid, _, _ = grid.partition("</table>")

@@ -59,7 +59,7 @@ def attended() -> tuple[float, int]:
         return tensor
 
     attention = torch.nn.functional.scaled_dot_product_attention
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), RowMode(row):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), row.divided(), RowMode(row):
         output = attention(*part, is_causal=True)
     (output * row.own_part(weight, -2)).sum().backward()
     (attention(*whole, is_causal=True) * weight).sum().backward()
@@ -97,7 +97,7 @@ def losses() -> list[tuple[float, float]]:
         expected = torch.nn.functional.cross_entropy(logits[0], target[0], **more)
         here, there = divide({"input_ids": logits, "target": target}, row, MODULE).values()
         here.requires_grad_()
-        with RowMode(row) as mode:
+        with row.divided(), RowMode(row) as mode:
             mean = torch.nn.functional.cross_entropy(here[0], there[0], **more)
         assert mode.counts_labels
         mean.backward()
