@@ -31,13 +31,24 @@ from equipoise.precision import Precision
 from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
-__all__ = ["Difference", "LayerComparison"]
+__all__ = [
+    "TOLERANCES",
+    "Compared",
+    "Difference",
+    "LayerComparison",
+    "Tolerance",
+    "copied",
+    "difference_of",
+    "gradient_of",
+    "in_parts",
+    "largest_of",
+]
 
 # Computes the gradients of a batch, and returns its loss.
 Compute = Callable[[TrainingStep, Any], Tensor | None]
 
 
-class _Tolerance(NamedTuple):
+class Tolerance(NamedTuple):
     """Largest difference of two gradients.
 
     Attributes:
@@ -51,11 +62,11 @@ class _Tolerance(NamedTuple):
 
 # By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
 # numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
-_TOLERANCES = {
-    torch.float64: _Tolerance(1e-10, 1e-13),
-    torch.float32: _Tolerance(1e-3, 1e-5),
-    torch.float16: _Tolerance(2e-2, 2e-3),
-    torch.bfloat16: _Tolerance(1e-1, 1e-2),
+TOLERANCES = {
+    torch.float64: Tolerance(1e-10, 1e-13),
+    torch.float32: Tolerance(1e-3, 1e-5),
+    torch.float16: Tolerance(2e-2, 2e-3),
+    torch.bfloat16: Tolerance(1e-1, 1e-2),
 }
 # Where all gradients are zero.
 _LEAST = 1e-300
@@ -76,6 +87,22 @@ class Difference(NamedTuple):
     share: float
     name: str
     is_cut: bool = False
+
+
+class Compared(NamedTuple):
+    """A gradient that was compared with the expected one.
+
+    Attributes:
+        name: The name of the parameter.
+        parameter: The parameter.
+        difference: The largest difference of an element.
+        size: The largest element of the expected gradient.
+    """
+
+    name: str
+    parameter: Tensor
+    difference: float
+    size: float
 
 
 class LayerComparison:
@@ -144,7 +171,7 @@ class LayerComparison:
         try:
             if self._is_possible(self._check):
                 with preserve_state(self._module, containers=True), own_forwards():
-                    loss = compute(step, _copied(batch))
+                    loss = compute(step, copied(batch))
                 if loss is None:
                     return False
                 self._compare(step, batch, loss)
@@ -211,7 +238,7 @@ class LayerComparison:
 
         def compute() -> None:
             with without_dropout():
-                outcome = step.run_on(twin.module, _copied(batch), 1)
+                outcome = step.run_on(twin.module, copied(batch), 1)
                 assert outcome.loss is not None
                 run_backward_in_modes(outcome.loss)
             losses.append(outcome.loss)
@@ -222,47 +249,34 @@ class LayerComparison:
                 return
         self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
 
-    def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
+    def _tolerance(self, dtype: torch.dtype) -> Tolerance:
         dtypes = {*self._dtypes, dtype}
         if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)
-        return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
+        return max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
 
     def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
         expected = _whole_of(expected)
         tolerance = self._tolerance(loss.dtype)
-        size = _largest(expected)
-        difference = _difference(loss, expected)
+        size = largest_of(expected)
+        difference = difference_of(loss, expected)
         allowed = tolerance.relative * size + tolerance.floor
         share = difference / (size or 1.0)
         return Difference(difference / allowed, share, "")
 
     def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""
-        # 1. Those of all rows together.
         compared = []
         for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
             if parameter.requires_grad:
-                expected = _gradient_of(other)
+                # Those of all rows together.
+                expected = gradient_of(other)
                 if self._rows is not None:
                     dist.all_reduce(expected, group=self._rows)
-                gradient = _gradient_of(parameter)
-                difference = _difference(gradient, expected)
-                size = _largest(expected)
-                compared.append((name, parameter, difference, size))
-        # 2. In parts of what is allowed.
-        largest = max((size for *_, size in compared), default=0.0)
-        differences = []
-        for name, parameter, difference, size in compared:
-            tolerance = self._tolerance(parameter.dtype)
-            of_parameter = tolerance.relative * size
-            of_all = tolerance.floor * largest
-            allowed = max(of_parameter, of_all, _LEAST)
-            share = difference / (size or 1.0)
-            noted = Difference(difference / allowed, share, name, is_cut(parameter))
-            differences.append(noted)
-        return differences
+                difference = difference_of(gradient_of(parameter), expected)
+                compared.append(Compared(name, parameter, difference, largest_of(expected)))
+        return in_parts(compared, self._tolerance)
 
     def _judge(self, differences: Sequence[Difference]) -> None:
         """Refuse the layers if a difference is too large in any process."""
@@ -314,6 +328,25 @@ class LayerComparison:
         )
 
 
+def in_parts(compared: Sequence[Compared], tolerance_of: Callable[[torch.dtype], Tolerance]) -> list[Difference]:
+    """Return the differences of gradients in parts of what is allowed.
+
+    Args:
+        compared: All gradients of a module.
+        tolerance_of: Returns the tolerance of a dtype.
+    """
+    largest = max((size for *_, size in compared), default=0.0)
+    differences = []
+    for name, parameter, difference, size in compared:
+        tolerance = tolerance_of(parameter.dtype)
+        of_parameter = tolerance.relative * size
+        of_all = tolerance.floor * largest
+        allowed = max(of_parameter, of_all, _LEAST)
+        share = difference / (size or 1.0)
+        differences.append(Difference(difference / allowed, share, name, is_cut(parameter)))
+    return differences
+
+
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
     detached = tensor.detach()
@@ -322,13 +355,14 @@ def _whole_of(tensor: Tensor) -> Tensor:
     return detached
 
 
-def _gradient_of(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the whole gradient of a parameter, zeros if it has none; all processes call it together."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return _whole_of(parameter.grad)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """Return a batch in memory of its own, since a step may change it."""
     return map_leaves(_copied_leaf, batch)
 
@@ -339,7 +373,7 @@ def _copied_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _difference(computed: Tensor, expected: Tensor) -> float:
+def difference_of(computed: Tensor, expected: Tensor) -> float:
     """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
     if not computed.numel():
         return 0.0
@@ -351,7 +385,7 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
     return float(finite.max())
 
 
-def _largest(tensor: Tensor) -> float:
+def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value of the finite elements."""
     if not tensor.numel():
         return 0.0

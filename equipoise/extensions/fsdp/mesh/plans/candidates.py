@@ -1,0 +1,142 @@
+"""Candidates of a plan: groups of layers that could be cut column-wise and then row-wise, and numbers to divide."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from equipoise.extensions.fsdp.mesh.plans.cutting import NUMBER
+from equipoise.extensions.fsdp.mesh.plans.styles import Style
+from equipoise.extensions.fsdp.mesh.plans.uses import Group
+
+__all__ = ["Candidate", "as_patterns", "candidates_of"]
+
+# Parts of the names of numbers that count nothing, such as the width of a head, though they may divide a width.
+_NO_COUNTS = ("dim", "size")
+# The kinds of numbers that are divided, one choice after the other. Numbers of heads first, also where a step takes
+# them from shapes: an evaluation may not.
+_CHOICES = (("heads",), (), ("heads", "widths"), ("widths",), ("heads", "others"), ("heads", "others", "widths"))
+
+
+class Candidate(NamedTuple):
+    """Layers that are cut together, or stay whole together: those of a group, in all blocks that are alike.
+
+    Attributes:
+        styles: The style of each layer, by its name.
+        numbers: Choices of numbers that are divided, each with their full names.
+    """
+
+    styles: dict[str, Style]
+    numbers: list[list[str]]
+
+
+def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> list[Candidate]:
+    """Return the candidates, the largest first: where a layer belongs to two, the larger one is tried first.
+
+    Args:
+        module: The module.
+        groups: Its groups of layers.
+        tensor: The number of processes that compute a batch together.
+    """
+    # 1. Groups of blocks that are alike.
+    alike: dict[Any, list[Group]] = defaultdict(list)
+    for group in groups:
+        key = (_kinds(module, group.sources), _kinds(module, group.sinks))
+        alike[key].append(group)
+
+    # 2. What is cut in all of them, and what may count it.
+    candidates = []
+    for similar in alike.values():
+        styles: dict[str, Style] = {}
+        numbers: dict[str, list[str]] = defaultdict(list)
+        for group in similar:
+            styles.update(dict.fromkeys(group.sources, "colwise"))
+            styles.update(dict.fromkeys(group.sinks, "rowwise"))
+            for kind, name in _numbers(module, group, tensor):
+                numbers[kind].append(name)
+        choices = []
+        for kinds in _CHOICES:
+            choice = [name for kind in kinds for name in numbers[kind]]
+            if choice not in choices:
+                choices.append(choice)
+        candidates.append(Candidate(styles, choices))
+
+    # 3. The largest first.
+    def size(candidate: Candidate) -> int:
+        return sum(_weight(module, name).numel() for name in candidate.styles)
+
+    return sorted(candidates, key=size, reverse=True)
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    layer: Any = module.get_submodule(name)
+    weight: Tensor = layer.weight
+    return weight
+
+
+def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
+    """Return what layers of blocks that are alike have in common."""
+    kinds = set()
+    for name in names:
+        owner, _, _ = name.rpartition(".")
+        kinds.add((NUMBER.sub("*", name), type(module.get_submodule(owner)), _weight(module, name).shape))
+    return frozenset(kinds)
+
+
+def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the full name of numbers that may count what is cut."""
+    # 1. The widths of what the layers compute.
+    widths = set()
+    for name in group.sources:
+        # Those of an embedding are the second dimension.
+        is_linear = type(module.get_submodule(name)) is nn.Linear
+        widths.add(_weight(module, name).shape[0 if is_linear else 1])
+
+    # 2. The attributes of modules around the layers, up to the one that has all of them.
+    for owner in _owners([*group.sources, *group.sinks]):
+        for attribute, value in vars(module.get_submodule(owner)).items():
+            name = f"{owner}.{attribute}".removeprefix(".")
+            # By type: True counts among the integers.
+            if type(value) is not int or value < 2 or value % tensor:
+                continue
+            is_count = not any(part in attribute for part in _NO_COUNTS)
+            divides = any(width % value == 0 for width in widths)
+            if is_count and divides and "head" in attribute:
+                yield "heads", name
+            elif value in widths:
+                yield "widths", name
+            elif is_count and divides:
+                yield "others", name
+
+
+def _owners(names: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the modules that have some of the layers, from the innermost that has all of them."""
+    parts = [name.split(".") for name in names]
+    shared = len(list(takewhile(lambda of_names: len(set(of_names)) == 1, zip(*parts, strict=False))))
+    owners = {tuple(of_name[:length]): None for of_name in parts for length in range(shared, len(of_name))}
+    return map(".".join, owners)
+
+
+def as_patterns(names: Iterable[str], named: Callable[[str], list[str]]) -> list[str]:
+    """Return patterns that name layers, or numbers, and nothing else.
+
+    Args:
+        names: Their names.
+        named: Returns all names that a pattern names.
+    """
+    remaining = dict.fromkeys(names)
+    patterns = []
+    for name in list(remaining):
+        if name not in remaining:
+            continue
+        # All numbers as *, or the first alone, or none.
+        for pattern in (NUMBER.sub("*", name), NUMBER.sub("*", name, count=1), name):
+            of_pattern = named(pattern)
+            if remaining.keys() >= set(of_pattern):
+                break
+        patterns.append(pattern)
+        for found in of_pattern:
+            del remaining[found]
+    return patterns

@@ -1,0 +1,126 @@
+"""The plan of a module that has none: what may be cut is tried on the first batch."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.plans.candidates import Candidate, as_patterns, candidates_of
+from equipoise.extensions.fsdp.mesh.plans.cutting import reasons_of
+from equipoise.extensions.fsdp.mesh.plans.sources import Plan, named_layers, named_numbers
+from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED
+from equipoise.extensions.fsdp.mesh.plans.trials import Trials, attempt
+from equipoise.extensions.planning.first_batch import read_ahead
+from equipoise.interop.lightning.classes import takes_iterator
+from equipoise.parallel.communication.object_exchange import gather_objects
+
+__all__ = ["find_plan", "written_form"]
+
+
+def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) -> Plan:
+    """Return a plan of the layers that compute the same where they are cut; all processes call this together.
+
+    Args:
+        module: The user's module, in a fit, after its `configure_model`.
+        row: The processes that compute a batch together.
+        device: Where this process computes.
+
+    Raises:
+        ConfigurationError: In all processes, if nothing can be tried.
+    """
+    tensor = row.size()
+    # 1. Groups of layers in the first batch, which one process reads.
+    try:
+        _check(module)
+        batch = gather_objects(attempt(partial(_first_batch, module)))[0]
+        trials = attempt(partial(Trials, module, row, device, batch))
+        groups = trials.groups()
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"FSDPStrategy(tensor={tensor}) has no plan, and cannot try on the first batch which layers can be cut:"
+            f" {error}. Say it, as in tensor_plan={{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}, or leave"
+            " tensor out."
+        ) from error
+
+    # 2. Those that can be cut.
+    found = Plan("trials on the first batch", {}, [], {})
+    for candidate in candidates_of(module, groups, tensor):
+        # What is said of fewer layers is said more exactly.
+        found.reasons.update(_try(module, candidate, found, trials, tensor))
+    for name in found.styles:
+        found.reasons.pop(name, None)
+    return found
+
+
+def _check(module: LightningModule) -> None:
+    """Check that a step can be computed with copies of a module.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError("`training_step` runs backwards and optimisers by hand")
+    if takes_iterator(module, "training_step"):
+        raise ConfigurationError("`training_step` pulls its batches by itself")
+    if any(parameter.is_meta or is_lazy(parameter) for parameter in module.parameters()):
+        raise ConfigurationError("weights have no values yet")
+
+
+def _first_batch(module: LightningModule) -> Any:
+    if dist.get_rank():
+        return None
+    source = module.trainer.parts.source_of("train")  # type: ignore[attr-defined]
+    return read_ahead(source.dataloader)
+
+
+def _try(module: LightningModule, candidate: Candidate, found: Plan, trials: Trials, tensor: int) -> dict[str, str]:
+    """Add the layers of a candidate to a plan, or return why they stay whole, by their names.
+
+    Args:
+        module: The user's module.
+        candidate: The candidate.
+        found: The plan.
+        trials: Compute the first batch.
+        tensor: The number of processes that compute a batch together.
+    """
+    # 1. What needs no trial.
+    reasons = {name: "it is cut with other layers" for name in candidate.styles if name in found.styles}
+    if not reasons:
+        plan = Plan(found.origin, candidate.styles, [], {})
+        reasons = reasons_of(module, plan, tensor)
+    for name in reasons:
+        return {**dict.fromkeys(candidate.styles, f"{name} stays whole"), **reasons}
+
+    # 2. Trials.
+    first_reason = ""
+    for numbers in candidate.numbers:
+        plan = Plan(found.origin, candidate.styles, numbers, {})
+        reason = trials.reason(plan)
+        if reason is None:
+            found.styles.update(candidate.styles)
+            found.divided.extend(numbers)
+            return {}
+        first_reason = first_reason or reason
+    return dict.fromkeys(candidate.styles, first_reason)
+
+
+def written_form(module: LightningModule, plan: Plan) -> dict[str, str]:
+    """Return a plan that was found as users write one: names of blocks that are alike as patterns.
+
+    Args:
+        module: The user's module.
+        plan: The plan.
+    """
+    written = {}
+    for style in ("colwise", "rowwise"):
+        names = [name for name, of_layer in plan.styles.items() if of_layer == style]
+        patterns = as_patterns(names, partial(named_layers, module))
+        written.update(dict.fromkeys(patterns, style))
+    patterns = as_patterns(plan.divided, partial(named_numbers, module))
+    written.update(dict.fromkeys(patterns, DIVIDED))
+    return written
