@@ -33,14 +33,11 @@ from equipoise.tree import map_leaves
 
 __all__ = [
     "TOLERANCES",
-    "Compared",
     "Difference",
     "LayerComparison",
-    "Tolerance",
     "copied",
     "difference_of",
     "gradient_of",
-    "in_parts",
     "largest_of",
 ]
 
@@ -48,7 +45,7 @@ __all__ = [
 Compute = Callable[[TrainingStep, Any], Tensor | None]
 
 
-class Tolerance(NamedTuple):
+class _Tolerance(NamedTuple):
     """Largest difference of two gradients.
 
     Attributes:
@@ -63,10 +60,10 @@ class Tolerance(NamedTuple):
 # By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
 # numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
 TOLERANCES = {
-    torch.float64: Tolerance(1e-10, 1e-13),
-    torch.float32: Tolerance(1e-3, 1e-5),
-    torch.float16: Tolerance(2e-2, 2e-3),
-    torch.bfloat16: Tolerance(1e-1, 1e-2),
+    torch.float64: _Tolerance(1e-10, 1e-13),
+    torch.float32: _Tolerance(1e-3, 1e-5),
+    torch.float16: _Tolerance(2e-2, 2e-3),
+    torch.bfloat16: _Tolerance(1e-1, 1e-2),
 }
 # Where all gradients are zero.
 _LEAST = 1e-300
@@ -87,22 +84,6 @@ class Difference(NamedTuple):
     share: float
     name: str
     is_cut: bool = False
-
-
-class Compared(NamedTuple):
-    """A gradient that was compared with the expected one.
-
-    Attributes:
-        name: The name of the parameter.
-        parameter: The parameter.
-        difference: The largest difference of an element.
-        size: The largest element of the expected gradient.
-    """
-
-    name: str
-    parameter: Tensor
-    difference: float
-    size: float
 
 
 class LayerComparison:
@@ -249,7 +230,7 @@ class LayerComparison:
                 return
         self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
 
-    def _tolerance(self, dtype: torch.dtype) -> Tolerance:
+    def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
         dtypes = {*self._dtypes, dtype}
         if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)
@@ -267,16 +248,29 @@ class LayerComparison:
 
     def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""
+        # 1. Those of all rows together.
         compared = []
         for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
             if parameter.requires_grad:
-                # Those of all rows together.
                 expected = gradient_of(other)
                 if self._rows is not None:
                     dist.all_reduce(expected, group=self._rows)
-                difference = difference_of(gradient_of(parameter), expected)
-                compared.append(Compared(name, parameter, difference, largest_of(expected)))
-        return in_parts(compared, self._tolerance)
+                gradient = gradient_of(parameter)
+                difference = difference_of(gradient, expected)
+                size = largest_of(expected)
+                compared.append((name, parameter, difference, size))
+        # 2. In parts of what is allowed.
+        largest = max((size for *_, size in compared), default=0.0)
+        differences = []
+        for name, parameter, difference, size in compared:
+            tolerance = self._tolerance(parameter.dtype)
+            of_parameter = tolerance.relative * size
+            of_all = tolerance.floor * largest
+            allowed = max(of_parameter, of_all, _LEAST)
+            share = difference / (size or 1.0)
+            noted = Difference(difference / allowed, share, name, is_cut(parameter))
+            differences.append(noted)
+        return differences
 
     def _judge(self, differences: Sequence[Difference]) -> None:
         """Refuse the layers if a difference is too large in any process."""
@@ -328,25 +322,6 @@ class LayerComparison:
         )
 
 
-def in_parts(compared: Sequence[Compared], tolerance_of: Callable[[torch.dtype], Tolerance]) -> list[Difference]:
-    """Return the differences of gradients in parts of what is allowed.
-
-    Args:
-        compared: All gradients of a module.
-        tolerance_of: Returns the tolerance of a dtype.
-    """
-    largest = max((size for *_, size in compared), default=0.0)
-    differences = []
-    for name, parameter, difference, size in compared:
-        tolerance = tolerance_of(parameter.dtype)
-        of_parameter = tolerance.relative * size
-        of_all = tolerance.floor * largest
-        allowed = max(of_parameter, of_all, _LEAST)
-        share = difference / (size or 1.0)
-        differences.append(Difference(difference / allowed, share, name, is_cut(parameter)))
-    return differences
-
-
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, whole where it lies in parts; all processes call it together."""
     detached = tensor.detach()
@@ -356,7 +331,7 @@ def _whole_of(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return the whole gradient of a parameter, zeros if it has none; all processes call it together."""
+    """Return the whole gradient of a parameter, zeros if it has none; all processes call this together."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return _whole_of(parameter.grad)

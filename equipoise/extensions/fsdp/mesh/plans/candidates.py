@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.extensions.fsdp.mesh.plans.cutting import NUMBER
-from equipoise.extensions.fsdp.mesh.plans.styles import Style
+from equipoise.extensions.fsdp.mesh.plans.styles import Style, cut_width
 from equipoise.extensions.fsdp.mesh.plans.uses import Group
 
 __all__ = ["Candidate", "as_patterns", "candidates_of"]
@@ -63,17 +63,10 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
                 choices.append(choice)
         candidates.append(Candidate(styles, choices))
 
-    # 3. The largest first.
     def size(candidate: Candidate) -> int:
-        return sum(_weight(module, name).numel() for name in candidate.styles)
+        return sum(module.get_parameter(f"{name}.weight").numel() for name in candidate.styles)
 
     return sorted(candidates, key=size, reverse=True)
-
-
-def _weight(module: nn.Module, name: str) -> Tensor:
-    layer: Any = module.get_submodule(name)
-    weight: Tensor = layer.weight
-    return weight
 
 
 def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
@@ -81,20 +74,15 @@ def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
     kinds = set()
     for name in names:
         owner, _, _ = name.rpartition(".")
-        kinds.add((NUMBER.sub("*", name), type(module.get_submodule(owner)), _weight(module, name).shape))
+        shape = module.get_parameter(f"{name}.weight").shape
+        kinds.add((NUMBER.sub("*", name), type(module.get_submodule(owner)), shape))
     return frozenset(kinds)
 
 
 def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str, str]]:
     """Yield the kind and the full name of numbers that may count what is cut."""
-    # 1. The widths of what the layers compute.
-    widths = set()
-    for name in group.sources:
-        # Those of an embedding are the second dimension.
-        is_linear = type(module.get_submodule(name)) is nn.Linear
-        widths.add(_weight(module, name).shape[0 if is_linear else 1])
-
-    # 2. The attributes of modules around the layers, up to the one that has all of them.
+    widths = [cut_width(module.get_submodule(name), "colwise") or 0 for name in group.sources]
+    # Attributes of the modules around the layers, up to the one that has all of them.
     for owner in _owners([*group.sources, *group.sinks]):
         for attribute, value in vars(module.get_submodule(owner)).items():
             name = f"{owner}.{attribute}".removeprefix(".")

@@ -34,12 +34,11 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
         ConfigurationError: In all processes, if nothing can be tried.
     """
     tensor = row.size()
-    # 1. Groups of layers in the first batch, which one process reads.
+    # 1. Groups of layers in the first batch. What one process finds counts in all.
     try:
-        _check(module)
         batch = gather_objects(attempt(partial(_first_batch, module)))[0]
         trials = attempt(partial(Trials, module, row, device, batch))
-        groups = trials.groups()
+        groups = gather_objects(attempt(trials.groups))[0]
     except ConfigurationError as error:
         raise ConfigurationError(
             f"FSDPStrategy(tensor={tensor}) has no plan, and cannot try on the first batch which layers can be cut:"
@@ -57,11 +56,11 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
     return found
 
 
-def _check(module: LightningModule) -> None:
-    """Check that a step can be computed with copies of a module.
+def _first_batch(module: Any) -> Any:
+    """Return the first batch in the first process, which reads it ahead.
 
     Raises:
-        ConfigurationError: If it cannot.
+        ConfigurationError: If no step can be computed with copies of the module.
     """
     if not module.automatic_optimization:
         raise ConfigurationError("`training_step` runs backwards and optimisers by hand")
@@ -69,13 +68,9 @@ def _check(module: LightningModule) -> None:
         raise ConfigurationError("`training_step` pulls its batches by itself")
     if any(parameter.is_meta or is_lazy(parameter) for parameter in module.parameters()):
         raise ConfigurationError("weights have no values yet")
-
-
-def _first_batch(module: LightningModule) -> Any:
     if dist.get_rank():
         return None
-    source = module.trainer.parts.source_of("train")  # type: ignore[attr-defined]
-    return read_ahead(source.dataloader)
+    return read_ahead(module.trainer.parts.source_of("train").dataloader)
 
 
 def _try(module: LightningModule, candidate: Candidate, found: Plan, trials: Trials, tensor: int) -> dict[str, str]:

@@ -61,7 +61,7 @@ def cut_by_plan(
     if len(uncut) == len(plan.styles):
         raise ConfigurationError(
             f"FSDPStrategy(tensor={row.size()}): the plan of {plan.origin} cuts no layer, so each process would compute"
-            f" the same. {_reason_of(uncut, reasons)} Change the plan, or leave tensor out."
+            f" the same. {_reason_of(uncut, reasons)} Give another one as tensor_plan, or leave tensor out."
         )
     apply_plan(module, plan, reasons, row)
 

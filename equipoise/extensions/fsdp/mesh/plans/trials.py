@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.mesh.layer_comparison import (
-    TOLERANCES,
-    Compared,
-    copied,
-    difference_of,
-    gradient_of,
-    in_parts,
-    largest_of,
-)
+from equipoise.extensions.fsdp.mesh.grid import is_cut
+from equipoise.extensions.fsdp.mesh.layer_comparison import TOLERANCES, copied, difference_of, gradient_of, largest_of
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
@@ -52,19 +45,21 @@ class Trials:
     """
 
     def __init__(self, module: LightningModule, row: DeviceMesh, device: torch.device, batch: Any) -> None:
-        self._trainer: Any = module.trainer
+        self._trainer = cast("Any", module.trainer)
         self._context = self._trainer.parts.context
         self._row = row
-        self._dtype = torch.float32
-        if self._context.precision.widens:
-            self._dtype = torch.float64
         # The mesh stays the same.
         self._memo = {id(module.device_mesh): module.device_mesh}
         self._whole = self._copy(module).to(device)
-        self._whole.to(self._dtype)
-        self._expected: dict[str, Tensor] = {}
-        with random_state.isolated():
-            _begin_alike()
+        self._dtype = torch.float32
+        if self._context.precision.widens:
+            self._dtype = torch.float64
+            self._whole.double()
+        else:
+            self._whole.float()
+        # The loss comes first.
+        self._expected: list[Tensor] = []
+        with _alike():
             self._batch = map_leaves(self._converted, self._context.make_transfer()(batch, device))
             _add_noise(self._whole)
 
@@ -80,21 +75,17 @@ class Trials:
         return leaf
 
     def groups(self) -> list[Group]:
-        """Compute the whole module. Return the groups of its layers, as the first process finds them.
+        """Compute the whole module, and return the groups of its layers.
 
         Raises:
-            ConfigurationError: In all processes, if it fails in one.
+            ConfigurationError: If the loss is not finite.
         """
-        of_processes: list[list[Group]] = gather_objects(attempt(self._compute_whole))
-        return of_processes[0]
-
-    def _compute_whole(self) -> list[Group]:
         whole = self._copy(self._whole)
         uses = LayerUses(whole)
         loss = self._compute(whole)
-        self._expected = dict(_values(whole, loss))
         if not loss.isfinite():
             raise ConfigurationError("the loss is not finite")
+        self._expected = [loss.detach(), *map(gradient_of, whole.parameters())]
         return uses.groups(loss)
 
     def reason(self, plan: Plan) -> str | None:
@@ -140,35 +131,19 @@ class Trials:
         Raises:
             ConfigurationError: If one differs, or is too small to tell.
         """
-        # 1. Differences.
-        compared = []
-        for (name, value), parameter in zip(_values(cut, loss), [loss, *cut.parameters()], strict=True):
-            expected = self._expected[name]
-            compared.append(Compared(name, parameter, difference_of(value, expected), largest_of(expected)))
         tolerance = TOLERANCES[self._dtype]
-        differences = in_parts(compared, lambda dtype: tolerance)
-        worst = max(differences)
-        if worst.excess > 1:
-            raise ConfigurationError(f"{worst.name} differs by {worst.share:.1e} of its largest element")
-
-        # 2. Zeros are the same, whatever the layers compute. A bias of keys has no other gradient.
-        smallest = _TELLING * tolerance.floor * max(gradient.size for gradient in compared)
-        for difference, gradient in zip(differences, compared, strict=True):
-            if difference.is_cut and gradient.parameter.ndim > 1 and gradient.size <= smallest:
-                raise ConfigurationError(f"{gradient.name} is too small in the first batch to be compared")
-
-
-def _values(module: LightningModule, loss: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is compared, by its name: the loss, and the gradients of all parameters."""
-    yield "the loss", loss.detach()
-    for name, parameter in module.named_parameters():
-        yield f"the gradient of {name}", gradient_of(parameter)
-
-
-def _begin_alike() -> None:
-    """Let all processes, and all copies, draw the same random numbers."""
-    random_state.seeded(0).restore()
-    torch.manual_seed(0)
+        floor = tolerance.floor * max(map(largest_of, self._expected))
+        compared = [("the loss", loss, loss.detach())]
+        for name, parameter in cut.named_parameters():
+            compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
+        for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
+            size = largest_of(expected)
+            difference = difference_of(value, expected)
+            if difference > max(tolerance.relative * size, floor):
+                raise ConfigurationError(f"{name} differs by {difference / (size or 1.0):.1e} of its largest element")
+            # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
+            if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
+                raise ConfigurationError(f"{name} is too small in the first batch to be compared")
 
 
 @contextmanager
@@ -176,7 +151,9 @@ def _alike() -> Iterator[None]:
     """Compute in a `with` block as exactly as the dtype allows, without dropout and with the same random numbers."""
     precision = torch.get_float32_matmul_precision()
     with random_state.isolated(), without_dropout(), torch.enable_grad():
-        _begin_alike()
+        random_state.seeded(0).restore()
+        # On devices as well.
+        torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest")
         try:
             yield
