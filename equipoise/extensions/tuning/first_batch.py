@@ -31,6 +31,7 @@ def _open_loaders(request: Request, trainer: Any) -> Any:
     loaders = request.loaders.get("train")
     if loaders is not None:
         return loaders
+    # They are those of a module, or of a data module.
     owner: Any = request.module
     if request.datamodule is not None:
         owner = request.datamodule

@@ -1,8 +1,7 @@
 """Candidates of a plan: groups of layers that could be cut column-wise and then row-wise, and numbers to divide."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -56,17 +55,29 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
             styles.update(dict.fromkeys(group.sinks, "rowwise"))
             for kind, name in _numbers(module, group, tensor):
                 numbers[kind].append(name)
-        choices = []
-        for kinds in _CHOICES:
-            choice = [name for kind in kinds for name in numbers[kind]]
-            if choice not in choices:
-                choices.append(choice)
-        candidates.append(Candidate(styles, choices))
+        candidates.append(Candidate(styles, _choices(numbers)))
 
+    # 3. The largest first.
     def size(candidate: Candidate) -> int:
         return sum(module.get_parameter(f"{name}.weight").numel() for name in candidate.styles)
 
     return sorted(candidates, key=size, reverse=True)
+
+
+def _choices(numbers: Mapping[str, list[str]]) -> list[list[str]]:
+    """Return choices of numbers, each once.
+
+    Args:
+        numbers: Their names, by kind.
+    """
+    choices: list[list[str]] = []
+    for kinds in _CHOICES:
+        choice = []
+        for kind in kinds:
+            choice += numbers.get(kind, [])
+        if choice not in choices:
+            choices.append(choice)
+    return choices
 
 
 def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
@@ -74,17 +85,23 @@ def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
     kinds = set()
     for name in names:
         owner, _, _ = name.rpartition(".")
-        shape = module.get_parameter(f"{name}.weight").shape
-        kinds.add((NUMBER.sub("*", name), type(module.get_submodule(owner)), shape))
+        kind = type(module.get_submodule(owner))
+        weight = module.get_parameter(f"{name}.weight")
+        pattern = NUMBER.sub("*", name)
+        kinds.add((pattern, kind, weight.shape))
     return frozenset(kinds)
 
 
 def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str, str]]:
     """Yield the kind and the full name of numbers that may count what is cut."""
-    widths = [cut_width(module.get_submodule(name), "colwise") or 0 for name in group.sources]
+    widths = []
+    for name in group.sources:
+        layer = module.get_submodule(name)
+        widths.append(cut_width(layer, "colwise") or 0)
     # Attributes of the modules around the layers, up to the one that has all of them.
     for owner in _owners([*group.sources, *group.sinks]):
-        for attribute, value in vars(module.get_submodule(owner)).items():
+        part = module.get_submodule(owner)
+        for attribute, value in vars(part).items():
             name = f"{owner}.{attribute}".removeprefix(".")
             # By type: True counts among the integers.
             if type(value) is not int or value < 2 or value % tensor:
@@ -99,12 +116,22 @@ def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str
                 yield "others", name
 
 
-def _owners(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the modules that have some of the layers, from the innermost that has all of them."""
+def _owners(names: Iterable[str]) -> list[str]:
+    """Return the names of the modules that have some of the layers, from the innermost that has all of them."""
+    # 1. The length of what all names have in common.
     parts = [name.split(".") for name in names]
-    shared = len(list(takewhile(lambda of_names: len(set(of_names)) == 1, zip(*parts, strict=False))))
-    owners = {tuple(of_name[:length]): None for of_name in parts for length in range(shared, len(of_name))}
-    return map(".".join, owners)
+    shared = 0
+    for of_names in zip(*parts, strict=False):
+        if len(set(of_names)) > 1:
+            break
+        shared += 1
+    # 2. The modules from there on, each once.
+    owners: dict[str, None] = {}
+    for of_name in parts:
+        for length in range(shared, len(of_name)):
+            owner = ".".join(of_name[:length])
+            owners[owner] = None
+    return list(owners)
 
 
 def as_patterns(names: Iterable[str], named: Callable[[str], list[str]]) -> list[str]:
@@ -116,15 +143,16 @@ def as_patterns(names: Iterable[str], named: Callable[[str], list[str]]) -> list
     """
     remaining = dict.fromkeys(names)
     patterns = []
-    for name in list(remaining):
-        if name not in remaining:
-            continue
+    while remaining:
+        name = next(iter(remaining))
         # All numbers as *, or the first alone, or none.
-        for pattern in (NUMBER.sub("*", name), NUMBER.sub("*", name, count=1), name):
+        every = NUMBER.sub("*", name)
+        first = NUMBER.sub("*", name, count=1)
+        for pattern in (every, first, name):
             of_pattern = named(pattern)
             if remaining.keys() >= set(of_pattern):
                 break
         patterns.append(pattern)
-        for found in of_pattern:
-            del remaining[found]
+        for another in of_pattern:
+            del remaining[another]
     return patterns

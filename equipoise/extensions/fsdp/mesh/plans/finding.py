@@ -34,7 +34,7 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
         ConfigurationError: In all processes, if nothing can be tried.
     """
     tensor = row.size()
-    # 1. Groups of layers in the first batch. What one process finds counts in all.
+    # 1. Groups of layers in the first batch. What the first process finds counts in all.
     try:
         batch = gather_objects(attempt(partial(_first_batch, module)))[0]
         trials = attempt(partial(Trials, module, row, device, batch))
@@ -47,13 +47,13 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
         ) from error
 
     # 2. Those that can be cut.
-    found = Plan("trials on the first batch", {}, [], {})
+    plan = Plan("trials on the first batch", {}, [], {})
     for candidate in candidates_of(module, groups, tensor):
         # What is said of fewer layers is said more exactly.
-        found.reasons.update(_try(module, candidate, found, trials, tensor))
-    for name in found.styles:
-        found.reasons.pop(name, None)
-    return found
+        plan.reasons.update(_try(module, candidate, plan, trials, tensor))
+    for name in plan.styles:
+        plan.reasons.pop(name, None)
+    return plan
 
 
 def _first_batch(module: Any) -> Any:
@@ -73,32 +73,34 @@ def _first_batch(module: Any) -> Any:
     return read_ahead(module.trainer.parts.source_of("train").dataloader)
 
 
-def _try(module: LightningModule, candidate: Candidate, found: Plan, trials: Trials, tensor: int) -> dict[str, str]:
+def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Trials, tensor: int) -> dict[str, str]:
     """Add the layers of a candidate to a plan, or return why they stay whole, by their names.
 
     Args:
         module: The user's module.
         candidate: The candidate.
-        found: The plan.
+        plan: The plan, which receives them.
         trials: Compute the first batch.
         tensor: The number of processes that compute a batch together.
     """
     # 1. What needs no trial.
-    reasons = {name: "it is cut with other layers" for name in candidate.styles if name in found.styles}
+    apart = Plan(plan.origin, candidate.styles, [], {})
+    reasons = {}
+    for name in candidate.styles:
+        if name in plan.styles:
+            reasons[name] = "it is cut with other layers"
     if not reasons:
-        plan = Plan(found.origin, candidate.styles, [], {})
-        reasons = reasons_of(module, plan, tensor)
+        reasons = reasons_of(module, apart, tensor)
     for name in reasons:
         return {**dict.fromkeys(candidate.styles, f"{name} stays whole"), **reasons}
 
     # 2. Trials.
     first_reason = ""
     for numbers in candidate.numbers:
-        plan = Plan(found.origin, candidate.styles, numbers, {})
-        reason = trials.reason(plan)
+        reason = trials.reason(apart._replace(divided=numbers))
         if reason is None:
-            found.styles.update(candidate.styles)
-            found.divided.extend(numbers)
+            plan.styles.update(candidate.styles)
+            plan.divided.extend(numbers)
             return {}
         first_reason = first_reason or reason
     return dict.fromkeys(candidate.styles, first_reason)

@@ -80,12 +80,12 @@ class Trials:
         Raises:
             ConfigurationError: If the loss is not finite.
         """
-        whole = self._copy(self._whole)
-        uses = LayerUses(whole)
-        loss = self._compute(whole)
+        module = self._copy(self._whole)
+        uses = LayerUses(module)
+        loss = self._compute(module)
         if not loss.isfinite():
             raise ConfigurationError("the loss is not finite")
-        self._expected = [loss.detach(), *map(gradient_of, whole.parameters())]
+        self._expected = [loss.detach(), *map(gradient_of, module.parameters())]
         return uses.groups(loss)
 
     def reason(self, plan: Plan) -> str | None:

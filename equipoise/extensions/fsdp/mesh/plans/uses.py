@@ -30,6 +30,7 @@ class LayerUses:
 
     Example:
         >>> module = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
+        >>> import torch
         >>> uses = LayerUses(module)
         >>> uses.groups(module(torch.ones(1, 2)).sum())
         [Group(sources=['0'], sinks=['2'])]
@@ -60,7 +61,9 @@ class LayerUses:
             loss: What the forward has returned.
         """
         # 1. The layers that each layer, and the loss, receives something from.
-        suppliers = {name: self._nearest(nodes) for name, nodes in self._inputs.items()}
+        suppliers = {}
+        for name, nodes in self._inputs.items():
+            suppliers[name] = self._nearest(nodes)
         of_loss = self._nearest([loss.grad_fn])
 
         # 2. All that are connected by that, from each layer that supplies others.
@@ -69,29 +72,32 @@ class LayerUses:
         for name in suppliers:
             sources = {name} - done
             sinks: set[str] = set()
-            while True:
-                more = {sink for sink, those in suppliers.items() if not sources.isdisjoint(those)} - sinks
-                if not more:
-                    break
-                sinks |= more
-                sources = sources.union(*(suppliers[sink] for sink in more))
+            before = -1
+            while before < len(sinks):
+                before = len(sinks)
+                for sink, suppliers_of_sink in suppliers.items():
+                    if not sources.isdisjoint(suppliers_of_sink):
+                        sinks.add(sink)
+                        sources |= suppliers_of_sink
             done |= sources
             if sinks and sources.isdisjoint(sinks | of_loss):
-                groups.append(
-                    Group([*filter(sources.__contains__, suppliers)], [*filter(sinks.__contains__, suppliers)])
-                )
+                in_order = [[name for name in suppliers if name in names] for names in (sources, sinks)]
+                groups.append(Group(*in_order))
         return groups
 
     def _nearest(self, nodes: Collection[Node | None]) -> set[str]:
         """Return the layers whose outputs come to some nodes without another layer between."""
-        found = set()
-        seen: set[Node | None] = {None}
+        layers = set()
+        passed: set[Node] = set()
         ahead = list(nodes)
         while ahead:
             node = ahead.pop()
+            if node is None or node in passed:
+                continue
+            passed.add(node)
             if node in self._layers:
-                found.add(self._layers[node])
-            elif node is not None and node not in seen:
-                ahead += [before for before, _ in node.next_functions]
-            seen.add(node)
-        return found
+                layers.add(self._layers[node])
+                continue
+            for earlier, _ in node.next_functions:
+                ahead.append(earlier)
+        return layers
