@@ -40,6 +40,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
         self.gate = nn.Linear(4, 6)
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
@@ -49,7 +50,8 @@ class Residual(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         self.unused(hidden)
-        hidden = hidden + self.down(self.up(input=hidden) * self.gate(hidden).relu_())
+        normed = self.norm(hidden)
+        hidden = hidden + self.down(self.up(input=normed) * self.gate(hidden).relu_())
         return self.last(hidden).sum()
 
 
@@ -62,8 +64,8 @@ def groups_of(module: nn.Module, inputs: Tensor) -> list[Group]:
 
 def test_groups_of_layers() -> None:
     assert groups_of(Residual(), torch.tensor([1, 2])) == [
-        Group(["embedding", "down"], ["unused", "up", "gate", "last"]),
-        Group(["up", "gate"], ["down"]),
+        Group(["embedding", "down"], ["unused", "up", "gate", "last"], ["norm"]),
+        Group(["up", "gate"], ["down"], []),
     ]
 
 
@@ -91,8 +93,8 @@ def test_candidates_and_the_numbers_that_count_them() -> None:
     module.attention.width = 8  # type: ignore[assignment]
     module.attention.head_dim = 2  # type: ignore[assignment]
     module.attention.groups = 2  # type: ignore[assignment]
-    attention = Group([f"attention.{name}" for name in ("query", "key", "value")], ["attention.output"])
-    blocks = [Group([f"blocks.{index}.up"], [f"blocks.{index}.down"]) for index in range(3)]
+    attention = Group([f"attention.{name}" for name in ("query", "key", "value")], ["attention.output"], [])
+    blocks = [Group([f"blocks.{index}.up"], [f"blocks.{index}.down"], []) for index in range(3)]
     first, second = candidates_of(module, [attention, *blocks], 2)
     assert first.styles == {f"blocks.{index}.{name}": style for index in range(3) for name, style in PAIR.items()}
     assert first.numbers == [[]]

@@ -42,7 +42,7 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
     # 1. Groups of blocks that are alike.
     alike: dict[Any, list[Group]] = defaultdict(list)
     for group in groups:
-        key = (_kinds(module, group.sources), _kinds(module, group.sinks))
+        key = tuple(_kinds(module, names) for names in group)
         alike[key].append(group)
 
     # 2. What is cut in all of them, and what may count it.
@@ -53,13 +53,16 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
         for group in similar:
             styles.update(dict.fromkeys(group.sources, "colwise"))
             styles.update(dict.fromkeys(group.sinks, "rowwise"))
+            # A process has a part of their gradients.
+            styles.update(dict.fromkeys(group.norms, "replicated_with_grad_allreduce"))
             for kind, name in _numbers(module, group, tensor):
                 numbers[kind].append(name)
         candidates.append(Candidate(styles, _choices(numbers)))
 
     # 3. The largest first.
     def size(candidate: Candidate) -> int:
-        return sum(module.get_parameter(f"{name}.weight").numel() for name in candidate.styles)
+        layers = map(module.get_submodule, candidate.styles)
+        return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
 
     return sorted(candidates, key=size, reverse=True)
 
@@ -86,9 +89,9 @@ def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
     for name in names:
         owner, _, _ = name.rpartition(".")
         kind = type(module.get_submodule(owner))
-        weight = module.get_parameter(f"{name}.weight")
+        shapes = tuple(parameter.shape for parameter in module.get_submodule(name).parameters())
         pattern = NUMBER.sub("*", name)
-        kinds.add((pattern, kind, weight.shape))
+        kinds.add((pattern, kind, shapes))
     return frozenset(kinds)
 
 

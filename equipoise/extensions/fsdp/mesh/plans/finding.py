@@ -13,7 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.candidates import Candidate, as_patterns, candidates_of
 from equipoise.extensions.fsdp.mesh.plans.cutting import reasons_of
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan, named_layers, named_numbers
-from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED
+from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, Style
 from equipoise.extensions.fsdp.mesh.plans.trials import Trials, attempt
 from equipoise.extensions.planning.first_batch import read_ahead
 from equipoise.interop.lightning.classes import takes_iterator
@@ -106,15 +106,15 @@ def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Tria
     return dict.fromkeys(candidate.styles, first_reason)
 
 
-def written_form(module: LightningModule, plan: Plan) -> dict[str, str]:
+def written_form(module: LightningModule, plan: Plan) -> dict[str, Style]:
     """Return a plan that was found as users write one: names of blocks that are alike as patterns.
 
     Args:
         module: The user's module.
         plan: The plan.
     """
-    written = {}
-    for style in ("colwise", "rowwise"):
+    written: dict[str, Style] = {}
+    for style in dict.fromkeys(plan.styles.values()):
         names = [name for name, of_layer in plan.styles.items() if of_layer == style]
         patterns = as_patterns(names, partial(named_layers, module))
         written.update(dict.fromkeys(patterns, style))

@@ -16,10 +16,12 @@ class Group(NamedTuple):
     Attributes:
         sources: Names of the layers that compute them: linear ones, and embeddings.
         sinks: Names of the linear layers that receive them.
+        norms: Names of other modules with parameters on the way, such as norms of heads.
     """
 
     sources: list[str]
     sinks: list[str]
+    norms: list[str]
 
 
 class LayerUses:
@@ -33,17 +35,27 @@ class LayerUses:
         >>> import torch
         >>> uses = LayerUses(module)
         >>> uses.groups(module(torch.ones(1, 2)).sum())
-        [Group(sources=['0'], sinks=['2'])]
+        [Group(sources=['0'], sinks=['2'], norms=[])]
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._layers: dict[Node, str] = {}
+        self._norms: dict[Node, str] = {}
         # Of each layer: where its inputs come from.
         self._inputs: dict[str, list[Node | None]] = defaultdict(list)
         for name, layer in module.named_modules():
             # Subclasses may compute something else.
             if type(layer) in (nn.Linear, nn.Embedding):
                 layer.register_forward_hook(self._noting(name), with_kwargs=True)
+            elif not list(layer.children()) and list(layer.parameters()):
+                layer.register_forward_hook(self._noting_norm(name))
+
+    def _noting_norm(self, name: str) -> Callable[..., None]:
+        def note(norm: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                self._norms[output.grad_fn] = name
+
+        return note
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -62,9 +74,10 @@ class LayerUses:
         """
         # 1. The layers that each layer, and the loss, receives something from.
         suppliers = {}
+        norms = {}
         for name, nodes in self._inputs.items():
-            suppliers[name] = self._nearest(nodes)
-        of_loss = self._nearest([loss.grad_fn])
+            suppliers[name], norms[name] = self._nearest(nodes)
+        of_loss, _ = self._nearest([loss.grad_fn])
 
         # 2. All that are connected by that, from each layer that supplies others.
         groups = []
@@ -82,12 +95,14 @@ class LayerUses:
             done |= sources
             if sinks and sources.isdisjoint(sinks | of_loss):
                 in_order = [[name for name in suppliers if name in names] for names in (sources, sinks)]
-                groups.append(Group(*in_order))
+                between = set().union(*(norms[sink] for sink in sinks))
+                groups.append(Group(*in_order, sorted(between)))
         return groups
 
-    def _nearest(self, nodes: Collection[Node | None]) -> set[str]:
-        """Return the layers whose outputs come to some nodes without another layer between."""
+    def _nearest(self, nodes: Collection[Node | None]) -> tuple[set[str], set[str]]:
+        """Return the layers whose outputs come to some nodes without another layer between, and norms on the way."""
         layers = set()
+        norms = set()
         passed: set[Node] = set()
         ahead = list(nodes)
         while ahead:
@@ -98,6 +113,8 @@ class LayerUses:
             if node in self._layers:
                 layers.add(self._layers[node])
                 continue
+            if node in self._norms:
+                norms.add(self._norms[node])
             for earlier, _ in node.next_functions:
                 ahead.append(earlier)
-        return layers
+        return layers, norms
