@@ -14,7 +14,7 @@ from equipoise.extensions.fsdp.mesh.plans.candidates import as_patterns, candida
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from equipoise.names.patterns import expression_of
 from tests.conftest import ignoring
-from tests.extensions.fsdp.mesh_modules import ByHand, Heads
+from tests.extensions.fsdp.mesh_modules import ByHand, Heads, SelfAttention
 from tests.extensions.fsdp.programs import (
     FEATURES,
     QUIET,
@@ -173,6 +173,29 @@ class Dropping(Traps):
         self.middle["dropped"] = nn.Dropout(0.5)
 
 
+class AttentionWithNorms(SelfAttention):
+    """Norms of queries and keys, by head, whose weights each process has."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.query_norm = nn.RMSNorm(2)
+        self.key_norm = nn.RMSNorm(2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            layer(hidden).unflatten(-1, (self.heads, -1)) for layer in (self.query, self.key, self.value)
+        )
+        heads = [part.transpose(1, 2) for part in (self.query_norm(query), self.key_norm(key), value)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Norms(Heads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = AttentionWithNorms()
+
+
 class Stream(IterableDataset[Any]):
     """Samples that can be read once."""
 
@@ -209,6 +232,7 @@ def outcomes() -> dict[str, Any]:
     found["heads"] = weights_of(module)
     found["number"] = module.attention.heads
     found["in float32"] = weights_of(fit(Heads, fsdp(tensor=2), 2, batch_size=12, precision="32-true")[0])
+    found["norms"] = weights_of(fit(Norms, fsdp(tensor=2), 2, batch_size=12)[0])
     found["stream"] = trained_on_stream(fsdp(tensor=2), 2)
     options = {"precision": "64-true", **QUIET}
     trainer = Trainer(strategy=fsdp(tensor=2), devices=["cpu"] * 2, **options)
@@ -257,12 +281,14 @@ def test_layers_that_are_found_train_as_those_of_one_device() -> None:
         "attention.output": "rowwise",
         "attention.heads": "divided",
     }
-    assert [plan for plan, _ in others] == [heads, heads, {}]
+    plans = [plan for plan, _ in others]
+    norms = dict.fromkeys(["attention.key_norm", "attention.query_norm"], "replicated_with_grad_allreduce")
+    assert plans == [heads, {**heads, **norms}, heads, {}]
 
     # 2. What is not, and why.
-    assert "normalized_shape=[16]" in reasons["up.normed"]
+    assert reasons["up.normed"].startswith("cut, RuntimeError")
     assert "differs by" in reasons["down.normalised"]
-    assert "the gradient of middle.weighted.weight differs by" in reasons["up.weighted"]
+    assert reasons["up.weighted"].startswith("cut, ")
     assert reasons["up.odd"] == "a width of 15 is not divisible by 2"
     assert "differs by" in reasons["up.hidden"]
     assert reasons["up.tied"] == "it shares a weight with other"
@@ -274,6 +300,7 @@ def test_layers_that_are_found_train_as_those_of_one_device() -> None:
     assert_close(weights_of(whole), found["heads"])
     assert found["number"] == whole.attention.heads
     assert_close(weights_of(fit(Heads, precision="32-true")[0]), found["in float32"], 1e-4)
+    assert_close(weights_of(fit(Norms)[0]), found["norms"])
     assert_close(trained_on_stream("single_device", 1), found["stream"])
     (expected,) = Trainer(devices=["cpu"], precision="64-true", **QUIET).validate(
         make(Heads), loader(7, 3), verbose=False

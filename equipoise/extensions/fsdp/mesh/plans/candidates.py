@@ -25,14 +25,16 @@ class Candidate(NamedTuple):
     Attributes:
         styles: The style of each layer, by its name.
         numbers: Choices of numbers that are divided, each with their full names.
+        width: Number of the layers of one group.
     """
 
     styles: dict[str, Style]
     numbers: list[list[str]]
+    width: int
 
 
 def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> list[Candidate]:
-    """Return the candidates, the largest first: where a layer belongs to two, the larger one is tried first.
+    """Return the candidates in the order in which they are tried: a layer may belong to two of them.
 
     Args:
         module: The module.
@@ -57,14 +59,15 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
             styles.update(dict.fromkeys(group.norms, "replicated_with_grad_allreduce"))
             for kind, name in _numbers(module, group, tensor):
                 numbers[kind].append(name)
-        candidates.append(Candidate(styles, _choices(numbers)))
+        candidates.append(Candidate(styles, _choices(numbers), len(similar[0].sources + similar[0].sinks)))
 
-    # 3. The largest first.
-    def size(candidate: Candidate) -> int:
+    # 3. Those of fewest layers first: layers that all blocks share cost more exchanges, and save less.
+    def order(candidate: Candidate) -> tuple[int, int]:
         layers = map(module.get_submodule, candidate.styles)
-        return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        size = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        return candidate.width, -size
 
-    return sorted(candidates, key=size, reverse=True)
+    return sorted(candidates, key=order)
 
 
 def _choices(numbers: Mapping[str, list[str]]) -> list[list[str]]:

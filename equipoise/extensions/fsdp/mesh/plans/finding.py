@@ -84,13 +84,11 @@ def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Tria
         tensor: The number of processes that compute a batch together.
     """
     # 1. What needs no trial.
-    apart = Plan(plan.origin, candidate.styles, [], {})
-    reasons = {}
     for name in candidate.styles:
         if name in plan.styles:
-            reasons[name] = "it is cut with other layers"
-    if not reasons:
-        reasons = reasons_of(module, apart, tensor)
+            return dict.fromkeys(candidate.styles, f"{name} is cut with other layers")
+    apart = Plan(plan.origin, candidate.styles, [], {})
+    reasons = reasons_of(module, apart, tensor)
     for name in reasons:
         return {**dict.fromkeys(candidate.styles, f"{name} stays whole"), **reasons}
 

@@ -94,9 +94,10 @@ class LayerUses:
                         sources |= suppliers_of_sink
             done |= sources
             if sinks and sources.isdisjoint(sinks | of_loss):
-                in_order = [[name for name in suppliers if name in names] for names in (sources, sinks)]
+                sources_in_order = [name for name in suppliers if name in sources]
+                sinks_in_order = [name for name in suppliers if name in sinks]
                 between = set().union(*(norms[sink] for sink in sinks))
-                groups.append(Group(*in_order, sorted(between)))
+                groups.append(Group(sources_in_order, sinks_in_order, sorted(between)))
         return groups
 
     def _nearest(self, nodes: Collection[Node | None]) -> tuple[set[str], set[str]]:
