@@ -1,4 +1,4 @@
-"""How much of networks without a plan is found to be cut over two processes, and do they train as on one device?"""
+"""Networks without a plan: how much is found to be cut over two processes, and the difference to one device."""
 
 import argparse
 import re

@@ -53,18 +53,27 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
         styles: dict[str, Style] = {}
         numbers: dict[str, list[str]] = defaultdict(list)
         for group in similar:
-            styles.update(dict.fromkeys(group.sources, "colwise"))
-            styles.update(dict.fromkeys(group.sinks, "rowwise"))
+            for name in group.sources:
+                styles[name] = "colwise"
+            for name in group.sinks:
+                styles[name] = "rowwise"
             # A process has a part of their gradients.
-            styles.update(dict.fromkeys(group.norms, "replicated_with_grad_allreduce"))
+            for name in group.norms:
+                styles[name] = "replicated_with_grad_allreduce"
             for kind, name in _numbers(module, group, tensor):
                 numbers[kind].append(name)
-        candidates.append(Candidate(styles, _choices(numbers), len(similar[0].sources + similar[0].sinks)))
+        choices = _choices(numbers)
+        width = len(group.sources) + len(group.sinks)
+        candidate = Candidate(styles, choices, width)
+        candidates.append(candidate)
 
     # 3. Those of fewest layers first: layers that all blocks share cost more exchanges, and save less.
     def order(candidate: Candidate) -> tuple[int, int]:
-        layers = map(module.get_submodule, candidate.styles)
-        size = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        size = 0
+        for name in candidate.styles:
+            layer = module.get_submodule(name)
+            for parameter in layer.parameters():
+                size += parameter.numel()
         return candidate.width, -size
 
     return sorted(candidates, key=order)
@@ -92,7 +101,8 @@ def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
     for name in names:
         owner, _, _ = name.rpartition(".")
         kind = type(module.get_submodule(owner))
-        shapes = tuple(parameter.shape for parameter in module.get_submodule(name).parameters())
+        layer = module.get_submodule(name)
+        shapes = tuple(parameter.shape for parameter in layer.parameters())
         pattern = NUMBER.sub("*", name)
         kinds.add((pattern, kind, shapes))
     return frozenset(kinds)
@@ -110,7 +120,9 @@ def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str
         for attribute, value in vars(part).items():
             name = f"{owner}.{attribute}".removeprefix(".")
             # By type: True counts among the integers.
-            if type(value) is not int or value < 2 or value % tensor:
+            if type(value) is not int:
+                continue
+            if value < 2 or value % tensor:
                 continue
             is_count = not any(part in attribute for part in _NO_COUNTS)
             divides = any(width % value == 0 for width in widths)

@@ -50,7 +50,8 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
     plan = Plan("trials on the first batch", {}, [], {})
     for candidate in candidates_of(module, groups, tensor):
         # What is said of fewer layers is said more exactly.
-        plan.reasons.update(_try(module, candidate, plan, trials, tensor))
+        reasons = _try(module, candidate, plan, trials, tensor)
+        plan.reasons.update(reasons)
     for name in plan.styles:
         plan.reasons.pop(name, None)
     return plan
@@ -90,12 +91,14 @@ def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Tria
     apart = Plan(plan.origin, candidate.styles, [], {})
     reasons = reasons_of(module, apart, tensor)
     for name in reasons:
-        return {**dict.fromkeys(candidate.styles, f"{name} stays whole"), **reasons}
+        of_others = dict.fromkeys(candidate.styles, f"{name} stays whole")
+        return {**of_others, **reasons}
 
     # 2. Trials.
     first_reason = ""
     for numbers in candidate.numbers:
-        reason = trials.reason(apart._replace(divided=numbers))
+        divided = apart._replace(divided=numbers)
+        reason = trials.reason(divided)
         if reason is None:
             plan.styles.update(candidate.styles)
             plan.divided.extend(numbers)

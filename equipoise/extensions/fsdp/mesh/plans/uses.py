@@ -59,7 +59,7 @@ class LayerUses:
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            tensor = args[0] if args else kwargs["input"]
+            (tensor,) = args or kwargs.values()
             if output.grad_fn is not None:
                 self._layers[output.grad_fn] = name
                 self._inputs[name].append(tensor.grad_fn)
@@ -81,6 +81,7 @@ class LayerUses:
 
         # 2. All that are connected by that, from each layer that supplies others.
         groups = []
+        order = list(suppliers)
         done: set[str] = set()
         for name in suppliers:
             sources = {name} - done
@@ -94,10 +95,15 @@ class LayerUses:
                         sources |= suppliers_of_sink
             done |= sources
             if sinks and sources.isdisjoint(sinks | of_loss):
-                sources_in_order = [name for name in suppliers if name in sources]
-                sinks_in_order = [name for name in suppliers if name in sinks]
-                between = set().union(*(norms[sink] for sink in sinks))
-                groups.append(Group(sources_in_order, sinks_in_order, sorted(between)))
+                between: set[str] = set()
+                for sink in sinks:
+                    between |= norms[sink]
+                group = Group(
+                    sources=sorted(sources, key=order.index),
+                    sinks=sorted(sinks, key=order.index),
+                    norms=sorted(between),
+                )
+                groups.append(group)
         return groups
 
     def _nearest(self, nodes: Collection[Node | None]) -> tuple[set[str], set[str]]:
