@@ -90,7 +90,8 @@ class FSDPStrategy(ProcessStrategy):
         tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
-            what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module.
+            what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module, else
+            one that is found in a fit: layers that compute the same on the first batch where they are cut.
         context: Number of processes of a machine over which the sequences of each batch are divided in training.
             Attention sees all keys, and evaluations whole sequences. A sequence has a multiple of twice this number of
             positions. Default: 1.
@@ -246,7 +247,9 @@ class FSDPStrategy(ProcessStrategy):
             from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
 
             configuration.note_new_parts()
-            cut_by_plan(module, configuration.mesh, self.tensor_plan)
+            assert is_a(module, LightningModule)
+            mesh = configuration.mesh
+            cut_by_plan(module, mesh, self.tensor_plan, self.root_device, training=self._is_fitting)
         elif self.tensor_plan is not None:
             raise ConfigurationError(
                 "`configure_model` has cut or sharded layers already, which FSDPStrategy(tensor_plan=...) would cut"
@@ -322,8 +325,10 @@ class FSDPStrategy(ProcessStrategy):
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
-        together = self._columns
-        check_cut(module, together)
+        check_cut(module, self._columns, must_cut=self._is_fitting)
+        is_cut = self._configuration is not None and self._configuration.has_cut
+        # Evaluations may be of whole layers, which are in shards over all processes.
+        together = self._columns if is_cut else 1
         if self._configuration is not None:
             copy_along_rows(module, self._configuration.mesh[TENSOR])
         units = self._units(module)
@@ -340,7 +345,6 @@ class FSDPStrategy(ProcessStrategy):
         # 2. The shards. Sums of gradients are divided by Σw at the end of a window.
         automatic = bool(getattr(module, "automatic_optimization", True))
         divide_by = 1.0 if automatic else float(batches)
-        is_cut = self._configuration is not None and self._configuration.has_cut
         mesh = self._mesh(is_cut=is_cut)
         sharding = Sharding(mesh=mesh, options=self._options(), divide_by=divide_by, forms=self._forms)
         sharded = ShardedModule(units, sharding)

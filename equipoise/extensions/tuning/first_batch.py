@@ -1,35 +1,19 @@
-"""The first batch of a fit, before the fit begins: read by a copy of this process, so that nothing here changes."""
+"""The first batch of a fit, before the fit begins."""
 
-import contextlib
-import multiprocessing
-import os
-import pickle
-import signal
-import warnings
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
-from torch.utils.data import DataLoader
-
-from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.tracing.planned_batches import planned_batches
-from equipoise.interop.lightning.loaders import combine
+from equipoise.extensions.planning.first_batch import read_ahead
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["read_first_batch"]
 
-_SECONDS = 60.0
-# Attributes of a loader that starts no process and uses no GPU.
-_IN_ONE_PROCESS = {"num_workers": 0, "timeout": 0, "pin_memory": False}
 
+def read_first_batch(request: Request, trainer: Any, seconds: float = 60.0) -> Any:
+    """Return the first batch of the training loader, on the CPU; see `read_ahead`.
 
-def read_first_batch(request: Request, trainer: Any, seconds: float = _SECONDS) -> Any:
-    """Return the first batch of the training loader, or that which its batch sampler names for plans, on the CPU.
-
-    A copy of this process calls `setup` and `train_dataloader`, and reads. Loaders, samplers, files and random numbers
-    of this process stay as they are. `prepare_data` is not called: it writes files, which a copy shares.
+    A copy of this process calls `setup` and `train_dataloader`. `prepare_data` is not called: it writes files, which a
+    copy shares.
 
     Args:
         request: The fit.
@@ -39,94 +23,18 @@ def read_first_batch(request: Request, trainer: Any, seconds: float = _SECONDS) 
     Raises:
         ConfigurationError: If the batch cannot be read in this way.
     """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise ConfigurationError("this system cannot copy a process")
-    # 1. The copy, which writes its answer into a pipe.
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(request, trainer, sender))
-    with warnings.catch_warnings():
-        # Python warns of threads, which a copy lacks. Loaders start their workers in the same way.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            process.start()
-        except (OSError, AssertionError) as error:
-            # There is no memory for it, or this process may start none.
-            receiver.close()
-            sender.close()
-            raise ConfigurationError(f"this process cannot be copied ({error})") from error
-    sender.close()
-
-    # 2. Its answer.
-    try:
-        content = None
-        is_in_time = receiver.poll(seconds)
-        if is_in_time:
-            # It may end before its answer, or within it.
-            with contextlib.suppress(EOFError, OSError):
-                content = receiver.recv_bytes()
-    finally:
-        receiver.close()
-        process.kill()
-        process.join()
-        process.close()
-    if not is_in_time:
-        raise ConfigurationError(f"the first batch was not read within {seconds:.0f} seconds")
-    if content is None:
-        raise ConfigurationError("the process that read its first batch ahead ended without an answer")
-    try:
-        # It comes from a copy of this process.
-        batch, reason = pickle.loads(content)  # noqa: S301
-    except Exception as error:
-        raise ConfigurationError(f"its first batch cannot be sent ({type(error).__name__}: {error})") from error
-    if reason is not None:
-        raise ConfigurationError(reason)
-    return batch
+    return read_ahead(partial(_open_loaders, request, trainer), seconds)
 
 
-def _answer(request: Request, trainer: Any, sender: Connection) -> None:
-    """Send the batch, or the reason why there is none; the body of the copy."""
-    _be_silent()
-    # A copy lacks the threads of torch, and would wait for them.
-    torch.set_num_threads(1)
-    try:
-        batch = _read(request, trainer)
-        content = pickle.dumps((batch, None))
-    except Exception as error:
-        first_line, _, _ = str(error).partition("\n")
-        reason = f"its first batch cannot be read ahead ({type(error).__name__}: {first_line})"
-        content = pickle.dumps((None, reason))
-    sender.send_bytes(content)
-
-
-def _be_silent() -> None:
-    """Write nothing to the terminal, and leave Ctrl-C to the process that waits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-
-
-def _read(request: Request, trainer: Any) -> Any:
-    # 1. The loaders.
+def _open_loaders(request: Request, trainer: Any) -> Any:
     request.module.trainer = trainer
     loaders = request.loaders.get("train")
-    if loaders is None:
-        owner: Any = request.module
-        if request.datamodule is not None:
-            owner = request.datamodule
-            owner.trainer = trainer
-        owner.setup("fit")
-        loaders = owner.train_dataloader()
-
-    # 2. A batch of them, without further processes, and without pinned memory, for which a copy cannot use the GPU.
-    combined, _ = combine(loaders, "max_size_cycle")
-    for loader in combined.flattened:
-        if isinstance(loader, DataLoader):
-            for name, value in _IN_ONE_PROCESS.items():
-                setattr(loader, name, value)
-    if combined.iterables is combined.flattened[0]:
-        batch = planned_batches(combined.flattened[0]).batches[0]
-    else:
-        batch, _, _ = next(iter(combined))
-    return move_data_to_device(batch, "cpu")
+    if loaders is not None:
+        return loaders
+    # They are those of a module, or of a data module.
+    owner: Any = request.module
+    if request.datamodule is not None:
+        owner = request.datamodule
+        owner.trainer = trainer
+    owner.setup("fit")
+    return owner.train_dataloader()

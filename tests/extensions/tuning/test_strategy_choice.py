@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import Trainer
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predict_memory
+from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, first_batch, predict_memory
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
-from equipoise.extensions.tuning import first_batch, strategy_choice
+from equipoise.extensions.tuning import strategy_choice
 from equipoise.extensions.tuning.first_batch import read_first_batch
 from equipoise.extensions.tuning.trials.step_prediction import describe_elsewhere
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
@@ -308,7 +308,7 @@ def test_a_batch_that_cannot_be_received() -> None:
 def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like a process that is ended for its memory while it writes."""
 
-    def broken(request: Request, sender: Any) -> None:
+    def broken(open_loaders: Any, sender: Any) -> None:
         # The length of an answer, and a part of it.
         os.write(sender.fileno(), (100).to_bytes(4, "big") + b"part")
 

@@ -208,18 +208,19 @@ def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:
             part.copy_(contiguous)
 
 
-def check_cut(module: nn.Module, tensor: int) -> None:
+def check_cut(module: nn.Module, tensor: int, *, must_cut: bool = True) -> None:
     """Check that a module is cut over as many processes as compute a batch together.
 
     Args:
         module: The user's module, after `configure_model`.
         tensor: The number of processes.
+        must_cut: Whether one parameter at least must be cut. Default: True.
 
     Raises:
-        ConfigurationError: If no parameter is cut, so that all of them would compute the same; if a parameter is cut
+        ConfigurationError: If none is, so that all processes would compute the same; if a parameter is cut
             and has no values yet; if a buffer is cut; or if a unit is in shards over other processes than a column.
     """
-    if tensor > 1 and not any(map(is_cut, module.parameters())):
+    if must_cut and tensor > 1 and not any(map(is_cut, module.parameters())):
         raise ConfigurationError(
             f"FSDPStrategy(tensor={tensor}): {type(module).__name__} has no layer that is cut over {tensor} processes,"
             " so each of them would compute the same. Say which layers are cut, as in tensor_plan={'blocks.*.up':"

@@ -31,7 +31,15 @@ from equipoise.precision import Precision
 from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
-__all__ = ["Difference", "LayerComparison"]
+__all__ = [
+    "TOLERANCES",
+    "Difference",
+    "LayerComparison",
+    "copied",
+    "difference_of",
+    "gradient_of",
+    "largest_of",
+]
 
 # Computes the gradients of a batch, and returns its loss.
 Compute = Callable[[TrainingStep, Any], Tensor | None]
@@ -51,7 +59,7 @@ class _Tolerance(NamedTuple):
 
 # By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
 # numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
-_TOLERANCES = {
+TOLERANCES = {
     torch.float64: _Tolerance(1e-10, 1e-13),
     torch.float32: _Tolerance(1e-3, 1e-5),
     torch.float16: _Tolerance(2e-2, 2e-3),
@@ -144,7 +152,7 @@ class LayerComparison:
         try:
             if self._is_possible(self._check):
                 with preserve_state(self._module, containers=True), own_forwards():
-                    loss = compute(step, _copied(batch))
+                    loss = compute(step, copied(batch))
                 if loss is None:
                     return False
                 self._compare(step, batch, loss)
@@ -211,7 +219,7 @@ class LayerComparison:
 
         def compute() -> None:
             with without_dropout():
-                outcome = step.run_on(twin.module, _copied(batch), 1)
+                outcome = step.run_on(twin.module, copied(batch), 1)
                 assert outcome.loss is not None
                 run_backward_in_modes(outcome.loss)
             losses.append(outcome.loss)
@@ -226,14 +234,14 @@ class LayerComparison:
         dtypes = {*self._dtypes, dtype}
         if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)
-        return max(_TOLERANCES.get(dtype, _TOLERANCES[torch.float32]) for dtype in dtypes)
+        return max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
 
     def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
         expected = _whole_of(expected)
         tolerance = self._tolerance(loss.dtype)
-        size = _largest(expected)
-        difference = _difference(loss, expected)
+        size = largest_of(expected)
+        difference = difference_of(loss, expected)
         allowed = tolerance.relative * size + tolerance.floor
         share = difference / (size or 1.0)
         return Difference(difference / allowed, share, "")
@@ -244,12 +252,12 @@ class LayerComparison:
         compared = []
         for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
             if parameter.requires_grad:
-                expected = _gradient_of(other)
+                expected = gradient_of(other)
                 if self._rows is not None:
                     dist.all_reduce(expected, group=self._rows)
-                gradient = _gradient_of(parameter)
-                difference = _difference(gradient, expected)
-                size = _largest(expected)
+                gradient = gradient_of(parameter)
+                difference = difference_of(gradient, expected)
+                size = largest_of(expected)
                 compared.append((name, parameter, difference, size))
         # 2. In parts of what is allowed.
         largest = max((size for *_, size in compared), default=0.0)
@@ -322,13 +330,14 @@ def _whole_of(tensor: Tensor) -> Tensor:
     return detached
 
 
-def _gradient_of(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the whole gradient of a parameter, zeros if it has none; all processes call this together."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return _whole_of(parameter.grad)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """Return a batch in memory of its own, since a step may change it."""
     return map_leaves(_copied_leaf, batch)
 
@@ -339,7 +348,7 @@ def _copied_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _difference(computed: Tensor, expected: Tensor) -> float:
+def difference_of(computed: Tensor, expected: Tensor) -> float:
     """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
     if not computed.numel():
         return 0.0
@@ -351,7 +360,7 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
     return float(finite.max())
 
 
-def _largest(tensor: Tensor) -> float:
+def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value of the finite elements."""
     if not tensor.numel():
         return 0.0

@@ -9,7 +9,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, STYLES, Style, check_plan
 from equipoise.names.patterns import expression_of
 
-__all__ = ["Plan", "plan_of_models", "written_plan"]
+__all__ = ["Plan", "named_layers", "named_numbers", "plan_of_models", "written_plan"]
 
 _OPTION = "FSDPStrategy(tensor_plan=...)"
 
@@ -58,11 +58,11 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     plan = Plan(origin, {}, [], {})
     for pattern, style in option.items():
         if style == DIVIDED:
-            names = _attributes(module, pattern)
+            names = named_numbers(module, pattern)
             missing = "number of the module or its submodules"
             plan.divided.extend(names)
         else:
-            names = _layers(module, pattern)
+            names = named_layers(module, pattern)
             missing = "submodule"
             styles = dict.fromkeys(names, style)
             plan.styles.update(styles)
@@ -71,7 +71,7 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     return plan
 
 
-def _layers(module: nn.Module, pattern: str) -> list[str]:
+def named_layers(module: nn.Module, pattern: str) -> list[str]:
     """Return the full names of the submodules that a pattern names."""
     expression = expression_of(pattern)
     names = []
@@ -81,7 +81,7 @@ def _layers(module: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _attributes(module: nn.Module, pattern: str) -> list[str]:
+def named_numbers(module: nn.Module, pattern: str) -> list[str]:
     """Return the full names of the attributes with whole numbers that a pattern names."""
     owners, _, attribute = pattern.rpartition(".")
     expression = expression_of(owners)
@@ -104,7 +104,7 @@ def plan_of_models(module: nn.Module) -> Plan | None:
     plan = Plan("transformers", {}, [], {})
     for prefix, styles in _models(module):
         for pattern, style in styles.items():
-            names = _layers(module, prefix + pattern)
+            names = named_layers(module, prefix + pattern)
             for name in names:
                 if style in STYLES:
                     plan.styles[name] = style

@@ -1,0 +1,197 @@
+"""Trials of a plan: copies of a module whose layers are cut compute a batch as a whole copy does, or they do not."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.grid import is_cut
+from equipoise.extensions.fsdp.mesh.layer_comparison import TOLERANCES, copied, difference_of, gradient_of, largest_of
+from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
+from equipoise.extensions.fsdp.mesh.plans.sources import Plan
+from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
+from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.snapshot import random_state
+from equipoise.tree import map_leaves
+
+__all__ = ["Trials", "attempt"]
+
+T = TypeVar("T")
+
+# A gradient that is smaller than so many of the differences that rounding may cause shows nothing.
+_TELLING = 10
+
+
+class Trials:
+    """Computes the loss and all gradients of a batch with copies of a module; all processes call each method together.
+
+    Copies compute in float32, or in float64 if the run does, without dropout and with the same random numbers. Their
+    weights have noise: those that are zero in the beginning would hide what is wrong behind them.
+
+    Args:
+        module: The user's module, in a run.
+        row: The processes that compute a batch together.
+        device: Where this process computes.
+        batch: A batch, on the CPU.
+    """
+
+    def __init__(self, module: LightningModule, row: DeviceMesh, device: torch.device, batch: Any) -> None:
+        self._trainer = cast("Any", module.trainer)
+        self._context = self._trainer.parts.context
+        self._row = row
+        # The mesh stays the same.
+        self._memo = {id(module.device_mesh): module.device_mesh}
+        self._whole = self._copy(module).to(device)
+        self._dtype = torch.float32
+        if self._context.precision.widens:
+            self._dtype = torch.float64
+            self._whole.double()
+        else:
+            self._whole.float()
+        # The loss comes first.
+        self._expected: list[Tensor] = []
+        with _alike():
+            self._batch = map_leaves(self._converted, self._context.make_transfer()(batch, device))
+            _add_noise(self._whole)
+
+    def _copy(self, module: LightningModule) -> LightningModule:
+        other = copy.deepcopy(module, dict(self._memo))
+        # Lightning leaves it out.
+        other.trainer = self._trainer
+        return other
+
+    def _converted(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(self._dtype)
+        return leaf
+
+    def groups(self) -> list[Group]:
+        """Compute the whole module, and return the groups of its layers.
+
+        Raises:
+            ConfigurationError: If the loss is not finite.
+        """
+        module = self._copy(self._whole)
+        uses = LayerUses(module)
+        loss = self._compute(module)
+        if not loss.isfinite():
+            raise ConfigurationError("the loss is not finite")
+        self._expected = [loss.detach(), *map(gradient_of, module.parameters())]
+        return uses.groups(loss)
+
+    def reason(self, plan: Plan) -> str | None:
+        """Return why the layers of a plan cannot be cut; None if they can.
+
+        Args:
+            plan: The plan.
+        """
+        cut = self._copy(self._whole)
+        try:
+            loss = attempt(partial(self._compute_cut, cut, plan))
+            attempt(partial(self._check_equal, cut, loss))
+        except ConfigurationError as error:
+            return f"cut, {error}"
+        return None
+
+    def _compute_cut(self, cut: LightningModule, plan: Plan) -> Tensor:
+        apply_plan(cut, plan, {}, self._row)
+        return self._compute(cut)
+
+    def _compute(self, module: LightningModule) -> Tensor:
+        """Compute the gradients of the batch, and return the loss."""
+        module.zero_grad()
+        step = self._context.hooks.bind_step("training_step", module)
+        captures = self._context.logs.captures
+        context = nullcontext
+        if self._context.precision.widens:
+            context = self._context.precision.forward_context
+        # What a step logs is dropped.
+        outer = captures.begin()
+        try:
+            with _alike(), context():
+                output = step(copied(self._batch), 0)
+                loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+                run_backward_in_modes(loss)
+        finally:
+            captures.end(outer)
+        return loss
+
+    def _check_equal(self, cut: LightningModule, loss: Tensor) -> None:
+        """Check that the loss and all gradients are those of the whole module.
+
+        Raises:
+            ConfigurationError: If one differs, or is too small to tell.
+        """
+        tolerance = TOLERANCES[self._dtype]
+        floor = tolerance.floor * max(map(largest_of, self._expected))
+        compared = [("the loss", loss, loss.detach())]
+        for name, parameter in cut.named_parameters():
+            compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
+        for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
+            size = largest_of(expected)
+            difference = difference_of(value, expected)
+            if difference > max(tolerance.relative * size, floor):
+                raise ConfigurationError(f"{name} differs by {difference / (size or 1.0):.1e} of its largest element")
+            # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
+            if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
+                raise ConfigurationError(f"{name} is too small in the first batch to be compared")
+
+
+@contextmanager
+def _alike() -> Iterator[None]:
+    """Compute in a `with` block as exactly as the dtype allows, without dropout and with the same random numbers."""
+    precision = torch.get_float32_matmul_precision()
+    with random_state.isolated(), without_dropout(), torch.enable_grad():
+        random_state.seeded(0).restore()
+        # On devices as well.
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def _add_noise(module: nn.Module) -> None:
+    """Add noise to all parameters, of about the size of first values, and let all of them have gradients."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+            size = 0.1
+            if parameter.ndim > 1:
+                size = parameter[0].numel() ** -0.5
+            noise = torch.randn_like(parameter)
+            parameter.detach().add_(noise, alpha=size)
+
+
+def attempt(function: Callable[[], T]) -> T:
+    """Call a function in all processes, and return its result.
+
+    Args:
+        function: The function.
+
+    Raises:
+        ConfigurationError: In all processes, with the error of the first in which it fails.
+    """
+    results = []
+    failure = None
+    try:
+        results.append(function())
+    except ConfigurationError as error:
+        failure = str(error)
+    except Exception as error:
+        first_line, _, _ = str(error).partition("\n")
+        failure = f"{type(error).__name__}: {first_line}"
+    for of_process in gather_objects(failure):
+        if of_process is not None:
+            raise ConfigurationError(of_process)
+    return results[0]
