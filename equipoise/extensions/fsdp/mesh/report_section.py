@@ -13,11 +13,13 @@ __all__ = ["section"]
 def section(trainer: Any, module: Any) -> ReportSection | None:
     """Return a section with the grid of devices and the peak memory of each; None without a mesh."""
     strategy = trainer.strategy
-    if strategy.name != "fsdp":
+    # That of another trainer has no name.
+    if getattr(strategy, "name", "") != "fsdp":
         return None
     processes = strategy.processes
     if processes.processes_per_batch == 1:
         return None
+
     # 1. What each process has: the main process as a device, the others after their rank.
     peaks = peaks_of(trainer)
     device = strategy.root_device
