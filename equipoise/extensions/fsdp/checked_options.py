@@ -61,12 +61,7 @@ def _check_context(strategy: "FSDPStrategy") -> None:
         raise ConfigurationError(f"context must be a whole number from 1, not {context!r}.")
     if context == 1:
         return
-    others = {
-        "tensor": strategy.tensor != 1,
-        "tensor_plan": strategy.tensor_plan is not None,
-        "replicas": strategy.replicas != 1,
-        "cpu_offload": strategy.cpu_offload,
-    }
+    others = {"replicas": strategy.replicas != 1, "cpu_offload": strategy.cpu_offload}
     for name, is_given in others.items():
         if is_given:
             raise ConfigurationError(

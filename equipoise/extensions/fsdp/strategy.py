@@ -20,7 +20,7 @@ from equipoise.extensions.fsdp.checked_options import check_callbacks, check_div
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
-from equipoise.extensions.fsdp.mesh.context.sequence_comparison import SequenceComparison
+from equipoise.extensions.fsdp.mesh.context.sequence_comparison import CutSequenceComparison, SequenceComparison
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, make_mesh, sizes_of
@@ -82,10 +82,11 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
-        data: Number of batches that are computed at a time, each by `tensor` or `context` processes. Default: "auto",
-            which is the number of processes divided by that.
-        tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
-            divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
+        data: Number of batches that are computed at a time, each by `tensor` times `context` processes. Default:
+            "auto", which is the number of processes divided by that.
+        tensor: Number of processes of a machine over which layers are cut, which compute each batch together. "auto":
+            what `data` and `context` leave of all processes, or of a machine where `data` is "auto" as well.
+            Default: 1.
         tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
@@ -131,6 +132,8 @@ class FSDPStrategy(ProcessStrategy):
     # From before the layers are cut to the first step of a fit.
     _comparison: LayerComparison | None = None
     _is_fitting = False
+    # The number of processes over which layers are cut.
+    _columns = 1
     # The processes as rows over which sequences are divided, in a run.
     _rows: DeviceMesh | None = None
 
@@ -212,11 +215,8 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
-        name = "tensor"
-        if self.context > 1:
-            name = "context"
-        sizes = sizes_of(self.data, getattr(self, name), processes, len(devices), name)
-        self.processes.processes_per_batch = sizes[1]
+        _, self._columns = sizes_of(self.data, self.tensor, processes, len(devices), self.context)
+        self.processes.processes_per_batch = self._columns * self.context
         if self.processes.processes_per_batch > 1:
             self.processes.data_view = DataProcesses
 
@@ -238,7 +238,7 @@ class FSDPStrategy(ProcessStrategy):
             return
         self.begin_configuration(module)
         configuration = self._configuration
-        if configuration is None or self.context > 1:
+        if configuration is None or self._columns == 1:
             return
         if not configuration.has_cut:
             from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
@@ -251,13 +251,6 @@ class FSDPStrategy(ProcessStrategy):
                 " once more. Leave one of both out."
             )
 
-    @property
-    def _columns(self) -> int:
-        """The number of processes over which layers are cut."""
-        if self.context > 1:
-            return 1
-        return self.processes.processes_per_batch
-
     def _note_whole_layers(self, module: nn.Module) -> None:
         """Note how layers are before they are cut, to compare them with cut ones."""
         may_cut = self.processes.processes_per_batch > 1
@@ -265,13 +258,13 @@ class FSDPStrategy(ProcessStrategy):
             assert is_a(module, LightningModule)
             kind = LayerComparison
             if self.context > 1:
-                kind = SequenceComparison
+                kind = SequenceComparison if self._columns == 1 else CutSequenceComparison
             self._comparison = kind(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
         self._is_fitting = training
-        if training and self.processes.processes_per_batch > self._columns:
+        if training and self.context > 1:
             check_divisible(module)
         if training and self.processes.world_size > 1:
             check_callbacks(getattr(module, "trainer", None), self)
@@ -375,7 +368,8 @@ class FSDPStrategy(ProcessStrategy):
         """Return what divides sequences; None: each process has whole ones."""
         if self.context == 1:
             return None
-        self._rows = make_mesh(self.root_device.type, self.processes.data.world_size, self.context, CONTEXT)
+        rows = self.processes.data.world_size
+        self._rows = make_mesh(self.root_device.type, rows, self._columns, self.context)
         return DividedSequences(module, SequenceRow(self._rows[CONTEXT].get_group()))
 
     def _units(self, module: nn.Module) -> list[Unit]:
@@ -479,7 +473,8 @@ class FSDPStrategy(ProcessStrategy):
         if self._run is None:
             return super().finish_gradients(window, optimizer)
         # Σw of all processes counts each batch as often as processes compute it together.
-        return average_gradients(window, optimizer, self._run.weight.total(), self._columns)
+        together = self.processes.processes_per_batch
+        return average_gradients(window, optimizer, self._run.weight.total(), together)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients in place, by the norm over the whole mesh; see `Strategy.clip_gradients`."""

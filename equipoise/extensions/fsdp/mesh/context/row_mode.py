@@ -20,12 +20,12 @@ from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.without_dropout import DROPOUTS
 from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 
-__all__ = ["RowMode"]
+__all__ = ["LEAST", "RowMode"]
 
 Answer = Callable[..., Any]
 
 # In place of 0, by which a gradient of 0 would be divided.
-_LEAST = 1e-300
+LEAST = 1e-300
 
 
 class RowMode(TorchFunctionMode):
@@ -120,7 +120,7 @@ class RowMode(TorchFunctionMode):
         self.counts_labels = True
         here = _weight_of_labels(**arguments)
         everywhere = self._row.add_up(here)
-        factor = here * self._row.size / everywhere.clamp(min=_LEAST)
+        factor = here * self._row.size / everywhere.clamp(min=LEAST)
         # Without a label the mean is no number here, unless no process has one.
         is_nothing = (here == 0) & (everywhere > 0)
         return torch.where(is_nothing, torch.zeros_like(mean), mean * factor.to(mean.dtype))

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import StepError
 
 __all__ = ["SequenceRow"]
 
@@ -103,7 +106,15 @@ class SequenceRow:
         Args:
             part: The part of this process.
             dim: The dimension of positions.
+
+        Raises:
+            StepError: If it is a part of a cut layer's output as well.
         """
+        if isinstance(part, DTensor):
+            raise StepError(
+                "Attention has received a DTensor, of which FSDPStrategy(context=...) cannot gather positions. Let the"
+                " layers that `configure_model` cuts return plain tensors: use_local_output=True."
+            )
         if part.dtype == torch.bool:
             # Not every backend exchanges truth values.
             return self.gather(part.to(torch.uint8), dim).bool()
