@@ -55,6 +55,8 @@ def compare(task: Task, network: Network, expected: dict[str, Tensor], rows: int
     options: dict[str, Any] = dict(sizes)
     if "tensor" in sizes:
         options["tensor_plan"] = network.plan
+    if "context" in sizes:
+        options["context_blocks"] = network.blocks
     strategy = FSDPStrategy(data=rows, timeout=300.0, **options)
     processes = rows * math.prod(sizes.values())
     try:

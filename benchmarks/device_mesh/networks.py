@@ -1,6 +1,6 @@
 """Networks that were written for one device, and the plans by which their layers are cut."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -52,11 +52,13 @@ class Network(NamedTuple):
         make: Makes the network, with random weights. It computes numbers for each label from its inputs.
         plan: The plan; None: that of transformers.
         draw: Draws the inputs of a sample by name, and its labels. Default: tokens, which are the labels as well.
+        blocks: Lists of blocks between which sequences are divided. Default: None, those of the batch are.
     """
 
     make: Callable[[], nn.Module]
     plan: Mapping[str, str] | None = None
     draw: Callable[[torch.Generator], dict[str, Tensor]] = tokens
+    blocks: Sequence[str] | None = None
 
 
 class Task(L.LightningModule):
@@ -267,11 +269,13 @@ NETWORKS: dict[str, Network] = {
         of_transformers("ViTForImageClassification", **SIZES, **NO_DROPOUT, **VIT),
         {**PROJECTIONS, **PERCEPTRON, "**.o_proj": "rowwise"},
         image,
+        ["network.vit.layers"],
     ),
     "Whisper": Network(
         of_transformers("WhisperForConditionalGeneration", **SPEECH),
         {**PROJECTIONS, **PERCEPTRON, "**.out_proj": "rowwise", "**.num_heads": "divided"},
         speech,
+        ["**.layers"],
     ),
-    "T5": Network(of_transformers("T5ForConditionalGeneration", **T5), T5_PLAN, pair),
+    "T5": Network(of_transformers("T5ForConditionalGeneration", **T5), T5_PLAN, pair, ["network.encoder.block"]),
 }

@@ -19,6 +19,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_divisible, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_comparison import CutSequenceComparison, SequenceComparison
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
@@ -94,6 +95,9 @@ class FSDPStrategy(ProcessStrategy):
         context: Number of processes of a machine over which the sequences of each batch are divided in training.
             Attention sees all keys, and evaluations whole sequences. A sequence has a multiple of twice this number of
             positions. Default: 1.
+        context_blocks: Names of lists of blocks (ModuleList or Sequential), with * and ** as in `units`, between which
+            alone sequences are divided, of any length. Batches and all other layers, such as convolutions, are whole in
+            each process. Default: None, batches are divided.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -146,6 +150,7 @@ class FSDPStrategy(ProcessStrategy):
         tensor: Size = 1,
         tensor_plan: Mapping[str, str | ParallelStyle] | None = None,
         context: int = 1,
+        context_blocks: Sequence[str] | None = None,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
@@ -163,6 +168,7 @@ class FSDPStrategy(ProcessStrategy):
         self.tensor = tensor
         self.tensor_plan = tensor_plan
         self.context = context
+        self.context_blocks = context_blocks
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
@@ -370,7 +376,10 @@ class FSDPStrategy(ProcessStrategy):
             return None
         rows = self.processes.data.world_size
         self._rows = make_mesh(self.root_device.type, rows, self._columns, self.context)
-        return DividedSequences(module, SequenceRow(self._rows[CONTEXT].get_group()))
+        row = SequenceRow(self._rows[CONTEXT].get_group())
+        if self.context_blocks is None:
+            return DividedSequences(module, row)
+        return BlockwiseSequences(module, row, self.context_blocks)
 
     def _units(self, module: nn.Module) -> list[Unit]:
         """Return the units: those that `configure_model` has sharded by itself, else those that are chosen."""

@@ -78,27 +78,28 @@ def attend_to_whole(
         end = (number + 1) * piece
         keys = key[..., :end, :]
         values = value[..., :end, :]
-        visible = _causal_mask(queries, end, mask)
+        visible = _causal_mask(queries, end, keys.size(-2), mask)
         output = scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
         outputs.append(output)
     return torch.cat(outputs, -2)
 
 
-def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
+def _causal_mask(queries: Tensor, end: int, num_keys: int, mask: Tensor | None) -> Tensor:
     """Return a mask for queries of which the last sees all keys.
 
     Args:
         queries: The queries.
-        end: The number of keys.
+        end: The position behind the last query.
+        num_keys: The number of keys, which is smaller where the last position is repeated.
         mask: A mask of all keys; None: there is none.
     """
     count = queries.size(-2)
-    if mask is None and queries.is_cuda:
+    if mask is None and queries.is_cuda and num_keys == end:
         # Kernels of GPUs need no mask in memory.
         bias: Tensor = causal_lower_right(count, end)
         return bias
     ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
-    triangle = ones.tril(end - count)
+    triangle = ones.tril(end - count)[:, :num_keys]
     if mask is None:
         return triangle
     mask = mask[..., :end]

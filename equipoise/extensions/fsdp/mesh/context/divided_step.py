@@ -1,7 +1,7 @@
 """A training step on the part of a batch that a process has, with the loss and the logged values of the whole."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,14 @@ class DividedSequences:
         """Restore the module."""
         self._models.close()
 
+    def step_on(self, step: TrainingStep) -> "DividedStep":
+        """Return a step that divides the sequences of each batch.
+
+        Args:
+            step: The user's step.
+        """
+        return DividedStep(step, self)
+
     @contextmanager
     def without_draws(self) -> Iterator[None]:
         """Let no number be drawn for dropout in a `with` block."""
@@ -63,6 +71,10 @@ class DividedSequences:
         """Let the module compute parts of sequences in a `with` block of this thread."""
         with self.row.divided(), self._models.attention, RowMode(self.row, draws=self._draws) as mode:
             yield mode
+
+    def backward_mode(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward, in which forwards may be computed again."""
+        return self.mode()
 
 
 class DividedStep:
@@ -155,7 +167,7 @@ class DividedStep:
 
     def backward(self, result: StepResult) -> None:
         """Run the backward of a result, with what is computed again in it; see `TrainingStep.backward`."""
-        with self._sequences.mode():
+        with self._sequences.backward_mode():
             self._step.backward(result)
 
     def backward_compared(self, result: StepResult) -> Tensor:
@@ -167,7 +179,7 @@ class DividedStep:
         assert result.loss is not None
         result = self._combine(result, result.loss)
         assert result.loss is not None
-        with self._sequences.mode():
+        with self._sequences.backward_mode():
             run_backward_in_modes(result.loss)
         return result.loss
 

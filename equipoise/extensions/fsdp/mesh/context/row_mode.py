@@ -43,6 +43,7 @@ class RowMode(TorchFunctionMode):
 
     Attributes:
         counts_labels: Whether a mean has counted the labels of all processes.
+        answers: What is computed in the place of functions of torch.
     """
 
     def __init__(self, row: SequenceRow, *, draws: bool = True) -> None:
@@ -51,7 +52,7 @@ class RowMode(TorchFunctionMode):
         self.counts_labels = False
         self._row = row
         self._is_in_backward = False
-        self._answers: dict[Any, Answer] = {
+        self.answers: dict[Any, Answer] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.multi_head_attention_forward: self._heads,
             functional.cross_entropy: self._mean,
@@ -63,8 +64,10 @@ class RowMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        answer = self._answers.get(func)
-        if answer is None:
+        answer = self.answers.get(func)
+        # Outside of blocks that compute parts, sequences are whole.
+        is_for_parts = self._row.is_divided or func is Tensor.backward
+        if answer is None or not is_for_parts:
             return func(*args, **(kwargs or {}))
         return answer(func, *args, **(kwargs or {}))
 

@@ -67,7 +67,20 @@ class SequenceRow:
         try:
             yield
         finally:
-            self.is_divided = False
+            self.leave()
+
+    def enter(self, length: int) -> None:
+        """Note that this process computes parts from now on.
+
+        Args:
+            length: The number of positions of the whole sequences.
+        """
+        self.begin(length)
+        self.is_divided = True
+
+    def leave(self) -> None:
+        """Note that this process computes whole sequences from now on."""
+        self.is_divided = False
 
     def __deepcopy__(self, memo: Any) -> "SequenceRow":
         # A copy of a module has hooks that refer to it.
@@ -75,8 +88,8 @@ class SequenceRow:
 
     @property
     def part(self) -> int:
-        """The number of positions that each process has."""
-        return self.length // self.size
+        """The number of positions that each process has, with repetitions of the last one where they do not divide."""
+        return 2 * -(-self.length // (2 * self.size))
 
     @property
     def pieces(self) -> tuple[int, int]:
@@ -95,6 +108,11 @@ class SequenceRow:
             whole: A tensor with all positions.
             dim: Their dimension.
         """
+        missing = self.part * self.size - self.length
+        if missing:
+            # What is computed there is dropped, and finite, as it would not be from zeros under each mask.
+            last = whole.narrow(dim, self.length - 1, 1)
+            whole = torch.cat([whole, *[last] * missing], dim)
         pieces = whole.chunk(2 * self.size, dim)
         return torch.cat([pieces[number] for number in self.pieces], dim)
 
@@ -119,7 +137,7 @@ class SequenceRow:
             # Not every backend exchanges truth values.
             return self.gather(part.to(torch.uint8), dim).bool()
         gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
-        return gathered
+        return gathered.narrow(dim, 0, self.length)
 
     def of_all(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all processes, without a graph."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
 
@@ -146,8 +147,8 @@ def _is_transposed(layer: nn.Module) -> bool:
 def _cut_transposed(layer: nn.Module, row: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
     """Cut a layer with a transposed weight, for which torch has no style: the outputs lie in the second dimension."""
     is_columnwise = isinstance(style, ColwiseParallel)
-    placements = {"weight": Shard(0), "bias": Replicate()}
-    wanted = Shard(-1)
+    placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
+    wanted: Placement = Shard(-1)
     if is_columnwise:
         placements = {"weight": Shard(1), "bias": Shard(0)}
         wanted = Replicate()
@@ -158,7 +159,7 @@ def _cut_transposed(layer: nn.Module, row: DeviceMesh, style: ColwiseParallel | 
             cut = distribute_tensor(whole.detach(), mesh, [placement])
             part.register_parameter(key, nn.Parameter(cut, whole.requires_grad))
 
-    def enter(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def enter(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         given = inputs[0]
         if not isinstance(given, DTensor):
             given = DTensor.from_local(given, mesh, style.input_layouts, run_check=False)
