@@ -85,7 +85,9 @@ def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None
     if width % tensor:
         return f"a width of {width} is not divisible by {tensor}"
 
-    # Each process has whole heads.
+    # Each process has whole heads. An embedding has a number for each of them at most.
+    if isinstance(layer, nn.Embedding):
+        return None
     parent = module.get_submodule(_parent(name))
     attributes = vars(parent)
     for attribute in _WIDTHS_OF_HEADS:
