@@ -137,7 +137,9 @@ class SequenceRow:
             # Not every backend exchanges truth values.
             return self.gather(part.to(torch.uint8), dim).bool()
         gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
-        return gathered.narrow(dim, 0, self.length)
+        if gathered.size(dim) > self.length:
+            return gathered.narrow(dim, 0, self.length)
+        return gathered
 
     def of_all(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all processes, without a graph."""

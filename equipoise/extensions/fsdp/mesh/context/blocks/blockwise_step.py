@@ -46,6 +46,9 @@ class BlockwiseSequences(DividedSequences):
             with RowMode(self.row, draws=self._draws) as mode:
                 yield mode
             self._blocks.check_gathered()
+        except Exception as error:
+            self._blocks.check_gathered(error)
+            raise
         finally:
             self._blocks.end()
 

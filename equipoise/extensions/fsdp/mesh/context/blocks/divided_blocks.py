@@ -77,14 +77,17 @@ class DividedBlocks:
         self.is_active = False
         self._row.leave()
 
-    def check_gathered(self) -> None:
+    def check_gathered(self, error: Exception | None = None) -> None:
         """Check that what the first block of a list has divided was gathered by the last.
 
+        Args:
+            error: An error of the forward. Default: None.
+
         Raises:
-            StepError: If it was not.
+            StepError: If it was not, and no block has raised the error.
         """
-        if self._open is not None:
-            raise StepError(_in_order(self._open))
+        if self._open is not None and not self._row.is_divided:
+            raise StepError(_in_order(self._open)) from error
 
     def _enter(self, name: str, is_first: bool, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give a block the part of this process of all that it receives."""
