@@ -23,8 +23,8 @@ class SequenceComparison(LayerComparison):
             "Each process has some positions alone. Take positions from `position_ids` of the batch rather than from"
             " the length of the input, shift labels in the data rather than in the step, and compute attention by"
             " torch's `scaled_dot_product_attention` or `nn.MultiheadAttention`. Other layers that see several"
-            " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: leave"
-            " FSDPStrategy(context=...) out."
+            " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: name"
+            " the blocks around them in FSDPStrategy(context_blocks=[...]), or leave context out."
         )
 
 
