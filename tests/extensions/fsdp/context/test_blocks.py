@@ -84,8 +84,10 @@ class Read(L.LightningModule):
             nn.init.normal_(parameter, std=0.2)
 
     def training_step(self, batch: Any) -> Tensor:
-        mask = batch["attention_mask"].long()
-        hidden: Tensor = self.network(batch["input_ids"], attention_mask=mask).last_hidden_state
+        inputs = {"attention_mask": batch["attention_mask"].long()}
+        if hasattr(self.network, "decoder"):
+            inputs["decoder_input_ids"] = batch["input_ids"]
+        hidden: Tensor = self.network(batch["input_ids"], **inputs).last_hidden_state
         return hidden.square().mean(-1).sub(batch["number"][:, None]).square().mean()
 
     def predict_step(self, batch: Any) -> Tensor:

@@ -76,30 +76,32 @@ def attend_to_whole(
     piece = row.part // 2
     for number, queries in zip(row.pieces, query.chunk(2, -2), strict=True):
         end = (number + 1) * piece
+        # Repetitions of the last position see what it sees.
+        repeated = min(max(0, end - row.length), piece - 1)
+        queries = queries[..., : piece - repeated, :]
         keys = key[..., :end, :]
         values = value[..., :end, :]
-        visible = _causal_mask(queries, end, keys.size(-2), mask)
+        visible = _causal_mask(queries, keys.size(-2), mask)
         output = scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
-        outputs.append(output)
+        outputs += [output, *[output[..., -1:, :]] * repeated]
     return torch.cat(outputs, -2)
 
 
-def _causal_mask(queries: Tensor, end: int, num_keys: int, mask: Tensor | None) -> Tensor:
+def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
     """Return a mask for queries of which the last sees all keys.
 
     Args:
         queries: The queries.
-        end: The position behind the last query.
-        num_keys: The number of keys, which is smaller where the last position is repeated.
+        end: The number of keys.
         mask: A mask of all keys; None: there is none.
     """
     count = queries.size(-2)
-    if mask is None and queries.is_cuda and num_keys == end:
+    if mask is None and queries.is_cuda:
         # Kernels of GPUs need no mask in memory.
         bias: Tensor = causal_lower_right(count, end)
         return bias
     ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
-    triangle = ones.tril(end - count)[:, :num_keys]
+    triangle = ones.tril(end - count)
     if mask is None:
         return triangle
     mask = mask[..., :end]
