@@ -1,12 +1,14 @@
 """Cells of the table: training on a mesh, beside the same on one device."""
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -94,6 +96,8 @@ def _all_cells(expected: dict[str, Weights], meshes: Sequence[str]) -> dict[tupl
     for name, weights in expected.items():
         for mesh in meshes:
             found[name, mesh] = _cell(NETWORKS[name], mesh, weights)
+            if dist.get_rank() == 0:
+                print(f"{name}, {mesh}: {found[name, mesh]}", file=sys.stderr, flush=True)
     return found
 
 
