@@ -26,8 +26,9 @@ class BlockwiseSequences(DividedSequences):
     """
 
     def __init__(self, module: nn.Module, row: SequenceRow, patterns: Sequence[str]) -> None:
-        super().__init__(module, row)
+        # A name that is none is an error before anything is changed.
         self._blocks = DividedBlocks(module, patterns, row)
+        super().__init__(module, row)
 
     def close(self) -> None:
         """Restore the module."""
