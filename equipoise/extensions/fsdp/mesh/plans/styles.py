@@ -148,25 +148,27 @@ def _cut_transposed(layer: nn.Module, row: DeviceMesh, style: ColwiseParallel | 
     """Cut a layer with a transposed weight, for which torch has no style: the outputs lie in the second dimension."""
     is_columnwise = isinstance(style, ColwiseParallel)
     placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
-    wanted: Placement = Shard(-1)
+    desired: Placement = Shard(-1)
     if is_columnwise:
         placements = {"weight": Shard(1), "bias": Shard(0)}
-        wanted = Replicate()
+        desired = Replicate()
 
     def partition(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
         for key, placement in placements.items():
-            whole = part.get_parameter(key)
-            cut = distribute_tensor(whole.detach(), mesh, [placement])
-            part.register_parameter(key, nn.Parameter(cut, whole.requires_grad))
+            parameter = part.get_parameter(key)
+            cut = distribute_tensor(parameter.detach(), mesh, [placement])
+            part.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
 
     def enter(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        given = inputs[0]
-        if not isinstance(given, DTensor):
-            given = DTensor.from_local(given, mesh, style.input_layouts, run_check=False)
-        return given.redistribute(placements=[wanted])
+        hidden = inputs[0]
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, style.input_layouts, run_check=False)
+        return hidden.redistribute(placements=[desired])
 
     def leave(part: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
         output = output.redistribute(placements=style.output_layouts)
-        return output.to_local() if style.use_local_output else output
+        if style.use_local_output:
+            return output.to_local()
+        return output
 
     distribute_module(layer, row, partition, enter, leave)

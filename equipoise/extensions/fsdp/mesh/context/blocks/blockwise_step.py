@@ -42,6 +42,7 @@ class BlockwiseSequences(DividedSequences):
     @contextmanager
     def mode(self) -> Iterator[RowMode]:
         """Let blocks compute parts of sequences in a `with` block of this thread."""
+        # All that is no block computes as without it.
         self._blocks.begin()
         try:
             with RowMode(self.row, draws=self._draws) as mode:
@@ -89,6 +90,7 @@ class _BlockwiseStep(DividedStep):
 
     def _combine(self, result: StepResult, loss: Tensor) -> Any:
         """Return a result with the loss of the batch, and the gradient of a share of it."""
+        # All processes have the same loss.
         share = loss / self._row.size
         difference = loss.detach() - share.detach()
         return result._replace(loss=share + difference)

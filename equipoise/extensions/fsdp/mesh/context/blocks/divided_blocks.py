@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.names.patterns import expression_of
-from equipoise.tree import map_leaves
+from equipoise.tree import map_leaves, tensors_in
 
 __all__ = ["DividedBlocks"]
 
@@ -93,22 +93,31 @@ class DividedBlocks:
         """Give a block the part of this process of all that it receives."""
         if not self.is_active:
             return None
+        # 1. The first block begins with whole sequences, and the others have parts.
         hidden = _first_sequence(name, (args, kwargs))
-        if self._open != (None if is_first else name):
+        expected: str | None = name
+        if is_first:
+            expected = None
+        if self._open != expected:
             raise StepError(_in_order(name))
         if is_first:
             self._open = name
             self._length = hidden.size(1)
+
+        # 2. What depends on positions is divided for each block.
         row = self._row
         row.enter(self._length)
 
         def own_part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2 or (leaf is hidden and not is_first):
                 return leaf
+            # A mask keeps all keys.
             if leaf.shape[-2:] == (row.length, row.length):
                 return row.own_part(leaf, leaf.ndim - 2)
             # Those with more dimensions have heads in the second one.
-            return row.own_part(leaf, 1) if leaf.ndim < 4 and leaf.size(1) == row.length else leaf
+            if leaf.ndim < 4 and leaf.size(1) == row.length:
+                return row.own_part(leaf, 1)
+            return leaf
 
         return map_leaves(own_part, args), map_leaves(own_part, kwargs)
 
@@ -124,14 +133,17 @@ class DividedBlocks:
         self._open = None
         hidden = _first_sequence(str(name), output)
 
-        def whole(leaf: Any) -> Any:
-            return row.gather(leaf, 1) if leaf is hidden else leaf
+        def gathered(leaf: Any) -> Any:
+            if leaf is hidden:
+                return row.gather(leaf, 1)
+            return leaf
 
-        return map_leaves(whole, output)
+        return map_leaves(gathered, output)
 
     def _bias(self, compute: Any, is_causal: bool, queries: int, keys: int, **options: Any) -> Tensor:
         """Return the bias of distances from the positions of this process to all of them."""
         row = self._row
+        # Attention to other keys, and evaluations.
         if not row.is_divided or keys != row.part:
             bias: Tensor = compute(queries, keys, **options)
             return bias
@@ -151,16 +163,10 @@ def _with_bias(block: nn.Module) -> Iterator[nn.Module]:
 
 def _first_sequence(name: str, value: Any) -> Tensor:
     """Return the first tensor of samples, positions and channels in what a block receives or returns."""
-    found: list[Tensor] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and leaf.ndim == 3:
-            found.append(leaf)
-
-    map_leaves(note, value)
-    if not found:
-        raise StepError(f"{_OPTION}: a block of {name} has no tensor of samples, positions and channels to divide.")
-    return found[0]
+    for tensor in tensors_in(value):
+        if tensor.ndim == 3:
+            return tensor
+    raise StepError(f"{_OPTION}: a block of {name} has no tensor of samples, positions and channels to divide.")
 
 
 def _in_order(name: str) -> str:
@@ -172,18 +178,20 @@ def _in_order(name: str) -> str:
 
 def _lists_of_blocks(module: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield the name and the blocks of each list that a pattern names."""
-    found: dict[str, list[nn.Module]] = {}
+    # 1. The lists, in the order of their names.
+    lists: dict[str, list[nn.Module]] = {}
     for pattern in patterns:
         expression = expression_of(pattern)
         names = []
         for name, part in module.named_modules():
             if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) and expression.fullmatch(name):
                 names.append(name)
-                found[name] = list(part)
+                lists[name] = list(part)
         if not names:
             raise ConfigurationError(f"{_OPTION} has {pattern!r}, which names no nn.ModuleList or nn.Sequential.")
-    for name in found:
-        for outer in found:
+    # 2. None of them lies within another.
+    for name in lists:
+        for outer in lists:
             if name.startswith(f"{outer}."):
                 raise ConfigurationError(f"{_OPTION} names {name}, which lies within {outer}. Name one of both.")
-    yield from found.items()
+    yield from lists.items()
