@@ -48,7 +48,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "ensemble": set(),
     "equality": set(),
     "export": set(),
-    "fsdp": {"planning"},
+    "fsdp": {"planning", "report"},
     "hogwild": set(),
     "leaks": set(),
     "logged_images": {"report"},

@@ -101,6 +101,7 @@ ITEMS = (
     Item(12, "predicted memory", "predictions:predictions", 60),
     Item(13, "weights of few bits, and float8", "few_bits:few_bits", 60, needs_cuda=False),
     Item(14, "compiled blocks", "speedups:compiled_blocks", 90, needs_cuda=False),
+    Item(15, "meshes of two GPUs", "meshes:meshes", 90),
 )
 
 

@@ -1,13 +1,7 @@
-"""Runs of a program in processes of their own, which a signal may end at any moment."""
+"""Runs of a program that is killed and resumed, beside one that is not."""
 
-import faulthandler
 import json
 import os
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +9,10 @@ from random import Random
 from typing import Any
 
 import torch
+from processes import attempt
 from programs import IN_PROCESSES, Case, Kill, train
 
-__all__ = ["Outcome", "attempt", "killed_and_resumed", "undisturbed"]
+__all__ = ["Outcome", "killed_and_resumed", "undisturbed"]
 
 
 @dataclass
@@ -108,73 +103,3 @@ def _seen(folder: Path) -> dict[tuple[int, int, int], list[list[int]]]:
                 earlier = seen.setdefault((rank, epoch, batch), indices)
                 assert earlier == indices, f"epoch {epoch}, batch {batch}: {indices}, but {earlier} before the kill"
     return seen
-
-
-def attempt(run: Callable[[], None], folder: Path, limit: float) -> bool:
-    """Runs a function in a process of its own, which shares what is imported here.
-
-    Args:
-        run: The function.
-        folder: Where its error goes.
-        limit: Seconds.
-
-    Returns:
-        Whether it came to its end; False if it, or a process that it started, was killed.
-
-    Raises:
-        AssertionError: If it failed, or took too long.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        _in_child(run, folder, limit)
-    try:
-        status = _wait(child, limit)
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)  # workers that have not noticed yet that they are alone
-    error = folder / "error.txt"
-    if error.exists():
-        text = error.read_text()
-        error.unlink()
-        if "SIGKILL" in text or "signal 9" in text:  # a process of the run was killed, and the run says so
-            return False
-        raise AssertionError(text)
-    return not os.WIFSIGNALED(status)
-
-
-def _in_child(run: Callable[[], None], folder: Path, limit: float) -> None:
-    """Runs a function and ends this process."""
-    os.setsid()
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    faulthandler.dump_traceback_later(limit - 5, exit=False, file=output)
-    code = 0
-    try:
-        run()
-    except BaseException:
-        sys.setprofile(None)
-        (folder / "error.txt").write_text(traceback.format_exc())
-        code = 1
-    finally:
-        os._exit(code)
-
-
-def _wait(child: int, limit: float) -> int:
-    """The exit status of a process.
-
-    Raises:
-        AssertionError: If it takes too long.
-    """
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.01)
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError(f"it did not end within {limit:.0f} s")

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -21,8 +20,7 @@ from random import Random
 from typing import Any
 
 import torch
-from attempts import attempt
-from lightning.pytorch import Callback
+from processes import KillInStep, attempt
 from programs import Case, draw, train
 from rich.console import Console
 from rich.table import Table
@@ -92,48 +90,6 @@ def strategy_of(name: str, processes: int) -> dict[str, Any]:
     if name == "single_device":
         return {"strategy": name}
     return {"strategy": name, "devices": ["cpu", "cpu"]}
-
-
-# Killing
-
-
-class KillInStep(Callback):
-    """Kills a process at a random call of a Python function, in a step or behind it.
-
-    Args:
-        step: The number of the step in the run; None: never.
-        calls: The number of the call, counted from the beginning of that step.
-        rank: The process that counts.
-        victim: The process that is killed; None: the one that counts.
-    """
-
-    def __init__(self, step: int | None, calls: int = 0, rank: int = 0, victim: int | None = None) -> None:
-        self.step = step
-        self.calls = calls
-        self.rank = rank
-        self.victim = victim
-        self.is_counting = False
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begins to count."""
-        if self.step is None or self.is_counting or trainer.global_rank != self.rank:
-            return
-        if trainer.current_epoch * trainer.num_training_batches + batch_idx >= self.step:
-            self.is_counting = True
-            sys.setprofile(self._count)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ends counting."""
-        sys.setprofile(None)
-
-    def _count(self, frame: Any, event: str, argument: Any) -> None:
-        if event != "call":
-            return
-        self.calls -= 1
-        if self.calls < 0:
-            os.kill(os.getpid() if self.victim is None else self.victim, signal.SIGKILL)
-            if self.victim is not None:
-                signal.pause()  # the processes of a run whose caller is gone are to end by themselves
 
 
 # Runs

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from benchmarks.virtual_devices.networks import NETWORKS
 from equipoise import LightningModule, Trainer, VirtualDevicesStrategy
 
-__all__ = ["Program", "draw", "on_one_device", "run"]
+__all__ = ["Program", "draw", "fit", "on_one_device", "results", "run"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def draw(seed: int) -> Program:
     # Torch has no norm of sparse gradients.
     clip = choice.choice((None, None if network == "sparse embedding" else 0.5))
     count = choice.choice((4, 5, 8))
-    one_process = tuple(choice.random() < 0.4 for _ in (0, *stops))
+    one_process = tuple(choice.random() < 0.4 and network != "adversaries" for _ in (0, *stops))
     devices = []
     for is_one in one_process:
         # A single run on a single device would be compared with itself.
@@ -88,7 +88,7 @@ def draw(seed: int) -> Program:
         one_process=one_process,
         stops=stops,
         shares=choice.random() < 0.3,
-        verify=choice.choice((*[0] * 9, 2)),
+        verify=0 if network == "adversaries" else choice.choice((*[0] * 9, 2)),
     )
 
 
@@ -127,6 +127,45 @@ class Task(LightningModule):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class TaskByHand(Task):
+    """Trains two networks against each other, each with an optimiser of its own, and a schedule by step."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Train both on a part; a step of an optimiser ends a window."""
+        features = batch[0] * random.uniform(0.9, 1.1) + 0.05 * float(np.random.randn())
+        network = self.network
+        made = network.generator(torch.randn(len(features), 4))
+        steps = (batch_idx + 1) % self.program.window == 0
+        for index, name in enumerate(("discriminator", "generator")):
+            optimizer, schedule = self.optimizers()[index], self.lr_schedulers()[index]
+            self.toggle_optimizer(optimizer)
+            if name == "generator":
+                loss = nn.functional.softplus(-network.discriminator(made)).mean()
+            else:
+                loss = nn.functional.softplus(-network.discriminator(features)).mean()
+                loss = loss + nn.functional.softplus(network.discriminator(made.detach())).mean()
+            self.manual_backward(loss / self.program.window)
+            if steps:
+                if self.program.clip is not None:
+                    self.clip_gradients(optimizer, self.program.clip, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            self.untoggle_optimizer(optimizer)
+            self.log(f"loss_of_{name}", loss, on_step=True, on_epoch=True)
+        self.log("largest", made.max(), reduce_fx="max")
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimisers and their schedules."""
+        first = torch.optim.AdamW(self.network.discriminator.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.network.generator.parameters(), lr=0.05, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(one, 0.97) for one in (first, second)]
 
 
 class Augmented(Dataset[Any]):
@@ -212,17 +251,44 @@ def run(program: Program) -> dict[str, Any]:
             callbacks: list[Any] = [ModelCheckpoint(folder, monitor="val_loss", filename="best-{epoch}")]
             if index < len(program.stops):
                 callbacks.append(SaveAndStop(program.stops[index], next_path))
-            trainer = _fit(program, *place, path, callbacks)
+            trainer = fit(program, *place, path, callbacks)
             path = next_path
-        best: Any = callbacks[0]
-        module: Any = trainer.lightning_module
-        states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
-        for index, entries in trainer.optimizers[0].state_dict()["state"].items():
-            states |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
-        return states
+        return results(trainer, callbacks[0])
 
 
-def _fit(program: Program, devices: int, one_process: bool, path: Path | None, callbacks: list[Any]) -> Trainer:
+def results(trainer: Any, best: Any) -> dict[str, Any]:
+    """Return everything that must be equal at the end of a run.
+
+    Args:
+        trainer: The trainer.
+        best: The callback that has kept the best checkpoint.
+    """
+    module = trainer.lightning_module
+    states = {**module.state_dict(), **trainer.callback_metrics, "best": best.best_model_score}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, entries in optimizer.state_dict()["state"].items():
+            states |= {f"optimizer.{number}.{index}.{name}": value for name, value in entries.items()}
+    return states
+
+
+def fit(
+    program: Program,
+    devices: int,
+    one_process: bool,
+    path: Path | str | None,
+    callbacks: list[Any],
+    **options: Any,
+) -> Trainer:
+    """Train, and return the trainer.
+
+    Args:
+        program: The program.
+        devices: The number of devices.
+        one_process: Whether one process computes on all of them.
+        path: The checkpoint from which the run continues; "last": the newest one of its callbacks, None: it begins.
+        callbacks: The callbacks.
+        options: Further arguments of the trainer.
+    """
     L.seed_everything(program.seed, verbose=False)
     shares = None
     if program.shares:
@@ -235,18 +301,24 @@ def _fit(program: Program, devices: int, one_process: bool, path: Path | None, c
         one_process=one_process,
         verify=program.verify,
     )
+    task: type[Task] = Task
+    of_windows: Any = {"accumulate_grad_batches": program.window, "gradient_clip_val": program.clip}
+    if program.network == "adversaries":
+        # By hand, the step accumulates and clips itself.
+        task = TaskByHand
+        of_windows = {}
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
         max_epochs=2,
-        accumulate_grad_batches=program.window,
         precision=program.precision,
-        gradient_clip_val=program.clip,
+        **of_windows,
         callbacks=callbacks,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
-    trainer.fit(Task(program), *_loaders(program), ckpt_path=path)
+    trainer.fit(task(program), *_loaders(program), ckpt_path=path)
     return trainer

@@ -53,7 +53,13 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.planning.curve.parts": ("PredictedPeak",),
         "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
         "equipoise.extensions.planning.description.devices": ("PlannedDevice", "describe_devices"),
-        "equipoise.extensions.planning.description.loads": ("Addition", "DeviceLoad", "PlannedLoads", "StepFacts"),
+        "equipoise.extensions.planning.description.loads": (
+            "Addition",
+            "DeviceLoad",
+            "PlannedLoads",
+            "PlannedPart",
+            "StepFacts",
+        ),
         "equipoise.extensions.planning.prediction": ("predict_memory",),
     },
     "equipoise.extensions.report": {

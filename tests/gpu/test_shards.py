@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from benchmarks.gpu.measuring import Setting
+from benchmarks.gpu.meshes import meshes
 from equipoise import FSDPStrategy, Trainer
 from tests.conftest import ignoring
+from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.mesh_modules import Cut
 from tests.extensions.fsdp.programs import STEP, Net, assert_close, loader, make, weights_of
 from tests.gpu.runs import CPU, GPU, QUIET
@@ -67,3 +71,25 @@ def test_two_gpus(data: int, tensor: int) -> None:
     expected = fit(Net, "single_device", [CPU])
     strategy = FSDPStrategy(data=data, tensor=tensor)
     assert_close(expected, fit(Cut, strategy, [GPU, SECOND_GPU], rows=data), TOLERANCE)
+
+
+def fit_sequences(strategy: Any, devices: list[torch.device], **options: Any) -> dict[str, Tensor]:
+    """Return the weights after ten steps with four sequences each."""
+    module = make(lambda: Task(Gpt()))
+    options = {"precision": "64-true", "max_epochs": 2, **QUIET, **options}
+    trainer = Trainer(strategy=strategy, devices=devices, **options)
+    trainer.fit(module, DataLoader(samples(20), batch_size=4))  # type: ignore[arg-type]
+    return {name: value.cpu() for name, value in weights_of(module).items()}
+
+
+@needs_two_gpus
+def test_sequences_divided_over_two_gpus() -> None:
+    expected = fit_sequences("single_device", [CPU])
+    assert_close(expected, fit_sequences(FSDPStrategy(context=2), [GPU, SECOND_GPU]), TOLERANCE)
+
+
+@needs_two_gpus
+def test_the_peak_of_divided_sequences_is_predicted() -> None:
+    rows = list(meshes(Setting.find(is_small=False, is_simulated=False)))
+    assert rows
+    assert [row.what for row in rows if row.is_kept is False] == []

@@ -18,6 +18,7 @@ from equipoise.extensions.efficiency.step_operations import StepOperations
 from equipoise.extensions.efficiency.usage import Usage
 from equipoise.extensions.report.fit_recorder import Fit
 from equipoise.extensions.report.throughput import Throughput
+from equipoise.strategies.strategy import batches_of_step
 from equipoise.validation import check_whole
 
 __all__ = ["Efficiency"]
@@ -146,7 +147,7 @@ class Efficiency(Callback):
         fit.count_batch(batch)
         size = fit.throughput.samples - before
         self._without_size += not size
-        self._tokens += self._tokens_of(batch)
+        self._tokens += sum(map(self._tokens_of, batches_of_step(trainer.strategy, batch)))
         if self._first_steps:
             self._end_first_step(fit, size)
 

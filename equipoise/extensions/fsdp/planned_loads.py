@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
+from equipoise.extensions.fsdp.mesh.context.planned_sequences import PlannedSequences
 from equipoise.extensions.fsdp.units import Unit, unit_of
 from equipoise.extensions.planning.description.loads import DeviceLoad, GatheredUnit, PlannedLoads
 
 __all__ = ["sharded_loads"]
 
 
-def sharded_loads(count: int, shards: int, units: Sequence[Unit], *, frees_units: bool) -> PlannedLoads:
+def sharded_loads(
+    count: int, shards: int, units: Sequence[Unit], *, frees_units: bool, context: int = 1
+) -> PlannedLoads:
     """Return the loads of processes over which a module is sharded. Each takes a whole batch.
 
     Args:
@@ -17,6 +21,7 @@ def sharded_loads(count: int, shards: int, units: Sequence[Unit], *, frees_units
         shards: Number of shards of each parameter.
         units: The units, the root last.
         frees_units: Whether torch decides what is freed after a forward: all units but the root.
+        context: Number of processes over which sequences are divided. Default: 1.
     """
     # 1. The bytes of each unit. One inside another counts as a part of it: both are whole at a time.
     outer = []
@@ -44,4 +49,8 @@ def sharded_loads(count: int, shards: int, units: Sequence[Unit], *, frees_units
     note = "an estimate: each process has an equal part of every parameter"
     if not frees_units:
         note += ", and units are freed after their forwards, as they are without reshard_after_forward"
-    return PlannedLoads(loads=[load] * count, batches=count, note=note)
+    part = None
+    if context > 1:
+        note += ", and the first batch is not compared with whole sequences (compare_layers=False)"
+        part = partial(PlannedSequences, context)
+    return PlannedLoads(loads=[load] * count, batches=count // context, note=note, part=part)

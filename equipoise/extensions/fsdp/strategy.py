@@ -24,7 +24,7 @@ from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_comparison import CutSequenceComparison, SequenceComparison
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
-from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, make_mesh, sizes_of
+from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
@@ -37,6 +37,7 @@ from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
+from equipoise.formats import align_columns
 from equipoise.interop.adapters import check_feature
 from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_a
@@ -184,7 +185,7 @@ class FSDPStrategy(ProcessStrategy):
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        for name, default in (("cpu_offload", False), ("tensor", 1), ("context", 1)):
+        for name, default in (("cpu_offload", False), ("tensor", 1), ("context_blocks", None)):
             value = getattr(self, name)
             if value != default:
                 raise ConfigurationError(f"{name}={value!r} is not predicted; leave it out for a plan")
@@ -194,7 +195,8 @@ class FSDPStrategy(ProcessStrategy):
         units = choose_units(module, patterns)
         shards = max(1, count // self.replicas)
         frees_units = self.reshard_after_forward is None
-        return sharded_loads(count, shards, units, frees_units=frees_units)
+        sizes_of(self.data, 1, count, count, self.context)
+        return sharded_loads(count, shards, units, frees_units=frees_units, context=self.context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy.__getstate__`."""
@@ -328,6 +330,10 @@ class FSDPStrategy(ProcessStrategy):
         shards = batches // self.replicas
         rows = f", each batch in {together} of them" if together > 1 else ""
         count = shards * together
+        if self.processes.processes_per_batch > 1:
+            places = [f"rank {rank}" for rank in range(self.processes.world_size)]
+            grid = align_columns(grid_rows(self.processes.processes_per_batch, self.context, places))
+            rank_zero_info(f"Processes as a grid, of which each row computes a batch:\n{grid}")
         rank_zero_info(f"Units of the module in shards over {count} processes{rows}:\n{table_of(units, shards)}")
 
         # 2. The shards. Sums of gradients are divided by Σw at the end of a window.

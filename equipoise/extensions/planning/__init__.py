@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from equipoise.extensions.planning.description.loads import Addition as Addition
     from equipoise.extensions.planning.description.loads import DeviceLoad as DeviceLoad
     from equipoise.extensions.planning.description.loads import PlannedLoads as PlannedLoads
+    from equipoise.extensions.planning.description.loads import PlannedPart as PlannedPart
     from equipoise.extensions.planning.description.loads import StepFacts as StepFacts
     from equipoise.extensions.planning.prediction import predict_memory as predict_memory
 else:

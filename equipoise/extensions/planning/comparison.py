@@ -185,6 +185,10 @@ def _plan(
     # 1. What the devices hold, and their peaks with the batch. A strategy may refuse both.
     try:
         planned = device_loads(strategy, devices, module, prediction.facts)
+        if planned.part is not None:
+            if prediction.of_part is None:
+                raise ConfigurationError("parts of samples are predicted from a trace, which this step does not have")
+            prediction = prediction.of_part(planned.part)
         peaks = DevicePeaks(prediction, devices, planned)
         with_batch = peaks.at(batch_size)
     except ConfigurationError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import psutil
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
@@ -102,7 +104,7 @@ def predict_memory(
         if error.is_wrong_input or not measure:
             raise ConfigurationError(_untraceable(reason, error)) from error
     else:
-        return prediction
+        return replace(prediction, of_part=partial(_of_part, content, timeout))
     check_real_steps(module, reason)
     try:
         content = packed(request, with_contents=True)
@@ -110,6 +112,24 @@ def predict_memory(
     except CallError as error:
         raise ConfigurationError(f"The training step can be neither traced ({reason}) nor run ({error}).") from error
     return replace(prediction, notes=[f"{reason}, so real steps were run."])
+
+
+def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart]) -> MemoryPrediction:
+    """Return the prediction of a part of each sample.
+
+    Args:
+        content: The packed step.
+        timeout: Seconds after which the process is ended.
+        part: Makes the part.
+
+    Raises:
+        ConfigurationError: If the part cannot be traced.
+    """
+    try:
+        prediction: MemoryPrediction = call_bounded(trace_packed, content, part, timeout=timeout, explain=reason_of)
+    except CallError as error:
+        raise ConfigurationError(_untraceable(str(error), error)) from error
+    return prediction
 
 
 def check_real_steps(module: nn.Module, reason: str) -> None:

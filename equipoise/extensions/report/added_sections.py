@@ -51,4 +51,4 @@ def _as_text(section: Any) -> ReportSection:
     for name, points in section.lines.items():
         lines[str(name)] = [(float(x), float(y)) for x, y in points]
     images = {str(name): bytes(image) for name, image in section.images.items()}
-    return ReportSection(str(section.title), str(section.text), table, lines, images)
+    return ReportSection(str(section.title), str(section.text), table, lines, images, bool(section.row_heads))

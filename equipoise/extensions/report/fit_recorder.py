@@ -14,6 +14,7 @@ from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.throughput import Throughput
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
+from equipoise.strategies.strategy import batches_of_step
 
 __all__ = ["Fit", "FitRecorder", "size_function"]
 
@@ -78,9 +79,20 @@ class Fit:
         self.throughput.begin(self._epoch_started)
 
     def count_batch(self, batch: Any) -> None:
-        """Count the samples of a batch."""
-        if self.size_of is not None:
-            self.throughput.add(self.size_of(batch), monotonic())
+        """Count the samples of the step whose hooks receive a batch."""
+        if self.size_of is None:
+            return
+        # A process may have computed several batches, of which hooks receive the first.
+        batches = batches_of_step(self.trainer.strategy, batch)
+        total: int | None = 0
+        for part in batches:
+            size = self.size_of(part)
+            if size is None or total is None:
+                total = None
+            else:
+                total += size
+        now = monotonic()
+        self.throughput.add(total, now)
 
     def end_epoch(self) -> None:
         """Stop the clock of a finished epoch."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -113,6 +114,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
 
+    Attributes:
+        step_batches: The batches of the parts that this process computed in the last training step.
+
     Raises:
         ConfigurationError: If an argument is out of range or does not fit the devices.
 
@@ -125,6 +129,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
 
     name: ClassVar[str] = "virtual"
     has_one_state: ClassVar[bool] = True
+    step_batches: Sequence[Any] = ()
 
     # State of a run, once it is set up.
     _metrics: MetricExchange | None = None
@@ -165,7 +170,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before"):
+        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before", "step_batches"):
             state.pop(name, None)
         return state
 
@@ -209,7 +214,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         self._modules.measure()
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse manual optimisation and steps that pull batches; see `Strategy.check_module`."""
+        """Refuse steps that pull batches; see `Strategy.check_module`."""
         if len(self.devices) > 1:
             check_replicable(module, self.devices)
         # The first call of a run in its process: layers that the module creates in it are initialised alike.
@@ -223,10 +228,22 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 " the values of each batch together. Let it take a batch."
             )
         if training and not getattr(module, "automatic_optimization", True):
-            raise ConfigurationError(
-                f"{type(module).__name__} optimises by hand, but under strategy={self.name!r} `training_step` runs once"
-                " for every virtual device. Take automatic optimisation, or strategy='ddp'."
-            )
+            self._check_by_hand(module)
+
+    def _check_by_hand(self, module: Any) -> None:
+        """Refuse what manual optimisation excludes."""
+        is_profiled = not isinstance(module.trainer.profiler, PassThroughProfiler)
+        obstacles = {
+            f"verify={self.verify} would repeat steps that change weights": self.verify > 0,
+            "one_process=True would need new weights on several devices in each step": len(self.devices) > 1,
+            "a profiler would measure parts that run at the same time": is_profiled,
+        }
+        for obstacle, is_present in obstacles.items():
+            if is_present:
+                raise ConfigurationError(
+                    f"{type(module).__name__} optimises by hand, and under strategy={self.name!r} {obstacle}. Leave it"
+                    " out, or take automatic optimisation."
+                )
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, the same in all processes; see `Strategy.setup`."""
@@ -246,6 +263,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
             from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
 
             steps = partial(VerifiedSteps, self.verify)
+        if not getattr(module, "automatic_optimization", True):
+            from equipoise.extensions.virtual.by_hand.manual_steps import ManualSteps
+
+            # All parts take the steps of optimisers together.
+            steps = ManualSteps
         ranges = self._ranges_of_processes()
         self._steps = steps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
         self._rounds = EvaluationRounds(module, processes, self.root_device, splitter.size, metrics)
@@ -273,9 +295,14 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+        self.step_batches = ()
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        steps = vars(self).pop("_steps", None)
+        if steps is not None:
+            # Threads of parts, in manual optimisation.
+            steps.close()
         self._modules = None
         super().teardown(error)
 
@@ -340,7 +367,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
                 "strategy='virtual' divides the batches of one training loader, but several are read together. Take one"
                 " loader over a data set that returns what belongs together, or strategy='ddp'."
             )
-        result = self._steps.run(step, parts.parts if isinstance(parts, _PlacedParts) else ())
+        own_parts = parts.parts if isinstance(parts, _PlacedParts) else ()
+        self.step_batches = [part.batch for part in own_parts]
+        result = self._steps.run(step, own_parts)
         self._window_is_open = True
         self._use_measured_shares()
         return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from equipoise import Trainer, VirtualDevicesStrategy
+from equipoise import Efficiency, RunSummary, Trainer, VirtualDevicesStrategy
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.virtual.parts.gradient_tree import added, take_gradients
 from tests.conftest import ignoring
@@ -304,3 +304,71 @@ def test_hooks_receive_the_first_part() -> None:
     assert [size for size, *_ in seen] == [3, 3, 3, 3, 3] * 2
     assert all(size == length for size, length, *_ in seen)
     assert all(loss == pytest.approx(logged) for *_, loss, logged in seen)
+
+
+class Counted(RunSummary):
+    """Writes the samples that were counted into a file."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            Path("samples.txt").write_text(f"{self._fit.factor * self._fit.throughput.samples:.0f}")
+        super().on_fit_end(trainer, pl_module)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_samples_of_all_parts_are_counted(devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Plain, devices, callbacks=[Counted(table=False)])
+    assert (tmp_path / "samples.txt").read_text() == f"{2 * SAMPLES}"
+
+
+def test_tokens_of_all_parts_are_counted() -> None:
+    efficiency = Efficiency(tokens=lambda batch: 10 * len(batch[0]))
+    run(Plain, 1, callbacks=[efficiency])
+    # Three steps of 24 samples are first steps.
+    assert efficiency.usage is not None
+    assert efficiency.usage.tokens == 10 * efficiency.usage.samples == 10 * (2 * SAMPLES - 3 * 24)
+
+
+class Neighbours(Noisy):
+    """Adds features of neighbours, of which a sparse buffer holds the matrix, and the processes have other ones."""
+
+    layout = torch.sparse_csr
+    entries_of_others = 6
+
+    def setup(self, stage: str) -> None:
+        matrix = torch.eye(6) + torch.eye(6).flip(0)
+        if self.global_rank:
+            matrix = torch.diag(torch.arange(6) < self.entries_of_others).float() + torch.eye(6).flip(0)
+            matrix *= 2
+        self.register_buffer("graph", matrix.to_sparse(layout=self.layout), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, targets = batch
+        return super().training_step(((self.graph @ features.T).T, targets), batch_idx)
+
+
+class InCoordinates(Neighbours):
+    """The same in coordinates."""
+
+    layout = torch.sparse_coo
+
+
+class OtherEntries(Neighbours):
+    """Another number of entries in other processes."""
+
+    entries_of_others = 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", [Neighbours, InCoordinates])
+def test_sparse_buffers(kind: type[Noisy]) -> None:
+    assert_equal(run(kind, 2), run(kind, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_buffers_with_other_entries_are_refused() -> None:
+    with pytest.raises(StepError, match="has 11 entries in one process and 12 in the first one"):
+        run(OtherEntries, 2)

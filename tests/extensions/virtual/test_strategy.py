@@ -177,15 +177,9 @@ def test_another_number_of_parts_is_another_run() -> None:
 
 
 def test_what_is_refused() -> None:
-    class ByHand(Noisy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
     refuses(lambda: VirtualDevicesStrategy(count=0), "count must be a number")
     refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be a number")
     refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
-    refuses(lambda: run(ByHand, 1), "optimises by hand")
     refuses(lambda: VirtualDevicesStrategy(shares=[1, 0]), "shares must be a number above 0")
     refuses(lambda: run(Noisy, 2, shares=[1, 2, 3]), "3 numbers for 2 devices")
     refuses(lambda: run(Noisy, 2, sync_batchnorm=True), "sync_batchnorm=True")

@@ -17,6 +17,7 @@ from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.profile.places import DevicePlaces, names_of_devices
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.device_work import observe_devices
+from equipoise.strategies.strategy import batches_of_step
 
 __all__ = ["DeviceProbe", "parameters_of"]
 
@@ -114,15 +115,7 @@ class DeviceProbe(Callback):
                 self._places.note_placed(tensor, self._home)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the samples of a batch, and begin its forward."""
-        # 1. The samples. One batch of unknown size makes those of the step unknown.
-        assert self._splitter is not None
-        size = self._splitter.size(batch)
-        if size is None or self._samples_of_step is None:
-            self._samples_of_step = None
-        else:
-            self._samples_of_step += size
-        # 2. The forward.
+        """Begin the forward of a batch."""
         if self._ledger is not None and self._places is not None:
             self._places.begin_forward()
             self._ledger.begin("forward")
@@ -137,7 +130,10 @@ class DeviceProbe(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the measurements of a step that ends with this batch."""
+        """Count the samples of a batch, and note the measurements of a step that ends with it."""
+        # A process may have computed several batches, of which hooks receive the first.
+        batches = batches_of_step(trainer.strategy, batch)
+        self._count_samples(batches)
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
@@ -178,6 +174,17 @@ class DeviceProbe(Callback):
         self._stop()
 
     # Measurements.
+
+    def _count_samples(self, batches: Sequence[Any]) -> None:
+        """Count the samples of batches."""
+        assert self._splitter is not None
+        # One of unknown size makes those of the step unknown.
+        for batch in batches:
+            size = self._splitter.size(batch)
+            if size is None or self._samples_of_step is None:
+                self._samples_of_step = None
+            else:
+                self._samples_of_step += size
 
     def _begin_memory(self) -> None:
         """Begin to measure memory: what settling steps have needed does not count."""

@@ -16,6 +16,7 @@ __all__ = [
     "Size",
     "check_size",
     "copy_marks",
+    "grid_rows",
     "is_cut",
     "make_mesh",
     "part_of",
@@ -98,6 +99,34 @@ def make_mesh(kind: str, data: int, tensor: int, context: int | None = None) -> 
     if context is None:
         return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
     return init_device_mesh(kind, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
+
+
+def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:
+    """Return the rows of a grid: a head, and one for each batch of a step.
+
+    Args:
+        together: The number of processes that compute a batch together.
+        context: The number of parts of its sequences.
+        cells: What stands at the place of each process, by rank.
+
+    Example:
+        >>> grid_rows(2, 1, ["a", "b", "c", "d"])
+        [['', 'tensor 0', 'tensor 1'], ['data 0', 'a', 'b'], ['data 1', 'c', 'd']]
+    """
+    tensor = together // context
+    heads = []
+    for place in range(together):
+        # Those that have parts of a layer are successive.
+        numbers = []
+        if context > 1:
+            numbers.append(f"context {place // tensor}")
+        if tensor > 1:
+            numbers.append(f"tensor {place % tensor}")
+        heads.append(", ".join(numbers))
+    rows = [["", *heads]]
+    for start in range(0, len(cells), together):
+        rows.append([f"data {start // together}", *cells[start : start + together]])
+    return rows
 
 
 def part_of(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The step of a configuration: its batch, its settings, and its predicted memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.devices import PlannedDevice
+from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
@@ -104,4 +105,12 @@ def predict_configured(
         modules.clear()
         measured = measure_step(build_module, example, settings)
         prediction = replace(measured, notes=[f"{reason}, so real steps were run."])
-    return prediction, modules[0]
+        return prediction, modules[0]
+
+    def of_part(part: Callable[[nn.Module], PlannedPart]) -> MemoryPrediction:
+        try:
+            return trace_step(build_module, example, replace(settings, part=part))
+        except Exception as error:
+            raise ConfigurationError(reason_of(error)) from error
+
+    return replace(prediction, of_part=of_part), modules[0]

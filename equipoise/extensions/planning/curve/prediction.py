@@ -1,13 +1,13 @@
 """The memory of a step as a function of its batch size: one curve, or straight lines between steps of several sizes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.curve.parts import PredictedPeak
 from equipoise.extensions.planning.curve.search import largest_size
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, Part, StepFacts
+from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, Part, PlannedPart, StepFacts
 
 __all__ = ["MemoryPrediction"]
 
@@ -24,6 +24,7 @@ class MemoryPrediction:
             values between them are estimates) or "measured" (real steps with parts of the batch).
         notes: What was guessed, with the lines of the user's code.
         accumulate_grad_batches: Batches of an accumulation window. Default: 1.
+        of_part: Predicts the step of a part of each sample; see `PlannedLoads`. Default: None, it was not traced.
     """
 
     batch_size: int
@@ -31,6 +32,7 @@ class MemoryPrediction:
     method: Literal["traced", "traced at several sizes", "measured"]
     notes: Sequence[str] = ()
     accumulate_grad_batches: int = 1
+    of_part: Callable[[Callable[[Any], PlannedPart]], "MemoryPrediction"] | None = field(default=None, repr=False)
 
     def peak(
         self,

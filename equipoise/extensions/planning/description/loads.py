@@ -1,8 +1,9 @@
 """The interface through which a strategy says what each of its devices holds."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
@@ -15,6 +16,7 @@ __all__ = [
     "GatheredUnit",
     "Part",
     "PlannedLoads",
+    "PlannedPart",
     "StageAction",
     "StageWork",
     "StepFacts",
@@ -174,6 +176,19 @@ class DeviceLoad:
 WHOLE_STEP = DeviceLoad()
 
 
+# A step computes other things with a part of a sample, so no share of a whole step would describe it.
+class PlannedPart(Protocol):
+    """The part of each sample that a device computes, such as some positions of a sequence."""
+
+    def of_batch(self, batch: Any) -> Any:
+        """Return the part of a batch that the device has."""
+        ...
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which a step computes the part, and its backward."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoads:
     """Loads of the devices of a strategy.
@@ -182,11 +197,14 @@ class PlannedLoads:
         loads: The load of each device, in order.
         batches: Batches of the loader that a step takes, such as one for each process. Default: 1.
         note: Basis of the figures, if they are rougher than others. Default: nothing.
+        part: Makes, from the module, the part of each sample that a device computes. The step is traced anew for it, in
+            a process to which this is sent. Default: None, whole samples.
     """
 
     loads: Sequence[DeviceLoad]
     batches: int = 1
     note: str = ""
+    part: Callable[[nn.Module], PlannedPart] | None = None
 
 
 def bytes_of_parameters(module: nn.Module, *, trainable: bool = False) -> int:

@@ -1,11 +1,14 @@
 """Settings of a planned step: what of a trainer's arguments decides about its memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
+
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.precision import make_precision
 from equipoise.validation import check_whole
@@ -26,6 +29,7 @@ class StepSettings:
         activation_checkpointing: Patterns of submodules that compute their activations twice. Default: none.
         device: "cuda" for optimisers that step all parameters together, as they do on GPUs by default. Default: "cpu".
         callbacks: Callbacks that change the memory of a step; see `planned_callbacks`. Default: none.
+        part: Makes the part of each sample that is computed; see `PlannedLoads`. Default: None, whole samples.
 
     Raises:
         ConfigurationError: If a value is out of range.
@@ -36,6 +40,7 @@ class StepSettings:
     activation_checkpointing: Sequence[str] = ()
     device: Literal["cpu", "cuda"] = "cpu"
     callbacks: Sequence[Any] = ()
+    part: Callable[[nn.Module], PlannedPart] | None = None
 
     def __post_init__(self) -> None:
         make_precision(self.precision, "cpu")

@@ -5,6 +5,8 @@ The process reads it from a file that no other user can write to.
 
 import io
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 from equipoise.interop.torch.fake_tensors import fake_tensors
 from equipoise.parallel.payload.object_pickling import Pickler
@@ -73,18 +76,19 @@ def _empty_parameter(
 # In the process.
 
 
-def trace_packed(content: bytes) -> MemoryPrediction:
+def trace_packed(content: bytes, part: Callable[[nn.Module], PlannedPart] | None = None) -> MemoryPrediction:
     """Return the traced memory of a step.
 
     Args:
         content: Module, example, settings and the function that builds the optimiser, pickled without contents.
+        part: Makes the part of each sample that is computed. Default: None, whole samples.
     """
     # Nothing is computed for which threads would help.
     torch.set_num_threads(1)
     # The module is unpickled where its tensors get no memory. The example is needed before.
     with fake_tensors(_ignore):
         _, example, settings, build_optimizer = pickle.loads(content)  # noqa: S301
-    return trace_step(partial(_module_of, content), example, settings, build_optimizer)
+    return trace_step(partial(_module_of, content), example, replace(settings, part=part), build_optimizer)
 
 
 def measure_packed(content: bytes) -> MemoryPrediction:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, changes_layers
 from equipoise.extensions.planning.tracing.empty_tensors import convert_without_memory, has_fake_tensors
 from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach
@@ -56,6 +57,7 @@ class PlannedStep:
         self._settings = settings
         self._precision = make_precision(settings.precision, "cpu")
         self._begin: Callable[[str], None] = _nothing
+        self._part: PlannedPart | None = None
         self._trainer = TrainerStandIn(settings)
         attach(module, self._trainer, self._manual_backward)
 
@@ -72,6 +74,8 @@ class PlannedStep:
         if settings.activation_checkpointing:
             checkpoint_activations(module, settings.activation_checkpointing)
         module.train()
+        if settings.part is not None:
+            self._part = settings.part(module)
 
         # 2. The optimisers.
         self.optimizers = self._build_optimizers(build_optimizer)
@@ -134,8 +138,16 @@ class PlannedStep:
         context: AbstractContextManager[Any] = nullcontext()
         if self._precision.forward_context is not None:
             context = self._precision.forward_context()
-        with context:
+        if self._part is not None:
+            batch = self._part.of_batch(batch)
+        with context, self._mode():
             return self.module.training_step(batch, index)  # type: ignore[operator]
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward and of a backward."""
+        if self._part is None:
+            return nullcontext()
+        return self._part.mode()
 
     def _backward(self, output: Any, *, is_first: bool, parts: int) -> None:
         """Run the backward of what `training_step` returned."""
@@ -153,7 +165,9 @@ class PlannedStep:
                 "`training_step` must return the loss as a tensor that depends on trainable parameters."
             )
         # The share of the batch in its window, as the trainer hands it on.
-        loss.backward(torch.full_like(loss, 1 / parts, requires_grad=False))  # type: ignore[no-untyped-call]
+        share = torch.full_like(loss, 1 / parts, requires_grad=False)
+        with self._mode():
+            loss.backward(share)  # type: ignore[no-untyped-call]
 
     # Optimisation by hand.
 

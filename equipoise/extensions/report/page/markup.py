@@ -124,24 +124,30 @@ def hint(*content: object) -> Markup:
     return tag("p", *content, class_="hint")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Markup:
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = (), *, row_heads: bool = False
+) -> Markup:
     """Return a table that scrolls where it is too wide.
 
     Args:
         heads: The heads of the columns.
         rows: The cells of each row.
         numbers: Indices of the columns that hold numbers. Default: none.
+        row_heads: Whether the first cell of each row is its head. The first head may be empty then. Default: False.
     """
     # The style sheet aligns columns of numbers to the right.
     styles = ["number" if column in numbers else None for column in range(len(heads))]
     head_cells = []
     for name, style in zip(heads, styles, strict=True):
-        head_cells.append(tag("th", name, scope="col", class_=style))
+        head_cells.append(tag("th", name, scope="col", class_=style) if name else tag("td"))
     body_rows = []
     for row in rows:
-        cells = []
+        cells: list[Markup] = []
         for content, style in zip(row, styles, strict=True):
-            cells.append(tag("td", content, class_=style))
+            if row_heads and not cells:
+                cells.append(tag("th", content, scope="row"))
+            else:
+                cells.append(tag("td", content, class_=style))
         body_rows.append(tag("tr", *cells))
     head = tag("thead", tag("tr", *head_cells))
     body = tag("tbody", *body_rows)

@@ -71,6 +71,7 @@ class ReportSection:
         table: Rows of equal length below the paragraph, of which the first is the head. Default: no table.
         lines: Lines of a chart below the table, by name: values by step. Default: no chart.
         images: Images below the chart, by name: the content of PNG, JPEG or GIF files. Default: none.
+        row_heads: Whether the first cell of each row of the table is the head of the row. Default: False.
 
     Example:
         >>> ReportSection("Weather", table=[("Day", "Degrees"), ("Monday", "21")]).title
@@ -82,6 +83,7 @@ class ReportSection:
     table: Sequence[Sequence[str]] = ()
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     images: Mapping[str, bytes] = field(default_factory=dict)
+    row_heads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

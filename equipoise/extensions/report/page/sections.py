@@ -297,7 +297,7 @@ def added_section(added: ReportSection) -> Markup:
     rows = None
     if added.table:
         heads, *others = added.table
-        rows = table(heads, others)
+        rows = table(heads, others, row_heads=added.row_heads)
     figure = None
     if added.lines:
         styles = cycle(f"s{number}" for number in range(6))

@@ -15,7 +15,7 @@ from torch import Tensor
 from equipoise.interop.torch import foreach
 from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["GradientTree", "Gradients", "Node", "added", "remaining_nodes", "take_gradients"]
+__all__ = ["GradientTree", "Gradients", "Node", "added", "give_gradients", "remaining_nodes", "take_gradients"]
 
 # Gradients of the parameters, in their order; None where a parameter has none.
 Gradients = list[Tensor | None]
@@ -172,6 +172,12 @@ def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         gradients.append(gradient)
     return gradients
+
+
+def give_gradients(parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    """Set the gradients of parameters."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def added(left: Gradients, right: Gradients) -> Gradients:

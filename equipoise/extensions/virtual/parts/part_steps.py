@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.parts.evaluation_rounds import logged_on_cpu
-from equipoise.extensions.virtual.parts.gradient_tree import Gradients, GradientTree, added, take_gradients
+from equipoise.extensions.virtual.parts.gradient_tree import (
+    Gradients,
+    GradientTree,
+    added,
+    give_gradients,
+    take_gradients,
+)
 from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
@@ -80,6 +86,9 @@ class PartSteps:
         # The number of the batch that was computed last, in this run.
         self._last_batch: int | None = None
 
+    def close(self) -> None:
+        """Release what steps hold, at the end of the run."""
+
     def run(self, step: TrainingStep, parts: Sequence[Part]) -> StepResult:
         """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
 
@@ -102,7 +111,7 @@ class PartSteps:
         weights_before = [] if step.begins_window else list(self._weights)
         if not step.begins_window:
             earlier = [parameter.grad for parameter in parameters]
-            _give(parameters, [None] * len(parameters))
+            give_gradients(parameters, [None] * len(parameters))
 
         # 2. The parts of this process; then one exchange with the others.
         buffers = Buffers(self._module)
@@ -124,13 +133,13 @@ class PartSteps:
             self._metrics.restore()
             buffers.restore()
             self._tree.clear()
-            _give(parameters, earlier)
+            give_gradients(parameters, earlier)
             raise
         if self._processes.world_size > 1:
             copy_from_first(self._module.buffers())
 
         # 3. The gradients of the step are added to the earlier ones.
-        _give(parameters, added(earlier, total))
+        give_gradients(parameters, added(earlier, total))
         self._last_batch = step.batch_idx
         return result
 
@@ -246,11 +255,6 @@ class PartSteps:
         # The sum of a window is that of all its parts, in their order.
         self._weights[:] = weights_before + weights
         return StepResult(loss, total, outputs)
-
-
-def _give(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def _number(weight: Weight) -> int | float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
@@ -53,7 +54,7 @@ def _noted(module: nn.Module, buffers: bool) -> dict[str, tuple[int, int]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    # Of subclasses, such as lazy or quantised ones, not all have memory.
-    if type(tensor) in (Tensor, nn.Parameter):
+    # Sparse tensors have none of their own, and of subclasses, such as lazy or quantised ones, not all have it.
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
         return tensor.data_ptr()
     return id(tensor)

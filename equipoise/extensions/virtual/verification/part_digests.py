@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.parallel.communication.tensor_copies import dense_members
 from equipoise.tree import tensors_in
 
 __all__ = ["Digests", "Event", "digests_of", "distance", "first_difference", "watched"]
@@ -24,34 +25,28 @@ def digests_of(tensors: dict[str, Tensor | None]) -> Digests:
     """Return the digest of each tensor."""
     digests = {}
     for name, tensor in tensors.items():
-        digests[name] = "" if tensor is None else _digest(tensor)
+        digest = ""
+        if tensor is not None:
+            digest = _digest(tensor)
+        digests[name] = digest
     return digests
 
 
 def _digest(tensor: Tensor) -> str:
     """Return a digest of the bits of a tensor."""
     tensor = tensor.detach()
-    parts = [tensor]
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-        parts = [tensor.indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [
-            tensor.crow_indices(),
-            tensor.col_indices(),
-            tensor.values(),
-        ]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [
-            tensor.ccol_indices(),
-            tensor.row_indices(),
-            tensor.values(),
-        ]
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    digest = hashlib.sha256(kind.encode())
-    for part in parts:
-        values = part.resolve_conj().resolve_neg()
-        flat = values.contiguous().reshape(-1)
+    shape = tuple(tensor.shape)
+    kind = f"{tensor.dtype} {shape}"
+    name = kind.encode()
+    digest = hashlib.sha256(name)
+    members = dense_members(tensor)
+    for member in members:
+        values = member.resolve_conj()
+        values = values.resolve_neg()
+        values = values.contiguous()
+        flat = values.reshape(-1)
         as_bytes = flat.view(torch.uint8)
         array = as_bytes.numpy(force=True)
         digest.update(array.data)

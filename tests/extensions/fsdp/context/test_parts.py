@@ -44,6 +44,38 @@ def test_parts_come_from_both_ends() -> None:
     assert in_processes(3, pieces) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
 
+def attended() -> tuple[float, int]:
+    """Return the largest difference of a gradient from whole attention, and the bytes of the largest storage kept."""
+    row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)
+    row.begin(256)
+    draw = torch.Generator().manual_seed(5)
+    whole = torch.randn(3, 1, 2, row.length, 4, generator=draw, dtype=torch.float64).requires_grad_()
+    part = row.own_part(whole.detach(), -2).requires_grad_()
+    weight = torch.randn(1, 2, row.length, 4, generator=draw, dtype=torch.float64)
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), RowMode(row):
+        output = attention(*part, is_causal=True)
+    (output * row.own_part(weight, -2)).sum().backward()
+    (attention(*whole, is_causal=True) * weight).sum().backward()
+    assert part.grad is not None
+    assert whole.grad is not None
+    difference = (part.grad - row.own_part(whole.grad, -2)).abs().max()
+    return float(difference), max(kept)
+
+
+def test_causal_attention_keeps_no_mask_of_pairs() -> None:
+    difference, nbytes = in_processes(2, attended)
+    assert difference < 1e-14
+    # Keys of the whole sequence are the largest, where a mask would have 128 x 256 numbers.
+    assert nbytes == 2 * 256 * 4 * 8
+
+
 def losses() -> list[tuple[float, float]]:
     """Return means over labels, of which one process has fewer or none, beside those of the whole."""
     row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)

@@ -49,12 +49,13 @@ FILES = {
                 return torch.optim.AdamW(self.parameters())
 
         class Rows(LightningDataModule):
-            def __init__(self, *, batch_size):
+            def __init__(self, *, batch_size, positions=()):
                 super().__init__()
                 self.batch_size = batch_size
+                self.positions = positions
 
             def train_dataloader(self):
-                return DataLoader(torch.rand(128, 64), batch_size=self.batch_size)
+                return DataLoader(torch.rand(128, *self.positions, 64), batch_size=self.batch_size)
         """,
 }
 
@@ -99,6 +100,24 @@ def test_the_table(net: Path, equipoise: Any) -> None:
     assert "RTX4090" in out
     assert "Take single_device: it is the simplest strategy on one device" in out
     assert "pipeline: not predicted: a pipeline needs two devices or more, not 1." in out
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_divided_sequences(net: Path, equipoise: Any) -> None:
+    def planned(*overrides: str) -> Any:
+        arguments = ("trainer.devices=2x24GiB", "strategy=fsdp", *overrides)
+        code, out, err = equipoise("plan", "--json", *arguments)
+        assert code == 0, err
+        (entry,) = [entry for entry in json.loads(out)["strategies"] if entry["strategy"] == "fsdp"]
+        return entry
+
+    whole, divided = (planned("+data.positions=[32]", f"strategy.context={size}") for size in (1, 2))
+    parts, divided_parts = (entry["devices"][0]["peak"]["parts"] for entry in (whole, divided))
+    # The first layer keeps its part of the batch, which is a copy.
+    assert parts["activation"] + parts["batch"] == pytest.approx(2 * divided_parts["activation"], rel=0.01)
+    assert [whole["batches"], divided["batches"]] == [2, 1]
+    # The second dimension of this batch is none of positions.
+    assert "module.py" in planned("strategy.context=2")["reason"]
 
 
 @pytest.mark.usefixtures("without_processes")

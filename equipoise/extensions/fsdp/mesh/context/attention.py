@@ -81,34 +81,43 @@ def attend_to_whole(
         queries = queries[..., : piece - repeated, :]
         keys = key[..., :end, :]
         values = value[..., :end, :]
-        visible = _causal_mask(queries, keys.size(-2), mask)
-        output = scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
+        output = _attend_to_earlier(queries, keys, values, mask, dropout_p, **options)
         outputs += [output, *[output[..., -1:, :]] * repeated]
     return torch.cat(outputs, -2)
 
 
-def _causal_mask(queries: Tensor, end: int, mask: Tensor | None) -> Tensor:
-    """Return a mask for queries of which the last sees all keys.
+def _attend_to_earlier(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, dropout_p: float, **options: Any
+) -> Tensor:
+    """Return the attention of queries of which the last sees all keys, and each one before it a key fewer.
 
     Args:
         queries: The queries.
-        end: The number of keys.
+        keys: The keys.
+        values: Their values.
         mask: A mask of all keys; None: there is none.
+        dropout_p: Probability with which an element is dropped.
+        options: Further arguments of torch's function.
     """
     count = queries.size(-2)
+    end = keys.size(-2)
     if mask is None and queries.is_cuda:
         # Kernels of GPUs need no mask in memory.
         bias: Tensor = causal_lower_right(count, end)
-        return bias
+        return scaled_dot_product_attention(queries, keys, values, bias, dropout_p, **options)
+    if mask is None:
+        # From the last query to the first, each row of the mask begins one element later in the same memory.
+        row = queries.new_zeros(count + end - 1)
+        row[end:] = -torch.inf
+        bias = row.as_strided((count, end), (1, 1))
+        backwards = queries.flip(-2)
+        return scaled_dot_product_attention(backwards, keys, values, bias, dropout_p, **options).flip(-2)
     ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
     triangle = ones.tril(end - count)
-    if mask is None:
-        return triangle
     mask = mask[..., :end]
-    if mask.dtype == torch.bool:
-        return triangle & mask
-    # It is added to the scores.
-    return torch.where(triangle, mask, -torch.inf)
+    # One of numbers is added to the scores.
+    visible = triangle & mask if mask.dtype == torch.bool else torch.where(triangle, mask, -torch.inf)
+    return scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
 
 
 def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None]:

@@ -70,15 +70,19 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
         positions = row.positions(tokens.device)
         kwargs["position_ids"] = positions.expand(shape)
     takes_mask = "attention_mask" in signature.parameters
-    if takes_mask and positions is not None and inputs.get("attention_mask") is None:
+    mask = inputs.get("attention_mask")
+    if takes_mask and positions is not None and mask is None:
         numbers = None
         # A model that keeps keys takes each sample for one sequence.
         if not _keeps_keys(model, kwargs):
             numbers = _numbers_of_sequences(row, positions.expand(shape))
         row.pack(numbers)
         # Without a mask, transformers would take each piece for a sequence.
-        ones = torch.ones(shape, dtype=torch.int64, device=tokens.device)
-        kwargs["attention_mask"] = ones
+        mask = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+        kwargs["attention_mask"] = mask
+        row.ones = mask
+    # An outer model hands it on to an inner one.
+    row.has_padding = mask is not row.ones
 
     # 3. The labels of the next tokens, some of which other processes have.
     labels = inputs.get("labels")
@@ -163,7 +167,7 @@ def _mask(
         )
     # 1. The keys of all processes that are no padding.
     tokens = None
-    if attention_mask is not None:
+    if attention_mask is not None and row.has_padding:
         tokens = row.gather(attention_mask, 1)
         if bool(tokens.all()):
             tokens = None

@@ -4,7 +4,7 @@ A sequence is cut into 2N pieces for N processes. Process r has the pieces r and
 positions see few keys and late ones many, so all processes have equal work.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,15 +33,20 @@ class SequenceRow:
         sequences: Numbers of the sequences that are packed into each sample; (samples, all positions). Default: None,
             each sample is one.
         is_divided: Whether this process computes a part of a batch now. Default: False.
+        has_padding: Whether the model that computes now was given a mask of keys. Default: True.
+        ones: The mask of keys that a model received because it was given none. Default: None.
     """
+
+    length = 0
+    sequences: Tensor | None = None
+    is_divided = False
+    has_padding = True
+    ones: Tensor | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.place = dist.get_rank(group)
-        self.length = 0
-        self.sequences: Tensor | None = None
-        self.is_divided = False
 
     def begin(self, length: int) -> None:
         """Begin a batch.
@@ -51,6 +56,7 @@ class SequenceRow:
         """
         self.length = length
         self.sequences = None
+        self.ones = None
 
     def pack(self, numbers: Tensor | None) -> None:
         """Note which sequences the samples of the batch hold.
@@ -148,6 +154,16 @@ class SequenceRow:
         dist.all_gather(gathered, here, group=self.group)
         return gathered
 
+    def own_sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum over the processes of what they have for this one, without a graph.
+
+        Args:
+            parts: What this process has for each of them.
+        """
+        summed = torch.empty_like(parts[0])
+        dist.reduce_scatter(summed, list(parts), group=self.group)
+        return summed
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, without a graph."""
         total = tensor.detach().clone()
@@ -182,6 +198,4 @@ class _Gather(torch.autograd.Function):
         pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
         # The part of each process.
         parts = [torch.cat(pair, dim) for pair in pairs]
-        summed = torch.empty_like(parts[0])
-        dist.reduce_scatter(summed, parts, group=row.group)
-        return summed, None, None
+        return row.own_sum(parts), None, None

@@ -1,0 +1,1 @@
+"""Manual optimisation: parts of a step run in turn, and take backwards and steps of optimisers together."""
