@@ -97,7 +97,7 @@ def losses() -> list[tuple[float, float]]:
         expected = torch.nn.functional.cross_entropy(logits[0], target[0], **more)
         here, there = divide({"input_ids": logits, "target": target}, row, MODULE).values()
         here.requires_grad_()
-        with RowMode(row) as mode:
+        with row.divided(), RowMode(row) as mode:
             mean = torch.nn.functional.cross_entropy(here[0], there[0], **more)
         assert mode.counts_labels
         mean.backward()
