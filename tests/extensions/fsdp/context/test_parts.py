@@ -59,7 +59,7 @@ def attended() -> tuple[float, int]:
         return tensor
 
     attention = torch.nn.functional.scaled_dot_product_attention
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), RowMode(row):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), row.divided(), RowMode(row):
         output = attention(*part, is_causal=True)
     (output * row.own_part(weight, -2)).sum().backward()
     (attention(*whole, is_causal=True) * weight).sum().backward()
