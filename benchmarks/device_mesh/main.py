@@ -4,92 +4,36 @@ import argparse
 import sys
 import time
 import warnings
-from copy import deepcopy
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.device_mesh.networks import NETWORKS, TOKENS, VOCABULARY, Network, Task
-from equipoise import ConfigurationError, FSDPStrategy, Trainer
-
-# The batches of a step, and the options of the strategy.
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
-    "tensor 2": (1, {"tensor": 2}),
-    "tensor 4": (1, {"tensor": 4}),
-    "tensor 2 x data 2": (2, {"tensor": 2}),
-    "context 2": (1, {"context": 2}),
-    "context 4": (1, {"context": 4}),
-    "context 2 x data 2": (2, {"context": 2}),
-}
-STEPS = 10
-BATCH = 4
-
-
-def samples() -> list[Tensor]:
-    """Return ten batches of random tokens."""
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, VOCABULARY, (STEPS * BATCH, TOKENS), generator=draw)
-    return list(tokens)
-
-
-def fit(task: Task, strategy: Any, processes: int, rows: int) -> dict[str, Tensor]:
-    """Train for ten steps in float64, and return the weights."""
-    trainer = Trainer(
-        strategy=strategy,
-        devices=["cpu"] * processes,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(task, DataLoader(samples(), batch_size=BATCH // rows))  # type: ignore[arg-type]
-    return {name: parameter.detach() for name, parameter in task.named_parameters()}
-
-
-def compare(task: Task, network: Network, expected: dict[str, Tensor], rows: int, sizes: dict[str, int]) -> str:
-    """Return the largest difference of a weight, or the first sentence of a refusal."""
-    options: dict[str, Any] = dict(sizes)
-    if "tensor" in sizes:
-        options["tensor_plan"] = network.plan
-    strategy = FSDPStrategy(data=rows, timeout=300.0, **options)
-    try:
-        weights = fit(task, strategy, rows * max(sizes.values()), rows)
-    except ConfigurationError as error:
-        return f"refused: {str(error).split('. ')[0]}"
-    largest = 0.0
-    for name, weight in weights.items():
-        difference = (weight - expected[name]).abs().max()
-        largest = max(largest, float(difference))
-    return f"{largest:.1e}"
+from benchmarks.device_mesh.cells import MESHES, cells, on_one_device, processes_of
+from benchmarks.device_mesh.networks import NETWORKS
 
 
 def main() -> None:
     """Train all networks on all meshes, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS], help="default: all")
+    parser.add_argument("--meshes", nargs="+", choices=[*MESHES], default=[*MESHES], help="default: all")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     begin = time.perf_counter()
-    print("| network |", " | ".join(MESHES), "|\n| --- |", " | ".join("---" for _ in MESHES), "|")
+    # 1. All cells, with as many starts of processes as there are numbers of them.
+    expected = {name: on_one_device(name) for name in options.networks}
+    meshes_by_processes = defaultdict(list)
+    for mesh in options.meshes:
+        meshes_by_processes[processes_of(mesh)].append(mesh)
+    found: dict[tuple[str, str], str] = {}
+    for meshes in meshes_by_processes.values():
+        found |= cells(expected, meshes)
+
+    # 2. The table.
+    print("| network |", " | ".join(options.meshes), "|\n| --- |", " | ".join("---" for _ in options.meshes), "|")
     for name in options.networks:
-        network = NETWORKS[name]
-        torch.manual_seed(3)
-        task = Task(network.make())
-        for parameter in task.parameters():
-            nn.init.normal_(parameter, std=0.2)
-        expected = fit(deepcopy(task), "single_device", 1, 1)
-        cells = []
-        for rows, sizes in MESHES.values():
-            cell = compare(deepcopy(task), network, expected, rows, sizes)
-            cells.append(cell)
-        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+        print(f"| {name} |", " | ".join(found[name, mesh] for mesh in options.meshes), "|")
     print(f"\n{time.perf_counter() - begin:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """Networks that were written for one device, and the plans by which their layers are cut."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -8,28 +8,61 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-__all__ = ["NETWORKS", "TOKENS", "VOCABULARY", "Network", "Task"]
+__all__ = ["NETWORKS", "Network", "Task"]
 
 VOCABULARY = 40
 TOKENS = 16
 WIDTH = 32
 HEADS = 8
+PATCH = 4
+CLASSES = 10
+MELS = 6
+FRAMES = 24
+
+
+def tokens(draw: torch.Generator) -> dict[str, Tensor]:
+    """Return random tokens."""
+    drawn = torch.randint(1, VOCABULARY, (TOKENS,), generator=draw)
+    return {"input_ids": drawn, "labels": drawn}
+
+
+def image(draw: torch.Generator) -> dict[str, Tensor]:
+    """Return an image of noise and a class."""
+    pixels = torch.randn(3, 4 * PATCH, 4 * PATCH, generator=draw, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (), generator=draw)}
+
+
+def speech(draw: torch.Generator) -> dict[str, Tensor]:
+    """Return features over time as those of speech, and tokens."""
+    features = torch.randn(MELS, 2 * FRAMES, generator=draw, dtype=torch.float64)
+    drawn = torch.randint(1, VOCABULARY, (TOKENS,), generator=draw)
+    return {"input_features": features, "decoder_input_ids": drawn, "labels": drawn}
+
+
+def pair(draw: torch.Generator) -> dict[str, Tensor]:
+    """Return tokens to read and tokens to write."""
+    source, target = torch.randint(1, VOCABULARY, (2, TOKENS), generator=draw)
+    return {"input_ids": source, "decoder_input_ids": target, "labels": target}
 
 
 class Network(NamedTuple):
-    """A network, and its plan.
+    """A network, its plan, and what it learns from.
 
     Attributes:
-        make: Makes the network, with random weights. It computes numbers for each token from tokens.
+        make: Makes the network, with random weights. It computes numbers for each label from its inputs.
         plan: The plan; None: that of transformers.
+        draw: Draws the inputs of a sample by name, and its labels. Default: tokens, which are the labels as well.
+        blocks: Lists of blocks between which sequences are divided. Default: None, those of the batch are.
     """
 
     make: Callable[[], nn.Module]
     plan: Mapping[str, str] | None = None
+    draw: Callable[[torch.Generator], dict[str, Tensor]] = tokens
+    blocks: Sequence[str] | None = None
 
 
 class Task(L.LightningModule):
-    """Trains a network to predict the same token again.
+    """Trains a network to predict labels.
 
     Args:
         network: The network.
@@ -39,11 +72,13 @@ class Task(L.LightningModule):
         super().__init__()
         self.network = network
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        """Return the loss of a batch of tokens."""
-        outputs = self.network(batch)
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        first, *names = [name for name in batch if name != "labels"]
+        more = {name: batch[name] for name in names}
+        outputs = self.network(batch[first], **more)
         logits = getattr(outputs, "logits", outputs)
-        return cross_entropy(logits.flatten(0, 1), batch.flatten())
+        return cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return gradient descent with momentum, which does not hide a factor of the gradients."""
@@ -175,6 +210,45 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 
+VIT = {"image_size": 4 * PATCH, "patch_size": PATCH, "num_labels": CLASSES}
+SPEECH = {
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 2 * WIDTH,
+    "decoder_ffn_dim": 2 * WIDTH,
+    "num_mel_bins": MELS,
+    "max_source_positions": FRAMES,
+    "max_target_positions": TOKENS,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "dropout": 0.0,
+    "use_cache": False,
+}
+T5 = {
+    "d_model": WIDTH,
+    "d_kv": WIDTH // HEADS,
+    "d_ff": 2 * WIDTH,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "vocab_size": VOCABULARY,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
+PROJECTIONS = {f"**.{name}_proj": "colwise" for name in "qkv"}
+PERCEPTRON = {"**.fc1": "colwise", "**.fc2": "rowwise"}
+T5_PLAN = {
+    **{f"**.{name}": "colwise" for name in "qkv"},
+    "**.o": "rowwise",
+    "**.relative_attention_bias": "colwise",
+    "**.n_heads": "divided",
+    "**.wi": "colwise",
+    "**.wo": "rowwise",
+}
+
 NETWORKS: dict[str, Network] = {
     "encoder layers of torch": Network(encoder, {"network.*.linear1": "colwise", "network.*.linear2": "rowwise"}),
     "as GPT": Network(plain, {**ATTENTION, "**.perceptron.0": "colwise", "**.perceptron.2": "rowwise"}),
@@ -191,4 +265,17 @@ NETWORKS: dict[str, Network] = {
         of_transformers("GPT2LMHeadModel", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, **GPT2),
         {"**.mlp.c_fc": "colwise", "**.mlp.c_proj": "rowwise"},
     ),
+    "ViT": Network(
+        of_transformers("ViTForImageClassification", **SIZES, **NO_DROPOUT, **VIT),
+        {**PROJECTIONS, **PERCEPTRON, "**.o_proj": "rowwise"},
+        image,
+        ["network.vit.layers"],
+    ),
+    "Whisper": Network(
+        of_transformers("WhisperForConditionalGeneration", **SPEECH),
+        {**PROJECTIONS, **PERCEPTRON, "**.out_proj": "rowwise", "**.num_heads": "divided"},
+        speech,
+        ["**.layers"],
+    ),
+    "T5": Network(of_transformers("T5ForConditionalGeneration", **T5), T5_PLAN, pair, ["network.encoder.block"]),
 }

@@ -59,14 +59,12 @@ def _check_context(strategy: "FSDPStrategy") -> None:
     context: Any = strategy.context
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise ConfigurationError(f"context must be a whole number from 1, not {context!r}.")
+    blocks: Any = strategy.context_blocks
+    if blocks is not None and (isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks)):
+        raise ConfigurationError(f"context_blocks must be a list of names such as ['encoder.layers'], not {blocks!r}.")
     if context == 1:
         return
-    others = {
-        "tensor": strategy.tensor != 1,
-        "tensor_plan": strategy.tensor_plan is not None,
-        "replicas": strategy.replicas != 1,
-        "cpu_offload": strategy.cpu_offload,
-    }
+    others = {"replicas": strategy.replicas != 1, "cpu_offload": strategy.cpu_offload}
     for name, is_given in others.items():
         if is_given:
             raise ConfigurationError(

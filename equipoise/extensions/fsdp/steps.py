@@ -105,7 +105,7 @@ class ShardedSteps:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
         if self._sequences is not None:
-            divided: Any = DividedStep(step, self._sequences)
+            divided: Any = self._sequences.step_on(step)
             step = divided
         self._steps_since += 1
         is_due = self._steps_since >= _COMPARED_EVERY and self._processes.processes_per_batch > 1
@@ -223,7 +223,7 @@ class ShardedSteps:
         """Return the context in which a backward runs that the step does not run."""
         if self._sequences is None:
             return nullcontext()
-        return self._sequences.mode()
+        return self._sequences.backward_mode()
 
     def _without_draws(self) -> AbstractContextManager[Any]:
         """Return the context in which no number is drawn for dropout that is left out."""

@@ -19,8 +19,9 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_divisible, check_options
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
-from equipoise.extensions.fsdp.mesh.context.sequence_comparison import SequenceComparison
+from equipoise.extensions.fsdp.mesh.context.sequence_comparison import CutSequenceComparison, SequenceComparison
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
@@ -83,10 +84,11 @@ class FSDPStrategy(ProcessStrategy):
         reshard_after_forward: Free a unit's weights after its forward and gather them again for its backward. False
             keeps them, which takes memory and saves an exchange. A number: keep shards over this number of processes.
             Default: None, all but the module's own.
-        data: Number of batches that are computed at a time, each by `tensor` or `context` processes. Default: "auto",
-            which is the number of processes divided by that.
-        tensor: Number of processes of a machine that compute each batch together. "auto": the number of processes
-            divided by `data`, or all of a machine where that is "auto" as well. Default: 1.
+        data: Number of batches that are computed at a time, each by `tensor` times `context` processes. Default:
+            "auto", which is the number of processes divided by that.
+        tensor: Number of processes of a machine over which layers are cut, which compute each batch together. "auto":
+            what `data` and `context` leave of all processes, or of a machine where `data` is "auto" as well.
+            Default: 1.
         tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
@@ -95,6 +97,9 @@ class FSDPStrategy(ProcessStrategy):
         context: Number of processes of a machine over which the sequences of each batch are divided in training.
             Attention sees all keys, and evaluations whole sequences. A sequence has a multiple of twice this number of
             positions. Default: 1.
+        context_blocks: Names of lists of blocks (ModuleList or Sequential), with * and ** as in `units`, between which
+            alone sequences are divided, of any length. Batches and all other layers, such as convolutions, are whole in
+            each process. Default: None, batches are divided.
         replicas: Number of copies of the whole module, each sharded over a part of the processes; gradients are then
             exchanged between copies as well. Default: 1.
         cpu_offload: Keep shards, gradients and optimiser states in the memory of the host, and step there. Only for
@@ -133,6 +138,8 @@ class FSDPStrategy(ProcessStrategy):
     # From before the layers are cut to the first step of a fit.
     _comparison: LayerComparison | None = None
     _is_fitting = False
+    # The number of processes over which layers are cut.
+    _columns = 1
     # The processes as rows over which sequences are divided, in a run.
     _rows: DeviceMesh | None = None
 
@@ -145,6 +152,7 @@ class FSDPStrategy(ProcessStrategy):
         tensor: Size = 1,
         tensor_plan: Mapping[str, str | ParallelStyle] | None = None,
         context: int = 1,
+        context_blocks: Sequence[str] | None = None,
         replicas: int = 1,
         cpu_offload: bool = False,
         checkpoints: Literal["full", "sharded"] = "full",
@@ -162,6 +170,7 @@ class FSDPStrategy(ProcessStrategy):
         self.tensor = tensor
         self.tensor_plan = tensor_plan
         self.context = context
+        self.context_blocks = context_blocks
         self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.checkpoints = checkpoints
@@ -177,7 +186,7 @@ class FSDPStrategy(ProcessStrategy):
         count = len(devices)
         if count == 1:
             return PlannedLoads(loads=[WHOLE_STEP])
-        for name, default in (("cpu_offload", False), ("tensor", 1)):
+        for name, default in (("cpu_offload", False), ("tensor", 1), ("context_blocks", None)):
             value = getattr(self, name)
             if value != default:
                 raise ConfigurationError(f"{name}={value!r} is not predicted; leave it out for a plan")
@@ -187,7 +196,7 @@ class FSDPStrategy(ProcessStrategy):
         units = choose_units(module, patterns)
         shards = max(1, count // self.replicas)
         frees_units = self.reshard_after_forward is None
-        sizes_of(self.data, self.context, count, count, "context")
+        sizes_of(self.data, 1, count, count, self.context)
         return sharded_loads(count, shards, units, frees_units=frees_units, context=self.context)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,11 +224,8 @@ class FSDPStrategy(ProcessStrategy):
             raise ConfigurationError(
                 f"replicas={self.replicas} do not divide {processes} processes evenly. Give a number that does."
             )
-        name = "tensor"
-        if self.context > 1:
-            name = "context"
-        sizes = sizes_of(self.data, getattr(self, name), processes, len(devices), name)
-        self.processes.processes_per_batch = sizes[1]
+        _, self._columns = sizes_of(self.data, self.tensor, processes, len(devices), self.context)
+        self.processes.processes_per_batch = self._columns * self.context
         if self.processes.processes_per_batch > 1:
             self.processes.data_view = DataProcesses
 
@@ -241,7 +247,7 @@ class FSDPStrategy(ProcessStrategy):
             return
         self.begin_configuration(module)
         configuration = self._configuration
-        if configuration is None or self.context > 1:
+        if configuration is None or self._columns == 1:
             return
         if not configuration.has_cut:
             from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
@@ -256,13 +262,6 @@ class FSDPStrategy(ProcessStrategy):
                 " once more. Leave one of both out."
             )
 
-    @property
-    def _columns(self) -> int:
-        """The number of processes over which layers are cut."""
-        if self.context > 1:
-            return 1
-        return self.processes.processes_per_batch
-
     def _note_whole_layers(self, module: nn.Module) -> None:
         """Note how layers are before they are cut, to compare them with cut ones."""
         may_cut = self.processes.processes_per_batch > 1
@@ -270,13 +269,13 @@ class FSDPStrategy(ProcessStrategy):
             assert is_a(module, LightningModule)
             kind = LayerComparison
             if self.context > 1:
-                kind = SequenceComparison
+                kind = SequenceComparison if self._columns == 1 else CutSequenceComparison
             self._comparison = kind(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
         self._is_fitting = training
-        if training and self.processes.processes_per_batch > self._columns:
+        if training and self.context > 1:
             check_divisible(module)
         if training and self.processes.world_size > 1:
             check_callbacks(getattr(module, "trainer", None), self)
@@ -385,8 +384,12 @@ class FSDPStrategy(ProcessStrategy):
         """Return what divides sequences; None: each process has whole ones."""
         if self.context == 1:
             return None
-        self._rows = make_mesh(self.root_device.type, self.processes.data.world_size, self.context, CONTEXT)
-        return DividedSequences(module, SequenceRow(self._rows[CONTEXT].get_group()))
+        rows = self.processes.data.world_size
+        self._rows = make_mesh(self.root_device.type, rows, self._columns, self.context)
+        row = SequenceRow(self._rows[CONTEXT].get_group())
+        if self.context_blocks is None:
+            return DividedSequences(module, row)
+        return BlockwiseSequences(module, row, self.context_blocks)
 
     def _units(self, module: nn.Module) -> list[Unit]:
         """Return the units: those that `configure_model` has sharded by itself, else those that are chosen."""
@@ -489,7 +492,8 @@ class FSDPStrategy(ProcessStrategy):
         if self._run is None:
             return super().finish_gradients(window, optimizer)
         # Σw of all processes counts each batch as often as processes compute it together.
-        return average_gradients(window, optimizer, self._run.weight.total(), self._columns)
+        together = self.processes.processes_per_batch
+        return average_gradients(window, optimizer, self._run.weight.total(), together)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients in place, by the norm over the whole mesh; see `Strategy.clip_gradients`."""

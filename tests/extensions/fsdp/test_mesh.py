@@ -112,6 +112,19 @@ def test_sizes(data: Any, tensor: Any, processes: int, of_machine: int, sizes: t
 
 
 @pytest.mark.parametrize(
+    ("data", "tensor", "processes", "of_machine", "sizes"),
+    [
+        ("auto", 1, 6, 6, (3, 1)),
+        ("auto", 2, 16, 8, (4, 2)),
+        (2, "auto", 16, 16, (2, 4)),
+        ("auto", "auto", 16, 8, (2, 4)),
+    ],
+)
+def test_sizes_beside_context(data: Any, tensor: Any, processes: int, of_machine: int, sizes: tuple[int, int]) -> None:
+    assert sizes_of(data, tensor, processes, of_machine, context=2) == sizes
+
+
+@pytest.mark.parametrize(
     ("data", "tensor", "words"),
     [
         (3, 2, "data=3 times tensor=2 is not the number of processes, 8"),

@@ -27,7 +27,7 @@ __all__ = [
 # The dimensions have the names that modules written for Lightning's ModelParallelStrategy read.
 DATA = "data_parallel"
 TENSOR = "tensor_parallel"
-# Along rows that divide sequences. Modules do not see it.
+# Within rows, among processes that have parts of sequences. Modules see these along the first dimension.
 CONTEXT = "context_parallel"
 
 Size = int | Literal["auto"]
@@ -44,15 +44,15 @@ def check_size(name: str, size: Any) -> None:
         raise ConfigurationError(f"{name} must be 'auto' or a whole number from 1, not {size!r}.")
 
 
-def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int, name: str = "tensor") -> tuple[int, int]:
-    """Return the number of rows and of columns.
+def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int, context: int = 1) -> tuple[int, int]:
+    """Return the number of rows, and over how many processes of a row layers are cut.
 
     Args:
         data: The number of rows; "auto": what remains.
-        tensor: The number of columns; "auto": what remains, or the processes of a machine where both are "auto".
+        tensor: The number of those processes; "auto": what remains, where both are "auto" of a machine.
         processes: The number of all processes.
         of_machine: The number of processes of this machine.
-        name: The option that gives the number of columns. Default: "tensor".
+        context: The number of processes of a row over which sequences are divided. Default: 1.
 
     Raises:
         ConfigurationError: If they do not multiply to the number of processes, or a row would lie on two machines.
@@ -65,32 +65,40 @@ def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int, name: st
     if isinstance(tensor, int):
         columns = tensor
     else:
-        columns = max(1, processes // data) if isinstance(data, int) else of_machine
-    rows = data if isinstance(data, int) else max(1, processes // columns)
+        available = processes // data if isinstance(data, int) else of_machine
+        columns = max(1, available // context)
+    together = columns * context
+    rows = data if isinstance(data, int) else max(1, processes // together)
+    names = f"tensor={columns}"
+    if context > 1:
+        names = f"context={context}" if columns == 1 else f"{names} times context={context}"
     # 2. They fit the processes.
-    if rows * columns != processes:
+    if rows * together != processes:
         raise ConfigurationError(
-            f"data={rows} times {name}={columns} is not the number of processes, {processes}. Leave data out, and it"
-            f" follows from {name}, which divides the number of processes."
+            f"data={rows} times {names} is not the number of processes, {processes}. Leave data out, and it follows:"
+            f" {together} divides the number of processes then."
         )
-    if of_machine % columns:
+    if of_machine % together:
         raise ConfigurationError(
-            f"{name}={columns} does not divide the {of_machine} processes of this machine, but those that compute a"
-            " batch together exchange activations in each layer, and lie on one machine. Give a number that does."
+            f"{names} does not divide the {of_machine} processes of this machine, but those that compute a batch"
+            " together exchange activations in each layer, and lie on one machine. Give a number that does."
         )
     return rows, columns
 
 
-def make_mesh(kind: str, data: int, columns: int, along_rows: str = TENSOR) -> DeviceMesh:
+def make_mesh(kind: str, data: int, tensor: int, context: int | None = None) -> DeviceMesh:
     """Return the grid, whose rows are successive ranks; all processes call it together.
 
     Args:
         kind: The type of the devices, such as "cuda".
         data: The number of rows.
-        columns: The number of columns.
-        along_rows: The name of the dimension along rows. Default: that of layers that are cut.
+        tensor: The number of processes over which layers are cut; successive ones.
+        context: The number of such groups in a row, over which sequences are divided. Default: None, the grid does not
+            have this dimension.
     """
-    return init_device_mesh(kind, (data, columns), mesh_dim_names=(DATA, along_rows))
+    if context is None:
+        return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+    return init_device_mesh(kind, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
 
 
 def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:

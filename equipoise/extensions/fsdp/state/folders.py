@@ -80,11 +80,10 @@ class ShardFolders(CheckpointFolders):
 
         Those that lie on a column of the processes alone are the same in each column, and the first one saves them.
         """
-        processes = self._processes
-        is_first = processes.rank % processes.processes_per_batch == 0
         saved = {}
         for name, tensor in tensors.items():
-            if is_first or tensor.device_mesh.size() == processes.world_size:
+            columns = self._processes.world_size // tensor.device_mesh.size()
+            if self._rank % columns == 0:
                 saved[name] = tensor
         return saved
 

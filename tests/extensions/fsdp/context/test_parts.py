@@ -150,10 +150,8 @@ def test_batches_that_cannot_be_divided() -> None:
         ({"context": 0}, "context must be a whole number from 1, not 0"),
         ({"context": "auto"}, "context must be a whole number from 1, not 'auto'"),
         ({"context": True}, "context must be a whole number"),
-        ({"context": 2, "tensor": 2}, "context=2 and tensor=2 do not go together"),
         ({"context": 2, "replicas": 2}, "context=2 and replicas=2 do not go together"),
         ({"context": 2, "cpu_offload": True}, "context=2 and cpu_offload=True"),
-        ({"context": 2, "tensor_plan": {"up": "colwise"}}, "context=2 and tensor_plan="),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
@@ -164,5 +162,7 @@ def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
 def test_processes_that_do_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="times context=3 is not the number of processes, 4"):
         Trainer(strategy=fsdp(context=3), devices=["cpu"] * 4)
+    with pytest.raises(ConfigurationError, match="tensor=2 times context=2 is not the number of processes, 2"):
+        Trainer(strategy=fsdp(context=2, tensor=2), devices=["cpu"] * 2)
     with pytest.raises(ConfigurationError, match="compile=True compiles blocks of the network, but strategy='fsdp'"):
         Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, compile=True).fit(Task(Gpt()), samples(4))  # type: ignore[arg-type]

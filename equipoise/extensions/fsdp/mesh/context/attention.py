@@ -76,10 +76,13 @@ def attend_to_whole(
     piece = row.part // 2
     for number, queries in zip(row.pieces, query.chunk(2, -2), strict=True):
         end = (number + 1) * piece
+        # Repetitions of the last position see what it sees.
+        repeated = min(max(0, end - row.length), piece - 1)
+        queries = queries[..., : piece - repeated, :]
         keys = key[..., :end, :]
         values = value[..., :end, :]
         output = _attend_to_earlier(queries, keys, values, mask, dropout_p, **options)
-        outputs.append(output)
+        outputs += [output, *[output[..., -1:, :]] * repeated]
     return torch.cat(outputs, -2)
 
 

@@ -50,7 +50,7 @@ def _length(batch: Any) -> int:
             return tensor.size(1)
     raise StepError(
         "FSDPStrategy(context=...) divides the sequences of a batch, but no tensor of this one has two dimensions or"
-        " more: (samples, positions, ...). Let the data have some, or leave context out."
+        " more: (samples, positions, ...). Let the data have some, name blocks in context_blocks, or leave context out."
     )
 
 
@@ -93,5 +93,6 @@ def _begin(row: SequenceRow, length: int) -> None:
         raise StepError(
             f"Sequences of {length} positions are not divided evenly: with context={row.size} the length is a multiple"
             f" of {pieces}. Pad them, with labels of -100; collators of transformers take pad_to_multiple_of={pieces}."
+            " Images, sound and sequences of any length are divided between blocks, in context_blocks=['**.layers']."
         )
     row.begin(length)

@@ -1,7 +1,7 @@
 """A training step on the part of a batch that a process has, with the loss and the logged values of the whole."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
 from equipoise.extensions.fsdp.mesh.context.models import DividedModels
-from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
+from equipoise.extensions.fsdp.mesh.context.row_mode import LEAST, RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.interop.lightning.self_log import LogOptions
@@ -45,6 +45,14 @@ class DividedSequences:
         """Restore the module."""
         self._models.close()
 
+    def step_on(self, step: TrainingStep) -> "DividedStep":
+        """Return a step that divides the sequences of each batch.
+
+        Args:
+            step: The user's step.
+        """
+        return DividedStep(step, self)
+
     @contextmanager
     def without_draws(self) -> Iterator[None]:
         """Let no number be drawn for dropout in a `with` block."""
@@ -63,6 +71,10 @@ class DividedSequences:
         """Let the module compute parts of sequences in a `with` block of this thread."""
         with self.row.divided(), self._models.attention, RowMode(self.row, draws=self._draws) as mode:
             yield mode
+
+    def backward_mode(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward, in which forwards may be computed again."""
+        return self.mode()
 
 
 class DividedStep:
@@ -99,10 +111,13 @@ class DividedStep:
                 " are whole."
             )
         self._counts_labels = mode.counts_labels
-        return result._replace(logged=logged)
+        return result._replace(weight=_weight_of(result), logged=logged)
 
     def of_row(self, result: StepResult) -> StepResult:
-        """Return a result with the loss of the whole batch, the graph of the part, and the weight of the part.
+        """Return a result with the loss and the weight of the whole batch, and the graph of the part.
+
+        Gradients of the loss add up over the row to those of the whole batch. The weight is that of the row, which
+        counts once, so that checkpoints of an open window are read by any mesh.
 
         What the parts have logged is logged as the values of the whole. All processes of the row call it together.
 
@@ -117,20 +132,17 @@ class DividedStep:
         return result
 
     def _combine(self, result: StepResult, loss: Tensor) -> Any:
-        """Return a result with the values of the whole batch, and the weight of the part."""
-        # 1. The share of this process in means, and its weight.
+        """Return a result with the values of the whole batch."""
+        # 1. The share of this process in means, and the weight of all.
         row = self._row
-        user_weight = _weight_of_user(result, loss.device)
-        share = torch.ones((), dtype=torch.float64, device=loss.device)
         weight: Any = result.weight
-        if user_weight is None:
-            weight = weight / row.size
-        elif self._counts_labels:
-            # The labels of all parts count in each of them already.
-            weight = row.add_up(user_weight) / row.size
-        else:
-            weight = user_weight
-            share = user_weight
+        share = torch.full((), 1 / row.size, dtype=torch.float64, device=loss.device)
+        if isinstance(weight, Tensor):
+            total = row.add_up(weight)
+            # The labels of all parts may count in each of them already.
+            if not self._counts_labels:
+                share = weight / total.clamp(min=LEAST)
+            weight = total
 
         # 2. The values of all processes, in one exchange.
         numbers = [share, loss.detach().double()]
@@ -147,13 +159,15 @@ class DividedStep:
         pairs = zip(result.logged, columns[::2], columns[1::2], strict=True)
         for entry, values, sizes in pairs:
             logged.append(_combined(entry, values, shares, sizes))
-        difference = _mean(losses, shares) - loss.detach()
+        mean = _mean(losses, shares)
+        loss = loss * share.to(loss.dtype)
+        difference = mean - loss.detach()
         loss = loss + difference.to(loss.dtype)
         return result._replace(loss=loss, weight=weight, logged=logged)
 
     def backward(self, result: StepResult) -> None:
         """Run the backward of a result, with what is computed again in it; see `TrainingStep.backward`."""
-        with self._sequences.mode():
+        with self._sequences.backward_mode():
             self._step.backward(result)
 
     def backward_compared(self, result: StepResult) -> Tensor:
@@ -165,14 +179,9 @@ class DividedStep:
         assert result.loss is not None
         result = self._combine(result, result.loss)
         assert result.loss is not None
-        loss: Tensor = result.loss
-        weight = torch.as_tensor(result.weight)
-        weight = weight.to(loss.device, torch.float64)
-        share = weight / self._row.add_up(weight)
-        share = share.to(loss.dtype)
-        with self._sequences.mode():
-            run_backward_in_modes(loss, share)
-        return loss
+        with self._sequences.backward_mode():
+            run_backward_in_modes(result.loss)
+        return result.loss
 
 
 def _itself(metric: Any) -> Any:
@@ -180,12 +189,13 @@ def _itself(metric: Any) -> Any:
     return metric
 
 
-def _weight_of_user(result: StepResult, device: torch.device) -> Tensor | None:
-    """Return the weight that the user has returned with the loss; None if there is none."""
+def _weight_of(result: StepResult) -> Any:
+    """Return the weight of a part: a tensor if the user has returned it with the loss, else the number of samples."""
     if not isinstance(result.outputs, Mapping) or result.outputs.get("loss_weight") is None:
-        return None
+        return result.weight
+    assert result.loss is not None
     # As a tensor, it may be 0 in one process: the others have gradients for its keys.
-    return torch.as_tensor(result.weight).to(device, torch.float64)
+    return torch.as_tensor(result.weight).to(result.loss.device, torch.float64)
 
 
 def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any:

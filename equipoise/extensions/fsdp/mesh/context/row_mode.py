@@ -20,12 +20,12 @@ from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.without_dropout import DROPOUTS
 from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 
-__all__ = ["RowMode"]
+__all__ = ["LEAST", "RowMode"]
 
 Answer = Callable[..., Any]
 
 # In place of 0, by which a gradient of 0 would be divided.
-_LEAST = 1e-300
+LEAST = 1e-300
 
 
 class RowMode(TorchFunctionMode):
@@ -43,6 +43,7 @@ class RowMode(TorchFunctionMode):
 
     Attributes:
         counts_labels: Whether a mean has counted the labels of all processes.
+        answers: What is computed in the place of functions of torch.
     """
 
     def __init__(self, row: SequenceRow, *, draws: bool = True) -> None:
@@ -51,7 +52,7 @@ class RowMode(TorchFunctionMode):
         self.counts_labels = False
         self._row = row
         self._is_in_backward = False
-        self._answers: dict[Any, Answer] = {
+        self.answers: dict[Any, Answer] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.multi_head_attention_forward: self._heads,
             functional.cross_entropy: self._mean,
@@ -63,8 +64,10 @@ class RowMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        answer = self._answers.get(func)
-        if answer is None:
+        answer = self.answers.get(func)
+        # Outside of blocks that compute parts, sequences are whole.
+        is_for_parts = self._row.is_divided or func is Tensor.backward
+        if answer is None or not is_for_parts:
             return func(*args, **(kwargs or {}))
         return answer(func, *args, **(kwargs or {}))
 
@@ -120,7 +123,7 @@ class RowMode(TorchFunctionMode):
         self.counts_labels = True
         here = _weight_of_labels(**arguments)
         everywhere = self._row.add_up(here)
-        factor = here * self._row.size / everywhere.clamp(min=_LEAST)
+        factor = here * self._row.size / everywhere.clamp(min=LEAST)
         # Without a label the mean is no number here, unless no process has one.
         is_nothing = (here == 0) & (everywhere > 0)
         return torch.where(is_nothing, torch.zeros_like(mean), mean * factor.to(mean.dtype))

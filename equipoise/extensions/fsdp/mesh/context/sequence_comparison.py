@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from equipoise.extensions.fsdp.mesh.layer_comparison import Difference, LayerComparison
 
-__all__ = ["SequenceComparison"]
+__all__ = ["CutSequenceComparison", "SequenceComparison"]
 
 
 class SequenceComparison(LayerComparison):
@@ -23,6 +23,20 @@ class SequenceComparison(LayerComparison):
             "Each process has some positions alone. Take positions from `position_ids` of the batch rather than from"
             " the length of the input, shift labels in the data rather than in the step, and compute attention by"
             " torch's `scaled_dot_product_attention` or `nn.MultiheadAttention`. Other layers that see several"
-            " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: leave"
-            " FSDPStrategy(context=...) out."
+            " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: name"
+            " the blocks around them in FSDPStrategy(context_blocks=[...]), or leave context out."
+        )
+
+
+class CutSequenceComparison(SequenceComparison):
+    """Compares cut layers, which compute divided sequences, with whole layers that compute whole sequences."""
+
+    parts: ClassVar[str] = "cut layers on parts of sequences"
+    wholes: ClassVar[str] = "whole layers on whole sequences"
+
+    def advice(self, loss: Difference, worst: Difference) -> str:
+        """Return how to find out which of both computes something else."""
+        return (
+            "Leave `tensor` out, and after that `context` in its place: one of these runs is refused as well, and its"
+            " error says what to change."
         )

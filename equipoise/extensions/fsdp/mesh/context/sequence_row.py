@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import StepError
 
 __all__ = ["SequenceRow"]
 
@@ -70,7 +73,20 @@ class SequenceRow:
         try:
             yield
         finally:
-            self.is_divided = False
+            self.leave()
+
+    def enter(self, length: int) -> None:
+        """Note that this process computes parts from now on.
+
+        Args:
+            length: The number of positions of the whole sequences.
+        """
+        self.begin(length)
+        self.is_divided = True
+
+    def leave(self) -> None:
+        """Note that this process computes whole sequences from now on."""
+        self.is_divided = False
 
     def __deepcopy__(self, memo: Any) -> "SequenceRow":
         # A copy of a module has hooks that refer to it.
@@ -78,8 +94,8 @@ class SequenceRow:
 
     @property
     def part(self) -> int:
-        """The number of positions that each process has."""
-        return self.length // self.size
+        """The number of positions that each process has, with repetitions of the last one where they do not divide."""
+        return 2 * -(-self.length // (2 * self.size))
 
     @property
     def pieces(self) -> tuple[int, int]:
@@ -98,6 +114,11 @@ class SequenceRow:
             whole: A tensor with all positions.
             dim: Their dimension.
         """
+        missing = self.part * self.size - self.length
+        if missing:
+            # What is computed there is dropped, and finite, as it would not be from zeros under each mask.
+            last = whole.narrow(dim, self.length - 1, 1)
+            whole = torch.cat([whole, *[last] * missing], dim)
         pieces = whole.chunk(2 * self.size, dim)
         return torch.cat([pieces[number] for number in self.pieces], dim)
 
@@ -109,11 +130,21 @@ class SequenceRow:
         Args:
             part: The part of this process.
             dim: The dimension of positions.
+
+        Raises:
+            StepError: If it is a part of a cut layer's output as well.
         """
+        if isinstance(part, DTensor):
+            raise StepError(
+                "Attention has received a DTensor, of which FSDPStrategy(context=...) cannot gather positions. Let the"
+                " layers that `configure_model` cuts return plain tensors: use_local_output=True."
+            )
         if part.dtype == torch.bool:
             # Not every backend exchanges truth values.
             return self.gather(part.to(torch.uint8), dim).bool()
         gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
+        if gathered.size(dim) > self.length:
+            return gathered.narrow(dim, 0, self.length)
         return gathered
 
     def of_all(self, tensor: Tensor) -> list[Tensor]:

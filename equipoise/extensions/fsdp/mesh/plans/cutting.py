@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parameter import is_lazy
 
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
-from equipoise.extensions.fsdp.mesh.plans.styles import cut_width, is_alone, style_of, title_of
+from equipoise.extensions.fsdp.mesh.plans.styles import cut_layer, cut_width, is_alone, title_of
 from equipoise.formats import align_columns
 
 __all__ = ["NUMBER", "apply_plan", "layers_table", "reasons_of"]
@@ -86,7 +85,9 @@ def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None
     if width % tensor:
         return f"a width of {width} is not divisible by {tensor}"
 
-    # Each process has whole heads.
+    # Each process has whole heads. An embedding has a number for each of them at most.
+    if isinstance(layer, nn.Embedding):
+        return None
     parent = module.get_submodule(_parent(name))
     attributes = vars(parent)
     for attribute in _WIDTHS_OF_HEADS:
@@ -137,8 +138,7 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
     cut = [name for name in plan.styles if name not in reasons]
     for name in cut:
         layer = module.get_submodule(name)
-        style = style_of(plan.styles[name])
-        parallelize_module(layer, row, style)
+        cut_layer(layer, row, plan.styles[name])
 
     # 2. What counts their heads.
     for name in plan.divided:

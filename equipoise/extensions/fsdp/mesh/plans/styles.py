@@ -1,11 +1,20 @@
 """Styles of a plan: the names by which a plan says how a layer is cut, and what torch makes of them."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
 
@@ -14,6 +23,7 @@ __all__ = [
     "STYLES",
     "Style",
     "check_plan",
+    "cut_layer",
     "cut_width",
     "is_alone",
     "style_of",
@@ -94,6 +104,9 @@ def cut_width(layer: nn.Module, style: Style) -> int | None:
         widths = (layer.out_features, layer.in_features)
     elif type(layer) is nn.Embedding and layer.max_norm is None:
         widths = (layer.embedding_dim, layer.num_embeddings)
+    elif _is_transposed(layer):
+        attributes = vars(layer)
+        widths = (attributes["nf"], attributes["nx"])
 
     # 2. The one that is cut.
     torch_style = style_of(style)
@@ -108,3 +121,54 @@ def cut_width(layer: nn.Module, style: Style) -> int | None:
     if isinstance(torch_style, ColwiseParallel):
         return outputs
     return inputs
+
+
+def cut_layer(layer: nn.Module, row: DeviceMesh, style: Style) -> None:
+    """Cut a layer; all processes call this together.
+
+    Args:
+        layer: The layer.
+        row: The processes that compute a batch together.
+        style: How it is cut.
+    """
+    torch_style = style_of(style)
+    if _is_transposed(layer) and isinstance(torch_style, ColwiseParallel | RowwiseParallel):
+        _cut_transposed(layer, row, torch_style)
+    else:
+        parallelize_module(layer, row, torch_style)
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Return True for a linear layer of GPT-2 of transformers, which is not imported for it."""
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return transformers is not None and type(layer) is transformers.Conv1D
+
+
+def _cut_transposed(layer: nn.Module, row: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
+    """Cut a layer with a transposed weight, for which torch has no style: the outputs lie in the second dimension."""
+    is_columnwise = isinstance(style, ColwiseParallel)
+    placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
+    desired: Placement = Shard(-1)
+    if is_columnwise:
+        placements = {"weight": Shard(1), "bias": Shard(0)}
+        desired = Replicate()
+
+    def partition(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        for key, placement in placements.items():
+            parameter = part.get_parameter(key)
+            cut = distribute_tensor(parameter.detach(), mesh, [placement])
+            part.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
+
+    def enter(part: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        hidden = inputs[0]
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, style.input_layouts, run_check=False)
+        return hidden.redistribute(placements=[desired])
+
+    def leave(part: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+        output = output.redistribute(placements=style.output_layouts)
+        if style.use_local_output:
+            return output.to_local()
+        return output
+
+    distribute_module(layer, row, partition, enter, leave)

@@ -1,0 +1,1 @@
+"""Blocks that compute parts of sequences in a network that has whole ones everywhere else."""

@@ -1,0 +1,311 @@
+"""Sequences divided between blocks alone, in networks that see several positions elsewhere: equal to one device."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise import ConfigurationError, FSDPStrategy, StepError
+from equipoise.extensions.fsdp.mesh.context.attention import attend
+from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
+from tests.conftest import ignoring
+from tests.extensions.fsdp.context.networks import (
+    POSITIONS,
+    TOKENS,
+    WIDTH,
+    Attention,
+    Encoder,
+    Gpt,
+    Task,
+    Unweighted,
+    Weighted,
+    fit,
+)
+from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
+from tests.extensions.fsdp.test_checkpoints import SavesAfter
+
+# The bias of T5 is a view, which it does not change in place.
+pytestmark = ignoring(
+    "Checkpoint directory", "The checkpoint holds states of callbacks", "FSDP2-wrapped module (.*) returned a view"
+)
+
+BLOCKS = ["network.blocks"]
+
+
+class Convolving(Gpt):
+    """A convolution and a further position before the blocks, so that 17 are divided, and a mean behind them."""
+
+    def __init__(self, form: str = "causal") -> None:
+        super().__init__(form)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.first = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, batch: Any) -> Tensor:
+        hidden = self.embed(batch)
+        hidden = hidden + self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+        hidden = torch.cat([self.first.expand(len(hidden), -1, -1), hidden], 1)
+        seen = functional.pad(batch["attention_mask"], (1, 0), value=True)
+        for block in self.blocks:
+            hidden = block(hidden, seen)
+        return self.logits(self.perceptron(hidden[:, 1:] + hidden.mean(1, keepdim=True)))
+
+
+class Everywhere(Attention):
+    """Sees all positions that are not hidden."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        query = self.queries(hidden)
+        mixed = functional.scaled_dot_product_attention(query, query, query, seen[:, None])
+        return hidden + self.output(mixed)
+
+
+class Unordered(Convolving):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Everywhere("") for _ in range(3))
+
+
+class Read(L.LightningModule):
+    """The encoder of T5, whose attention has a bias of distances, with padded tokens."""
+
+    def __init__(self, kind: str = "T5EncoderModel") -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": TOKENS}
+        model_class = getattr(transformers, kind)
+        self.network = model_class(model_class.config_class(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+        for part in [*self.network.modules()]:
+            for name, layer in part.named_children():
+                # Those of transformers compute in float32.
+                if type(layer).__name__ == "T5LayerNorm":
+                    setattr(part, name, nn.RMSNorm(WIDTH, eps=1e-6))
+        for parameter in self.network.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def training_step(self, batch: Any) -> Tensor:
+        inputs = {"attention_mask": batch["attention_mask"].long()}
+        if hasattr(self.network, "decoder"):
+            inputs["decoder_input_ids"] = batch["input_ids"]
+        hidden: Tensor = self.network(batch["input_ids"], **inputs).last_hidden_state
+        return hidden.square().mean(-1).sub(batch["number"][:, None]).square().mean()
+
+    def predict_step(self, batch: Any) -> Tensor:
+        hidden: Tensor = self.network(batch["input_ids"]).last_hidden_state
+        return hidden
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", self.training_step(batch))
+
+    configure_optimizers = Task.configure_optimizers
+
+
+# How a module is made, the names of its lists of blocks, and the options of the trainer.
+CASES: dict[str, tuple[Callable[[], Any], list[str], dict[str, Any]]] = {
+    "causal": (lambda: Task(Convolving()), BLOCKS, {"gradient_clip_val": 0.1}),
+    "with a mask": (lambda: Task(Convolving("whole")), BLOCKS, {}),
+    "with padding": (lambda: Task(Convolving("padded")), ["**.blocks"], {"accumulate_grad_batches": 2}),
+    "unordered": (lambda: Unweighted(Unordered()), BLOCKS, {"accumulate_grad_batches": 2}),
+    "weighted by hand": (lambda: Weighted(Convolving()), BLOCKS, {"accumulate_grad_batches": 2}),
+    "layers of torch": (lambda: Task(Encoder()), ["network.encoder.layers"], {}),
+}
+
+
+def run_all(processes: int, cases: list[str], **options: Any) -> dict[str, dict[str, Any]]:
+    outcomes = {}
+    for case in cases:
+        make, blocks, more = CASES[case]
+        outcomes[case] = fit(make, fsdp(context_blocks=blocks, **options), processes, **more)
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, {"context": 2}), (4, {"context": 4}), (4, {"context": 2, "tensor": 2})],
+    ids=["context 2", "context 4", "context 2 x tensor 2"],
+)
+def test_training_equals_that_of_one_device(processes: int, options: dict[str, Any]) -> None:
+    cases = [*CASES]
+    if "tensor" in options:
+        options = {**options, "tensor_plan": {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}}
+        cases = ["with padding", "unordered"]
+    for name, values in in_processes(processes, partial(run_all, processes, cases, **options)).items():
+        make, _, more = CASES[name]
+        try:
+            assert_close(fit(make, **more), values, tolerance=1e-10)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+
+
+def read() -> dict[str, Any]:
+    return fit(Read, fsdp(context=2, context_blocks=["network.encoder.block"]), 2)
+
+
+@pytest.mark.slow
+def test_a_bias_of_distances() -> None:
+    assert_close(fit(Read), in_processes(2, read), tolerance=1e-10)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_within_a_window(tmp_path: Path) -> None:
+    path = tmp_path / "open.ckpt"
+    make, blocks, options = CASES["weighted by hand"]
+    strategy = fsdp(context=2, context_blocks=blocks)
+    fit(make, strategy, 2, max_epochs=1, callbacks=[SavesAfter(path, 2)], **options)
+    assert_close(fit(make, **options), fit(make, ckpt_path=path, **options), tolerance=1e-10)
+
+
+class Noisy(Attention):
+    """Draws numbers."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        NOTED.append(functional.dropout(torch.ones_like(hidden), 0.5))
+        return super().forward(hidden, seen)
+
+
+NOTED: list[Tensor] = []
+
+
+class Dropping(Convolving):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Noisy("causal")])
+
+    def forward(self, batch: Any) -> Tensor:
+        NOTED.append(functional.dropout(torch.ones(4, 8), 0.5))
+        return super().forward(batch)
+
+
+def dropped() -> Any:
+    fit(lambda: Task(Dropping()), fsdp(context=2, context_blocks=BLOCKS), 2, max_epochs=1, count=4)
+    found: list[Any] = [None, None]
+    # The comparison of the first batch has noted a part and a whole of each.
+    torch.distributed.all_gather_object(found, NOTED[4:6])
+    return found
+
+
+@pytest.mark.slow
+def test_dropout_differs_between_parts_alone() -> None:
+    (outside, inside), (others_outside, others_inside) = in_processes(2, dropped)
+    assert inside.shape == (4, 10, WIDTH)
+    assert torch.equal(outside, others_outside)
+    assert not torch.equal(inside, others_inside)
+
+
+# What is refused
+
+
+class Dropped(Convolving):
+    """Leaves blocks out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, batch: Any) -> Tensor:
+        hidden = self.embed(batch)
+        for number, block in enumerate(self.blocks):
+            if number != self.number:
+                hidden = block(hidden, batch["attention_mask"])
+        return self.logits(hidden)
+
+
+class Counted(Attention):
+    """Shifts positions."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        return super().forward(hidden + hidden.roll(1, 1), seen)
+
+
+class Shifted(Convolving):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counted("causal")])
+
+
+class Nested(Convolving):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH))])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str], dict[str, Any], type[Exception], str]] = {
+    "no list": (lambda: Task(Convolving()), ["network"], {}, ConfigurationError, "has 'network', which names no nn."),
+    "nested": (lambda: Task(Nested()), ["**.blocks", "**.blocks.0"], {}, ConfigurationError, "Name one of both"),
+    "without the first": (lambda: Task(Dropped(0)), BLOCKS, {}, StepError, "were not called one after the other"),
+    "without the last": (lambda: Task(Dropped(1)), BLOCKS, {}, StepError, "were not called one after the other"),
+    "other positions": (lambda: Task(Shifted()), BLOCKS, {}, ConfigurationError, "compute something else than whole"),
+    "computed again": (
+        lambda: Task(Convolving()),
+        BLOCKS,
+        {"activation_checkpointing": ["network.blocks.*"]},
+        StepError,
+        "goes together with no activation checkpointing",
+    ),
+    "a decoder": (
+        partial(Read, "T5Model"),
+        ["network.decoder.block"],
+        {},
+        StepError,
+        "the bias of distances of a decoder is no mask over all positions",
+    ),
+}
+
+
+def messages() -> dict[str, str]:
+    found = {}
+    for case, (make, blocks, options, kind, _) in REFUSED.items():
+        with pytest.raises(kind) as caught:
+            fit(make, fsdp(context=2, context_blocks=blocks), 2, count=8, **options)
+        found[case] = str(caught.value)
+    return found
+
+
+@pytest.mark.slow
+def test_what_cannot_be_divided_is_refused() -> None:
+    found = in_processes(2, messages)
+    for case, message in found.items():
+        assert REFUSED[case][-1] in message, case
+
+
+@pytest.mark.parametrize("blocks", ["network.blocks", [1]])
+def test_names_that_are_none(blocks: Any) -> None:
+    with pytest.raises(ConfigurationError, match="context_blocks must be a list of names"):
+        FSDPStrategy(context=2, context_blocks=blocks)
+
+
+def attended() -> list[float]:
+    """Return differences to whole attention, for lengths that a row of two processes does not divide."""
+    row = SequenceRow(torch.distributed.distributed_c10d.GroupMember.WORLD)
+    draw = torch.Generator().manual_seed(4)
+    found = []
+    for length in range(1, POSITIONS):
+        whole = torch.randn(2, 3, length, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+        mask = torch.rand(length, length, generator=draw) > 0.4
+        mask |= torch.eye(length, dtype=torch.bool)
+        row.enter(length)
+        for options in ({}, {"is_causal": True}, {"attn_mask": mask}):
+            expected = functional.scaled_dot_product_attention(whole, whole, whole, **options)  # type: ignore[arg-type]
+            (slope,) = torch.autograd.grad(expected.square().sum(), whole)
+            here: Any = dict(options)
+            if "attn_mask" in options:
+                here = {"attn_mask": row.own_part(mask, 0)}
+            part = row.own_part(whole, 2)
+            computed = row.gather(attend(row, part, part, part, **here), 2)
+            (summed,) = torch.autograd.grad(computed.square().sum() / row.size, whole)
+            total = row.add_up(summed)
+            differences = (computed.detach() - expected.detach(), total - slope)
+            found += [float(difference.abs().max()) for difference in differences]
+    return found
+
+
+@pytest.mark.slow
+def test_attention_over_any_length() -> None:
+    assert max(in_processes(2, attended)) < 1e-12

@@ -1,0 +1,158 @@
+"""Divided sequences beside cut layers: equal to one device, in float64; on four processes, context 2 x tensor 2."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import scaled_dot_product_attention
+
+from equipoise import ConfigurationError, StepError
+from tests.conftest import ignoring
+from tests.extensions.fsdp.context.networks import CASES, Gpt, Task, fit
+from tests.extensions.fsdp.context.test_models import Dropping
+from tests.extensions.fsdp.context.test_refusals import CountedPositions
+from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
+
+pytestmark = [pytest.mark.slow, *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")]
+
+PERCEPTRON = {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}
+
+
+class Cutting(Task):
+    """Cuts and shards its layers by itself."""
+
+    options: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            plan = {"1": ColwiseParallel(**self.options), "3": RowwiseParallel()}
+            parallelize_module(self.network.perceptron, self.device_mesh["tensor_parallel"], plan)
+            for block in self.network.blocks:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+class Attending(nn.Module):
+    """Attention of outputs of a cut layer."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+
+
+class Distributed(Cutting):
+    """Leaves its cut outputs distributed."""
+
+    options = {"use_local_output": False}
+
+    def __init__(self, network: Any) -> None:
+        super().__init__(network)
+        network.perceptron[2] = Attending()
+
+
+# How a module is made, its plan, and the options of the trainer.
+CUT: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
+    "Llama": (CASES["Llama"][0], None, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    "encoder": (CASES["encoder"][0], {"**.linear1": "colwise", "**.linear2": "rowwise"}, {}),
+    "weighted by hand": (CASES["weighted by hand"][0], PERCEPTRON, {"accumulate_grad_batches": 2}),
+    "unweighted": (CASES["unweighted"][0], PERCEPTRON, {}),
+    "computed again": (CASES["computed again"][0], PERCEPTRON, {"activation_checkpointing": ["network.perceptron"]}),
+    "by the module": (lambda: Cutting(Gpt()), None, {"gradient_clip_val": 0.1}),
+}
+
+
+def gpt() -> Task:
+    return Task(Gpt())
+
+
+def run_all() -> dict[str, dict[str, Any]]:
+    outcomes = {}
+    for case, (make, plan, options) in CUT.items():
+        outcomes[case] = fit(make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, **options)
+    return outcomes
+
+
+def test_training_equals_that_of_one_device() -> None:
+    for name, values in in_processes(4, run_all).items():
+        make, _, options = CUT[name]
+        try:
+            assert_close(fit(make, **options), values, tolerance=1e-10)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+
+
+def dropped() -> Any:
+    module = Dropping(Gpt())
+    strategy = fsdp(tensor=2, context=2, tensor_plan=PERCEPTRON)
+    fit(gpt, strategy, 4, module=module, max_epochs=1, count=4)
+    found: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(found, module.kept)
+    return found
+
+
+def test_dropout_differs_between_parts_alone() -> None:
+    """Ranks 0 and 1 have the same positions, and so have ranks 2 and 3."""
+    drops, others = zip(*in_processes(4, dropped), strict=True)
+    assert torch.equal(drops[0], drops[1])
+    assert torch.equal(drops[2], drops[3])
+    assert not torch.equal(drops[0], drops[2])
+    assert all(torch.equal(others[0], other) for other in others)
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+def test_other_meshes_continue_from_a_checkpoint(checkpoints: str, tmp_path: Path) -> None:
+    strategy = partial(fsdp, tensor=2, context=2, tensor_plan=PERCEPTRON, checkpoints=checkpoints)
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(gpt, strategy(), 4, max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+    (path,) = tmp_path.iterdir()
+    expected = fit(gpt)
+    assert_close(expected, fit(gpt, ckpt_path=path), tolerance=1e-10)
+    assert_close(expected, fit(gpt, fsdp(context=2), 2, ckpt_path=path), tolerance=1e-10)
+
+
+def test_it_continues_from_a_checkpoint_of_another_mesh(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(gpt, fsdp(context=2), 2, max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+    (path,) = tmp_path.iterdir()
+    resumed = fit(gpt, fsdp(tensor=2, context=2, tensor_plan=PERCEPTRON), 4, ckpt_path=path)
+    assert_close(fit(gpt), resumed, tolerance=1e-10)
+
+
+class Differing(Task):
+    """Its batches are others in one process of a row."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "number": batch["number"] + (self.global_rank == 3)}
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
+    "positions": (
+        lambda: Task(CountedPositions()),
+        PERCEPTRON,
+        ConfigurationError,
+        "The cut layers on parts of sequences compute something else than whole layers on whole sequences",
+    ),
+    "batches": (lambda: Differing(Gpt()), PERCEPTRON, StepError, "Ranks 0 and 3 compute a batch together"),
+    "distributed": (lambda: Distributed(Gpt()), None, StepError, "return plain tensors: use_local_output=True"),
+}
+
+
+def messages() -> dict[str, str]:
+    found = {}
+    for case, (make, plan, kind, _) in REFUSED.items():
+        with pytest.raises(kind) as caught:
+            fit(make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, count=8)
+        found[case] = str(caught.value)
+    return found
+
+
+def test_what_differs_is_refused() -> None:
+    found = in_processes(4, messages)
+    for case, (*_, words) in REFUSED.items():
+        assert words in found[case], case
