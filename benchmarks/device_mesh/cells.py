@@ -16,7 +16,7 @@ from benchmarks.device_mesh.networks import NETWORKS, Network, Task
 from equipoise import ConfigurationError, FSDPStrategy, StepError, Trainer
 from equipoise.strategies.distributed.process_group import ProcessGroup
 
-__all__ = ["MESHES", "cells", "on_one_device", "processes_of"]
+__all__ = ["MESHES", "cells", "fit", "largest_difference", "on_one_device", "processes_of"]
 
 # The batches of a step, and the options of the strategy.
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
@@ -45,8 +45,16 @@ def on_one_device(name: str) -> Weights:
     return fit(NETWORKS[name], "single_device", 1, 1)
 
 
-def fit(network: Network, strategy: Any, processes: int, rows: int) -> Weights:
-    """Train for ten steps in float64, and return the weights."""
+def fit(network: Network, strategy: Any, processes: int, rows: int, callbacks: Sequence[Any] = ()) -> Weights:
+    """Train for ten steps in float64, and return the weights.
+
+    Args:
+        network: The network.
+        strategy: The strategy.
+        processes: The number of processes.
+        rows: The number of batches of a step.
+        callbacks: The callbacks. Default: none.
+    """
     torch.manual_seed(3)
     task = Task(network.make())
     for parameter in task.parameters():
@@ -56,6 +64,7 @@ def fit(network: Network, strategy: Any, processes: int, rows: int) -> Weights:
         devices=["cpu"] * processes,
         precision="64-true",
         max_epochs=1,
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -114,8 +123,13 @@ def _cell(network: Network, mesh: str, expected: Weights) -> str:
         weights = fit(network, strategy, processes_of(mesh), rows)
     except (ConfigurationError, StepError) as error:
         return f"refused: {str(error).split('. ')[0]}"
+    return f"{largest_difference(weights, expected):.1e}"
+
+
+def largest_difference(weights: Weights, expected: Weights) -> float:
+    """Return the largest difference of a weight."""
     largest = 0.0
     for name, weight in weights.items():
         difference = (weight - expected[name]).abs().max()
         largest = max(largest, float(difference))
-    return f"{largest:.1e}"
+    return largest
