@@ -23,6 +23,7 @@ from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.rank import find_rank
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.snapshot.random_state import isolated
@@ -157,6 +158,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         # Options, as the user gave them.
         self.count = count
         self.one_process = one_process
+        if not isinstance(one_process, bool):
+            raise ConfigurationError(f"one_process must be True or False, not {one_process!r}.")
         if shares == "auto" and not one_process:
             raise ConfigurationError("shares='auto' measures the devices of one process: give one_process=True, too.")
         self._part_shares = PartShares(count, shares)
@@ -183,6 +186,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device for each process of this machine, or all in this process; see `Strategy.connect`."""
         if self.one_process:
+            rank = find_rank()
+            if rank is not None and rank.world_size > 1:
+                raise ConfigurationError(
+                    f"one_process=True computes on all devices in one process, but a launcher has started"
+                    f" {rank.world_size}. Start one, or leave `one_process` out."
+                )
             super().connect(devices[:1], num_nodes)
             self.devices = tuple(devices)
         else:
@@ -299,6 +308,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        # Both hold the module.
+        vars(self).pop("_rounds", None)
         steps = vars(self).pop("_steps", None)
         if steps is not None:
             # Threads of parts, in manual optimisation.

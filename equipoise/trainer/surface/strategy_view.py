@@ -86,6 +86,14 @@ class StrategyView:
             return partial(self._run_step, name)
         return getattr(self._strategy, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a property of the strategy, such as `shares`; other names are the view's own."""
+        is_own = name.startswith("_") or hasattr(StrategyView, name)
+        if not is_own and isinstance(getattr(type(self._strategy), name, None), property):
+            setattr(self._strategy, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
     def __reduce__(self) -> Any:
         """Pickle by the arguments: a view without attributes would look for them forever."""
         return StrategyView, (self._strategy, self.run_state, self._parts)

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from equipoise import ConfigurationError, StepError
+from equipoise import ConfigurationError, StepError, Trainer
 from equipoise.extensions.fsdp.mesh.grid import make_mesh
 from equipoise.extensions.fsdp.units import table_of, units_of_module
 from equipoise.extensions.report.fit_recorder import Fit
 from tests.conftest import ignoring
 from tests.extensions.fsdp import mesh_modules as modules
 from tests.extensions.fsdp.mesh_modules import Counting
-from tests.extensions.fsdp.programs import assert_close, fit, fsdp, in_processes, loader, weights_of
+from tests.extensions.fsdp.programs import QUIET, assert_close, fit, fsdp, in_processes, loader, weights_of
 
 pytestmark = [pytest.mark.slow, *ignoring(r"\w+ has a `validation_step`, but")]
 
@@ -115,15 +115,22 @@ class MadeOnce(modules.PlainNet):
             modules.cut_blocks(self)
 
 
-def second_run() -> str:
+def second_run() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the weights of a fit, and the values of an evaluation after it."""
     module, trainer = fit(MadeOnce, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.validate(module, loader(7, 3))
-    return str(caught.value)
+    weights = module.state_dict()
+    return weights, trainer.validate(module, loader(7, 3), verbose=False)[0]
 
 
-def test_a_network_that_is_cut_once_alone_is_refused_with_the_reason() -> None:
-    assert "After a run layers are whole again" in in_processes(2, second_run)
+def test_a_network_that_is_cut_once_alone_is_evaluated_whole() -> None:
+    weights, values = in_processes(2, second_run)
+    alone = MadeOnce()
+    alone.inner = nn.Linear(7, 7)
+    alone.double().load_state_dict(weights)
+    expected = Trainer(strategy="single_device", precision="64-true", **QUIET).validate(
+        alone, loader(7, 3), verbose=False
+    )
+    assert_close(dict(expected[0]), dict(values))
 
 
 class Failing(modules.CutHeads):

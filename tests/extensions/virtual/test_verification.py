@@ -25,6 +25,8 @@ from tests.support.trainer_runs import refuses
 
 pytestmark = ignoring("The val loader shuffles", "Sparse [CB]S")
 
+REASON = "Batches are sent.", "leave it out"
+
 
 class Counted(Noisy):
     """Metrics in a collection, attributes, a list and a hook of the backward; a batch that is changed in place."""
@@ -220,7 +222,9 @@ def test_copies_lie_in_memory_as_their_tensors() -> None:
     numbers = torch.arange(40.0)
     tensors = [numbers[3:7], numbers.view(5, 8)[1:, 2:5], numbers[2].expand(3, 4), numbers[5], numbers[:0]]
     tensors += [numbers.view(8, 5).t(), torch.randn(3, dtype=torch.cfloat).conj(), numbers.to_sparse(), numbers > 3]
-    parts = unpacked_parts(packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}), [torch.device("cpu")])
+    parts = unpacked_parts(
+        packed_parts({6: Part({"x": [*tensors], "text": "a"}, 3, ("key",))}, *REASON), [torch.device("cpu")]
+    )
     batch = parts[6].batch
     assert (batch["text"], *parts[6][1:]) == ("a", 3, ("key",), 0)
     for tensor, copied in zip(tensors, batch["x"], strict=True):
@@ -242,7 +246,7 @@ def test_copies_overlap_as_their_tensors() -> None:
         torch.view_as_real(pair)[1],
         pair.view(torch.uint8),
     ]
-    content = packed_parts({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)})
+    content = packed_parts({0: Part([*tensors, numbers[17:20], tensors[1], tensors[2].to_sparse()], 1)}, *REASON)
     assert len(content) < 4000
     first, second, far, one, real, raw, again, same, _ = unpacked_parts(content, [torch.device("cpu")])[0].batch
     assert same is second
@@ -273,4 +277,4 @@ def test_what_is_refused() -> None:
             lambda value=value: VirtualDevicesStrategy(verify=value), "verify must be a number of steps", repr(value)
         )
     with pytest.raises(StepError, match="cannot be pickled"):
-        packed_parts({0: Part([torch.ones(2), threading.Lock()], 2)})
+        packed_parts({0: Part([torch.ones(2), threading.Lock()], 2)}, *REASON)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.by_hand.part_view import PartView, SharedGradients, give_own_buffers
+from equipoise.extensions.virtual.by_hand.part_view import PartView, give_own_buffers
+from equipoise.extensions.virtual.by_hand.shared_state import SharedState
 from equipoise.extensions.virtual.by_hand.turns import Call, Turns
 from equipoise.extensions.virtual.parts.gradient_tree import Gradients, added, give_gradients, take_gradients
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
@@ -25,6 +26,8 @@ from equipoise.parallel.snapshot.random_state import RandomState, capture
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
 __all__ = ["ManualSteps"]
+
+_PURPOSE = "A process without samples in this step receives the batch of the first part, in manual optimisation."
 
 
 class ManualSteps(PartSteps):
@@ -62,12 +65,14 @@ class ManualSteps(PartSteps):
 
     def run(self, step: TrainingStep, parts: Sequence[Part]) -> StepResult:
         """Run the step of all parts; see `PartSteps`."""
+        module: Any = self._module
         self._step = step
         parts = self._weighed(parts)
         buffers = Buffers(self._module)
         buffers.mark()
         self._metrics.begin()
-        before = PartView(self._module, self._parameters)
+        self._optimizers = _listed(module.optimizers(use_pl_optimizer=False))
+        before = PartView(self._module, self._parameters, ())
         before.leave()
         self._numbers_of_run = before.numbers
         try:
@@ -102,7 +107,7 @@ class ManualSteps(PartSteps):
         # A process without samples computes the first part, too, and adds nothing.
         packed = b""
         if self._first == 0:
-            packed = packed_parts({0: parts[0]})
+            packed = packed_parts({0: parts[0]}, _PURPOSE, "set `drop_last=True`")
         packed = self._processes.broadcast(packed)
         if parts:
             return parts
@@ -113,8 +118,8 @@ class ManualSteps(PartSteps):
         """Run the parts of this process, and receive what those of all report."""
         self._reports = []
         self._logged = []
-        gradients = SharedGradients(self._parameters)
-        gradients.share()
+        shared = SharedState(self._parameters, self._optimizers)
+        shared.share()
         views: list[PartView] = []
         steps = []
         # Without samples, this process does what the first part does.
@@ -124,14 +129,14 @@ class ManualSteps(PartSteps):
             if views:
                 give_own_buffers(self._module)
             self._metrics.take()
-            view = PartView(self._module, self._parameters)
+            view = PartView(self._module, self._parameters, self._optimizers)
             view.leave()
             views.append(view)
             steps.append(partial(self._run_whole, number, part))
         while len(self._threads) < self._end - self._first - 1:
             thread = StepThread(f"equipoise-part-{len(self._threads) + 1}")
             self._threads.append(thread)
-        self._turns = Turns(self._threads[: len(parts) - 1], views, gradients, self._meeting)
+        self._turns = Turns(self._threads[: len(parts) - 1], views, shared, self._meeting)
         try:
             self._turns.run(steps)
         finally:
@@ -157,7 +162,6 @@ class ManualSteps(PartSteps):
     def _calls_meet(self) -> Iterator[None]:
         """Let calls of the module, of optimisers and of schedulers be made together, in a `with` block."""
         module: Any = self._module
-        self._optimizers = _listed(module.optimizers(use_pl_optimizer=False))
         calls: list[tuple[Any, str, Callable[..., Any]]] = [
             (module, "manual_backward", self._backward),
             (module, "clip_gradients", partial(self._once, "clips gradients")),
@@ -216,7 +220,8 @@ class ManualSteps(PartSteps):
         if index + 1 >= len(self._numbers):
             for number in range(self._first + len(self._numbers), self._end):
                 self._tree.add(number, list(none))
-        call = Call("runs a backward", self._add_total)
+        changes = self._turns.shared.changes_of_groups()
+        call = Call(f"runs a backward{changes}", self._add_total)
         self._turns.meet(call)
 
     def _add_total(self, forms: list[Any]) -> None:
@@ -238,11 +243,14 @@ class ManualSteps(PartSteps):
     def _optimizer_step(self, label: str, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
         """Step an optimiser once for all parts, whose closures run before, each in its part."""
         if closure is None:
+            if not self._turns.is_acting:
+                label += self._turns.shared.changes()
             return self._once(label, original, **kwargs)
         if self._turns.is_acting:
             return original(closure=closure, **kwargs)
         with torch.enable_grad():
             loss = closure()
+        label += self._turns.shared.changes()
         # The optimiser receives the loss of the first part. If it asks again, the closure's backward is refused.
         losses = [loss]
 

@@ -5,7 +5,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
-from equipoise.extensions.virtual.by_hand.part_view import PartView, SharedGradients
+from equipoise.extensions.virtual.by_hand.part_view import PartView
+from equipoise.extensions.virtual.by_hand.shared_state import SharedState
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.parallel.replicas.step_thread import StepThread
 
@@ -34,12 +35,13 @@ class Turns:
     Args:
         threads: A thread for each part but the first.
         views: What each part sees at its beginning.
-        gradients: The gradients that parts have after a call.
+        shared: What parts have in common after a call.
         meeting: Function that makes a call once all parts wait. It receives the call of each part, None if the part has
             ended, and returns the result.
 
     Attributes:
         running: The index of the part that runs.
+        shared: What parts have in common after a call.
         is_acting: True while something is done for all parts.
     """
 
@@ -47,14 +49,14 @@ class Turns:
         self,
         threads: Sequence[StepThread],
         views: Sequence[PartView],
-        gradients: SharedGradients,
+        shared: SharedState,
         meeting: Callable[[Sequence[Call | None]], Any],
     ) -> None:
         self.running = 0
         self.is_acting = False
         self._threads = threads
         self._views = views
-        self._gradients = gradients
+        self.shared = shared
         self._meeting = meeting
         # The result of the last call, and the error that ends the step.
         self._reply: Any = None
@@ -116,7 +118,7 @@ class Turns:
             first.enter()
             self.is_acting = True
             self._reply = self._meeting(calls)
-            self._gradients.share()
+            self.shared.share()
             # The call may have drawn numbers, but not those of the part.
             first.numbers.restore()
             first.check()
@@ -132,7 +134,7 @@ class Turns:
         """Let a part run until it waits again."""
         view = self._views[index]
         view.enter()
-        self._gradients.give()
+        self.shared.give()
         view.check()
         thread = self._threads[index - 1]
         thread.resume(self._reply)

@@ -19,7 +19,7 @@ from equipoise.extensions.virtual.parts.gradient_tree import (
 from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
-from equipoise.extensions.virtual.parts.refusals import checking_part
+from equipoise.extensions.virtual.parts.refusals import checking_part, is_other_option
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -154,6 +154,7 @@ class PartSteps:
         after_first_part = buffers
         outputs: Any = None
         reports: list[_PartReport] = []
+        groups = self._groups_of_optimizers()
         if not parts:
             # Others have a batch in this step, and the first step fixes the weight to which others are relative.
             step.backward(StepResult(None, 0, None))
@@ -176,7 +177,25 @@ class PartSteps:
                     after_first_part = self._buffers_like(buffers)
                 buffers.restore()
         after_first_part.restore()
+        self._check_groups(groups)
         return outputs, reports
+
+    def _groups_of_optimizers(self) -> list[dict[str, Any]]:
+        """Return a copy of each group of the optimisers, such as their learning rates."""
+        groups: list[dict[str, Any]] = []
+        for optimizer in getattr(getattr(self._module, "trainer", None), "optimizers", ()):
+            groups += map(dict, optimizer.param_groups)
+        return groups
+
+    def _check_groups(self, before: list[dict[str, Any]]) -> None:
+        """Refuse a step that changes a group, as it does so once for each part of its process."""
+        for present, values in zip(self._groups_of_optimizers(), before, strict=False):
+            for name, value in present.items():
+                if is_other_option(value, values.get(name)):
+                    raise StepError(
+                        f"`training_step` changes {name!r} of an optimiser, but under strategy='virtual' a process runs"
+                        " it once for each of its virtual devices. Change it in a hook, such as `on_train_batch_end`."
+                    )
 
     def _compute(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from equipoise.errors import StepError
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.torch.modules import versions
 
-__all__ = ["checking_part"]
+__all__ = ["checking_part", "is_other_option"]
 
 
 @contextmanager
@@ -42,6 +43,11 @@ def checking_part(module: nn.Module, step: str, *, buffers: bool) -> Iterator[No
             " devices or batches, and others have another number of them. Change it in a hook, such as"
             " `on_train_batch_end`."
         )
+
+
+def is_other_option(value: Any, before: Any) -> bool:
+    """Return whether an option of an optimiser, such as its learning rate, has another value than before."""
+    return value is not before and bool(value != before)
 
 
 def _noted(module: nn.Module, buffers: bool) -> dict[str, tuple[int, int]]:

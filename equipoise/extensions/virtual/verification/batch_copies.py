@@ -32,8 +32,13 @@ class _Memory(NamedTuple):
     places: dict[int, Any]
 
 
-def packed_parts(parts: dict[int, Part]) -> bytes:
+def packed_parts(parts: dict[int, Part], purpose: str, remedy: str) -> bytes:
     """Return parts, by their numbers, as bytes.
+
+    Args:
+        parts: The parts.
+        purpose: Sentence that says why batches are sent, for an error.
+        remedy: How this is avoided, as the end of a sentence.
 
     Raises:
         StepError: If a batch cannot be pickled.
@@ -48,8 +53,7 @@ def packed_parts(parts: dict[int, Part]) -> bytes:
         return dumps(content)
     except Exception as error:
         raise StepError(
-            f"VirtualDevicesStrategy(verify=...) sends batches to other places, and this one cannot be pickled."
-            f" {error} Return tensors and plain containers, or leave `verify` out."
+            f"{purpose} This one cannot be pickled: {error} Return tensors and plain containers, or {remedy}."
         ) from error
 
 

@@ -36,6 +36,8 @@ _ADVICE = (
     " one kind. Draw from the global generators, and keep state in buffers. verify=0 computes nothing twice."
 )
 
+_PURPOSE = "VirtualDevicesStrategy(verify=...) sends batches to other places."
+
 
 class _Repeat(NamedTuple):
     """Results of a part that was computed once more.
@@ -89,7 +91,7 @@ class VerifiedSteps(PartSteps):
         # Before steps freeze parameters, or change their batches.
         self._trained = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         numbered = dict(enumerate(parts, self._first))
-        packed = packed_parts(numbered)
+        packed = packed_parts(numbered, _PURPOSE, "leave `verify` out")
         originals: dict[int, Digests] = {}
         self._originals = originals
         try:
@@ -155,7 +157,10 @@ class VerifiedSteps(PartSteps):
 
         # 3. The first part that differs.
         for number in sorted(first):
-            different = [name for name, digest in first[number].items() if digest != second[number][name]]
+            different = []
+            for name, digest in first[number].items():
+                if digest != second[number][name]:
+                    different.append(name)
             if different:
                 self._refuse(step, number, packed, different, *state)
 
