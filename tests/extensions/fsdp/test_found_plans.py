@@ -309,5 +309,59 @@ def test_layers_that_are_found_train_as_those_of_one_device() -> None:
 
     # 4. What cannot be tried.
     assert "`training_step` runs backwards and optimisers by hand" in found["by hand"]
-    assert "the loss is not finite. Say it, as in tensor_plan=" in found["no loss"]
+    assert "the loss is not finite. Optimisers, and what hooks" in found["no loss"]
     assert "cuts no layer, so each process would compute the same" in found["nothing"]
+
+
+class Watched(Net):
+    """Pairs of layers, one of which is seen by a buffer; batches with noise of an own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.up = nn.ModuleDict({name: nn.Linear(7, 16) for name in ("fine", "watched")})
+        self.down = nn.ModuleDict({name: nn.Linear(16, 7) for name in ("fine", "watched")})
+        self.register_buffer("running", torch.zeros(()))
+        self.numbers = torch.Generator().manual_seed(7)
+        self.transfers = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        for name, up in self.up.items():
+            wide = torch.tanh(up(hidden))
+            if name == "watched" and self.training:
+                self.running.add_(wide.detach().square().sum())
+            hidden = hidden + self.down[name](wide)
+        return self.last(hidden)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers += 1
+        noise = torch.randn(batch[0].shape, generator=self.numbers, dtype=batch[0].dtype)
+        return [batch[0] + 0.1 * noise, batch[1]]
+
+
+def watched() -> tuple[Any, int, list[str], str]:
+    """Return the weights, the number of transfers, the plan, and the refusal of a plan that cuts too much."""
+    plans = []
+    find = planned_cut.find_plan
+
+    def noting(module: Any, *args: Any) -> Any:
+        plans.append(find(module, *args))
+        return plans[0]
+
+    planned_cut.find_plan = noting
+    module, _ = fit(Watched, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
+    planned_cut.find_plan = find
+    plan = {"up.watched": "colwise", "down.watched": "rowwise"}
+    with pytest.raises(ConfigurationError) as caught:
+        fit(Watched, fsdp(tensor=2, tensor_plan=plan), 2, batch_size=12, max_epochs=1)
+    return {**weights_of(module), "running": module.running}, module.transfers, [*plans[0].styles], str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_search_changes_nothing_and_sees_buffers() -> None:
+    weights, transfers, styles, refusal = in_processes(2, watched)
+    alone, _ = fit(Watched, max_epochs=1)
+    assert_close({**weights_of(alone), "running": alone.running}, weights)
+    assert (transfers, styles) == (alone.transfers, ["up.fine", "down.fine"])
+    assert "the buffer 'running' has other values with cut layers" in refusal

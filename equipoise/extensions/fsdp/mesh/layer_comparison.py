@@ -97,10 +97,12 @@ class LayerComparison:
     Attributes:
         parts: What is compared, for messages.
         wholes: With what it is compared.
+        compares_buffers: Whether buffers are compared, too.
     """
 
     parts: ClassVar[str] = "cut layers"
     wholes: ClassVar[str] = "whole ones"
+    compares_buffers: ClassVar[bool] = True
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -153,9 +155,10 @@ class LayerComparison:
             if self._is_possible(self._check):
                 with preserve_state(self._module, containers=True), own_forwards():
                     loss = compute(step, copied(batch))
+                    buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
                 if loss is None:
                     return False
-                self._compare(step, batch, loss)
+                self._compare(step, batch, loss, buffers)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -211,7 +214,7 @@ class LayerComparison:
 
     # The comparison.
 
-    def _compare(self, step: TrainingStep, batch: Any, loss: Tensor) -> None:
+    def _compare(self, step: TrainingStep, batch: Any, loss: Tensor, buffers: dict[str, Tensor]) -> None:
         """Compute the loss and the gradients of whole layers, and compare."""
         twin = self._twin
         assert twin is not None
@@ -228,7 +231,23 @@ class LayerComparison:
             twin.fill(self._module, loss.device)
             if not self._is_possible(compute):
                 return
+        if self.compares_buffers:
+            self._check_buffers(buffers, twin.module)
         self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
+
+    def _check_buffers(self, buffers: dict[str, Tensor], twin: nn.Module) -> None:
+        """Refuse buffers that whole layers change in another way, such as statistics of what is cut."""
+        others = []
+        for name, expected in twin.named_buffers():
+            if is_other_value(buffers.get(name), expected, self._tolerance(expected.dtype)):
+                others.append(name)
+        for of_process in gather_objects(others):
+            if of_process:
+                raise ConfigurationError(
+                    f"In the first batch the buffer {of_process[0]!r} has other values with {self.parts} than with"
+                    f" {self.wholes}: its module computes them from parts. Leave the layers beside it whole. {_OPTION}"
+                    " trains without this comparison."
+                )
 
     def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
         dtypes = {*self._dtypes, dtype}
@@ -346,6 +365,22 @@ def _copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone()
     return leaf
+
+
+def is_other_value(value: Tensor | None, expected: Tensor, tolerance: _Tolerance) -> bool:
+    """Return whether a value is another than expected, by more than rounding may cause.
+
+    Args:
+        value: The value; None if there is none.
+        expected: The value that is expected.
+        tolerance: What rounding may cause.
+    """
+    if value is None or value.shape != expected.shape:
+        return True
+    if not expected.is_floating_point() and not expected.is_complex():
+        return not torch.equal(value, expected)
+    allowed = max(tolerance.relative * largest_of(expected), tolerance.floor)
+    return difference_of(value, expected) > allowed
 
 
 def difference_of(computed: Tensor, expected: Tensor) -> float:

@@ -42,8 +42,8 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
     except ConfigurationError as error:
         raise ConfigurationError(
             f"FSDPStrategy(tensor={tensor}) has no plan, and cannot try on the first batch which layers can be cut:"
-            f" {error}. Say it, as in tensor_plan={{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}, or leave"
-            " tensor out."
+            f" {error}. Optimisers, and what hooks of a fit such as `on_fit_start` make, do not exist yet. Give a plan,"
+            " as in tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}, or leave tensor out."
         ) from error
 
     # 2. Those that can be cut.
@@ -101,7 +101,8 @@ def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Tria
         reason = trials.reason(divided)
         if reason is None:
             plan.styles.update(candidate.styles)
-            plan.divided.extend(numbers)
+            # Two candidates may have a number in common, which is divided once.
+            plan.divided.extend(number for number in numbers if number not in plan.divided)
             return {}
         first_reason = first_reason or reason
     return dict.fromkeys(candidate.styles, first_reason)

@@ -1,10 +1,10 @@
 """Trials of a plan: copies of a module whose layers are cut compute a batch as a whole copy does, or they do not."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import is_cut
-from equipoise.extensions.fsdp.mesh.layer_comparison import TOLERANCES, copied, difference_of, gradient_of, largest_of
+from equipoise.extensions.fsdp.mesh.layer_comparison import (
+    TOLERANCES,
+    copied,
+    difference_of,
+    gradient_of,
+    is_other_value,
+    largest_of,
+)
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
@@ -21,6 +28,7 @@ from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.tree import map_leaves
 
 __all__ = ["Trials", "attempt"]
@@ -29,6 +37,18 @@ T = TypeVar("T")
 
 # A gradient that is smaller than so many of the differences that rounding may cause shows nothing.
 _TELLING = 10
+
+
+class _Outcome(NamedTuple):
+    """What a batch leaves beside gradients.
+
+    Attributes:
+        loss: The loss.
+        shown: Values that were logged, and buffers, by what they are.
+    """
+
+    loss: Tensor
+    shown: dict[str, Tensor]
 
 
 class Trials:
@@ -59,8 +79,11 @@ class Trials:
             self._whole.float()
         # The loss comes first.
         self._expected: list[Tensor] = []
-        with _alike():
-            self._batch = map_leaves(self._converted, self._context.make_transfer()(batch, device))
+        self._shown: dict[str, Tensor] = {}
+        with _alike(), preserve_state(module, containers=True):
+            # Hooks of the transfer are those of the user's module.
+            placed = self._context.make_transfer()(batch, device)
+            self._batch = map_leaves(self._converted, placed)
             _add_noise(self._whole)
 
     def _copy(self, module: LightningModule) -> LightningModule:
@@ -82,7 +105,7 @@ class Trials:
         """
         module = self._copy(self._whole)
         uses = LayerUses(module)
-        loss = self._compute(module)
+        loss, self._shown = self._compute(module)
         if not loss.isfinite():
             raise ConfigurationError("the loss is not finite")
         self._expected = [loss.detach(), *map(gradient_of, module.parameters())]
@@ -96,44 +119,50 @@ class Trials:
         """
         cut = self._copy(self._whole)
         try:
-            loss = attempt(partial(self._compute_cut, cut, plan))
-            attempt(partial(self._check_equal, cut, loss))
+            outcome = attempt(partial(self._compute_cut, cut, plan))
+            attempt(partial(self._check_equal, cut, outcome))
         except ConfigurationError as error:
             return f"cut, {error}"
         return None
 
-    def _compute_cut(self, cut: LightningModule, plan: Plan) -> Tensor:
+    def _compute_cut(self, cut: LightningModule, plan: Plan) -> _Outcome:
         apply_plan(cut, plan, {}, self._row)
         return self._compute(cut)
 
-    def _compute(self, module: LightningModule) -> Tensor:
-        """Compute the gradients of the batch, and return the loss."""
+    def _compute(self, module: LightningModule) -> _Outcome:
+        """Compute the gradients of the batch.
+
+        Raises:
+            ConfigurationError: If there is no loss.
+        """
         module.zero_grad()
         step = self._context.hooks.bind_step("training_step", module)
         captures = self._context.logs.captures
         context = nullcontext
         if self._context.precision.widens:
             context = self._context.precision.forward_context
-        # What a step logs is dropped.
+        # The trainer does not receive what a step logs.
         outer = captures.begin()
         try:
             with _alike(), context():
                 output = step(copied(self._batch), 0)
-                loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise ConfigurationError("`training_step` returns no loss for the first batch")
                 run_backward_in_modes(loss)
         finally:
-            captures.end(outer)
-        return loss
+            logged = captures.end(outer)
+        return _Outcome(loss, _shown(module, logged))
 
-    def _check_equal(self, cut: LightningModule, loss: Tensor) -> None:
-        """Check that the loss and all gradients are those of the whole module.
+    def _check_equal(self, cut: LightningModule, outcome: _Outcome) -> None:
+        """Check that the loss, all gradients, logged values and buffers are those of the whole module.
 
         Raises:
             ConfigurationError: If one differs, or is too small to tell.
         """
         tolerance = TOLERANCES[self._dtype]
         floor = tolerance.floor * max(map(largest_of, self._expected))
-        compared = [("the loss", loss, loss.detach())]
+        compared = [("the loss", outcome.loss, outcome.loss.detach())]
         for name, parameter in cut.named_parameters():
             compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
         for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
@@ -144,6 +173,21 @@ class Trials:
             # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
             if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
+        for name, expected in self._shown.items():
+            if is_other_value(outcome.shown.get(name), expected, tolerance):
+                raise ConfigurationError(f"{name} differs")
+
+
+def _shown(module: nn.Module, logged: Sequence[Any]) -> dict[str, Tensor]:
+    """Return logged numbers and buffers, by what they are."""
+    shown = {}
+    for index, entry in enumerate(logged):
+        # Metrics are computed later.
+        if isinstance(entry.value, Tensor | int | float):
+            shown[f"the logged value {entry.name!r} ({index})"] = torch.as_tensor(entry.value).detach()
+    for name, buffer in module.named_buffers():
+        shown[f"the buffer {name!r}"] = buffer.detach()
+    return shown
 
 
 @contextmanager
