@@ -60,8 +60,17 @@ def _check_context(strategy: "FSDPStrategy") -> None:
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise ConfigurationError(f"context must be a whole number from 1, not {context!r}.")
     blocks: Any = strategy.context_blocks
-    if blocks is not None and (isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks)):
-        raise ConfigurationError(f"context_blocks must be a list of names such as ['encoder.layers'], not {blocks!r}.")
+    if blocks is not None:
+        is_list = bool(blocks) and not isinstance(blocks, str)
+        if not is_list or not all(isinstance(name, str) for name in blocks):
+            raise ConfigurationError(
+                f"context_blocks must be a list of names such as ['encoder.layers'], not {blocks!r}."
+            )
+        if context == 1:
+            raise ConfigurationError(
+                f"context_blocks={list(blocks)!r} divides sequences over `context` processes, but context=1. Give"
+                " context=2, or leave context_blocks out."
+            )
     if context == 1:
         return
     others = {"replicas": strategy.replicas != 1, "cpu_offload": strategy.cpu_offload}

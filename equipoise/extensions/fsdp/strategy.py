@@ -21,7 +21,11 @@ from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
 from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
-from equipoise.extensions.fsdp.mesh.context.sequence_comparison import CutSequenceComparison, SequenceComparison
+from equipoise.extensions.fsdp.mesh.context.sequence_comparison import (
+    BlockSequenceComparison,
+    CutSequenceComparison,
+    SequenceComparison,
+)
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
@@ -267,9 +271,11 @@ class FSDPStrategy(ProcessStrategy):
         may_cut = self.processes.processes_per_batch > 1
         if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
             assert is_a(module, LightningModule)
-            kind = LayerComparison
-            if self.context > 1:
-                kind = SequenceComparison if self._columns == 1 else CutSequenceComparison
+            kind: type[LayerComparison] = LayerComparison
+            if self.context > 1 and self._columns > 1:
+                kind = CutSequenceComparison
+            elif self.context > 1:
+                kind = SequenceComparison if self.context_blocks is None else BlockSequenceComparison
             self._comparison = kind(module)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:

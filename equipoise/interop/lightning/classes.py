@@ -7,13 +7,14 @@ the names of their modules.
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-__all__ = ["base_of", "is_a", "is_overridden", "module_classes", "takes_iterator"]
+__all__ = ["base_of", "is_a", "is_overridden", "module_classes", "takes_iterator", "with_index"]
 
 _OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
@@ -89,6 +90,22 @@ def takes_iterator(module: Any, step: str, *, alone: bool = False) -> bool:
         return True
     parameters = inspect.signature(method).parameters
     return len(parameters) == 1
+
+
+def with_index(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step such that it accepts the index of the batch, which it may leave out.
+
+    Args:
+        step: `training_step` or one of its siblings.
+    """
+    # Strategies put functions around it, one around another.
+    if is_param_in_hook_signature(inspect.unwrap(step), "batch_idx", min_args=2):
+        return step
+
+    def run(batch: Any, batch_idx: int, *rest: int) -> Any:
+        return step(batch, *rest)
+
+    return run
 
 
 def _namesake_in(kind: type, original: type) -> type | None:

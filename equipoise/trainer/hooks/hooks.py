@@ -4,7 +4,6 @@ A bound hook is one callable for all callbacks and the module that override it, 
 current hook, which `self.log` reads, and returns the module's result. A hook that is not overridden is bound as None.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -13,12 +12,11 @@ from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from equipoise.callbacks.callback import Callback
 from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, with_buffers_kept, without_skipped_steps
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
-from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.classes import base_of, is_a, with_index
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
 __all__ = ["Hooks", "overrides", "state_key_of"]
@@ -245,15 +243,7 @@ class Hooks:
             name: The method's name.
             module: A copy of the module, whose method is returned. Default: the module itself.
         """
-        step: Hook = getattr(self.module if module is None else module, name)
-        # Strategies put functions around it, one around another.
-        if is_param_in_hook_signature(inspect.unwrap(step), "batch_idx", min_args=2):
-            return step
-
-        def run(batch: Any, batch_idx: int, *rest: int) -> Any:
-            return step(batch, *rest)
-
-        return run
+        return with_index(getattr(self.module if module is None else module, name))
 
     def action_of_strategy(self, name: str) -> str:
         """Return the name of an action of the strategy in a profile."""

@@ -72,6 +72,21 @@ def test_a_module_without_memory() -> None:
 
 
 @pytest.mark.slow
+class WithoutIndex(Step):
+    """Takes a batch alone, as the trainer accepts it."""
+
+    def training_step(self, batch: Tensor) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_step_without_the_index() -> None:
+    example = torch.empty(4, 30)
+    settings = StepSettings()
+    net = nn.Linear(30, 5)
+    expected = trace_step(lambda: Step(net), example, settings).peak(8).nbytes
+    assert trace_step(lambda: WithoutIndex(net), example, settings).peak(8).nbytes == expected
+
+
 def test_what_cannot_be_traced_runs() -> None:
     module = Untraceable(nn.Linear(6, 6))
     prediction = predict_memory(module, torch.rand(8, 6))

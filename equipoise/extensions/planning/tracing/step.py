@@ -19,6 +19,7 @@ from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, changes_layers
 from equipoise.extensions.planning.tracing.empty_tensors import convert_without_memory, has_fake_tensors
 from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach
+from equipoise.interop.lightning.classes import with_index
 from equipoise.parallel.activation_checkpointing import checkpoint_activations
 from equipoise.precision import make_precision
 from equipoise.tree import leaves_of
@@ -141,7 +142,8 @@ class PlannedStep:
         if self._part is not None:
             batch = self._part.of_batch(batch)
         with context, self._mode():
-            return self.module.training_step(batch, index)  # type: ignore[operator]
+            step: Any = self.module.training_step
+            return with_index(step)(batch, index)
 
     def _mode(self) -> AbstractContextManager[Any]:
         """Return the context of a forward and of a backward."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -13,6 +14,8 @@ from torch.nn import functional
 
 from equipoise import ConfigurationError, FSDPStrategy, StepError
 from equipoise.extensions.fsdp.mesh.context.attention import attend
+from equipoise.extensions.fsdp.mesh.context.blocks.divided_blocks import DividedBlocks
+from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import (
@@ -241,7 +244,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str], dict[str, Any], type[Exce
     "nested": (lambda: Task(Nested()), ["**.blocks", "**.blocks.0"], {}, ConfigurationError, "Name one of both"),
     "without the first": (lambda: Task(Dropped(0)), BLOCKS, {}, StepError, "were not called one after the other"),
     "without the last": (lambda: Task(Dropped(1)), BLOCKS, {}, StepError, "were not called one after the other"),
-    "other positions": (lambda: Task(Shifted()), BLOCKS, {}, ConfigurationError, "compute something else than whole"),
+    "other positions": (
+        lambda: Task(Shifted()),
+        BLOCKS,
+        {},
+        ConfigurationError,
+        "Within the blocks of `context_blocks` each",
+    ),
     "computed again": (
         lambda: Task(Convolving()),
         BLOCKS,
@@ -275,10 +284,74 @@ def test_what_cannot_be_divided_is_refused() -> None:
         assert REFUSED[case][-1] in message, case
 
 
-@pytest.mark.parametrize("blocks", ["network.blocks", [1]])
+@pytest.mark.parametrize("blocks", ["network.blocks", [1], []])
 def test_names_that_are_none(blocks: Any) -> None:
     with pytest.raises(ConfigurationError, match="context_blocks must be a list of names"):
         FSDPStrategy(context=2, context_blocks=blocks)
+
+
+def test_blocks_without_context() -> None:
+    with pytest.raises(ConfigurationError, match="over `context` processes, but context=1"):
+        FSDPStrategy(context_blocks=BLOCKS)
+
+
+SQUARE = 8
+
+
+class Unnamed(nn.TransformerEncoderLayer):
+    """Its mask of keys has no name that tells what it is."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden, src_key_padding_mask=seen)
+
+
+def square() -> dict[str, Any]:
+    """Return differences to whole sequences, of as many samples as positions, and errors."""
+    row = SequenceRow(torch.distributed.distributed_c10d.GroupMember.WORLD)
+    torch.manual_seed(3)
+    options: Any = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    network = nn.Module()
+    network.coder = nn.Sequential(nn.TransformerEncoderLayer(WIDTH, 2, 32, **options))
+    network.decoder = nn.Sequential(nn.TransformerDecoderLayer(WIDTH, 2, 32, **options))
+    network.unnamed = nn.Sequential(Unnamed(WIDTH, 2, 32, **options))
+    whole = torch.randn(SQUARE, SQUARE, WIDTH, dtype=torch.float64)
+    keys = torch.arange(SQUARE)[None] > torch.arange(SQUARE)[:, None] % 3 + 4
+    memories = {length: torch.randn(SQUARE, length, WIDTH, dtype=torch.float64) for length in (4, 5)}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "padding": lambda: network.coder[0](whole, src_key_padding_mask=keys),
+        "pairs": lambda: network.coder[0](whole, torch.ones(SQUARE, SQUARE, dtype=torch.bool).triu(1)),
+        "unnamed": lambda: network.unnamed[0](whole, keys),
+        "memory": lambda: network.decoder[0](whole, memories[5]),
+        "memory like a part": lambda: network.decoder[0](whole, memories[4]),
+    }
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        expected = call()
+        blocks = DividedBlocks(network, ["*"], row)
+        blocks.begin()
+        try:
+            with RowMode(row):
+                found[name] = float((call() - expected).detach().abs().max())
+        except StepError as error:
+            found[name] = str(error)
+        finally:
+            blocks.end()
+            blocks.close()
+    return found
+
+
+@pytest.mark.slow
+def test_shapes_with_two_meanings() -> None:
+    found = in_processes(2, square)
+    assert max(found[name] for name in ("padding", "pairs", "memory")) < 1e-12
+    assert "of shape [8, 8] in the argument 'seen'" in found["unnamed"]
+    assert "has 4 positions, as many as each process has of sequences of 8" in found["memory like a part"]
+
+
+def test_attention_that_is_not_batch_first() -> None:
+    network = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2), 1)
+    with pytest.raises(ConfigurationError, match="Make its layers with batch_first=True"):
+        DividedBlocks(network, ["layers"], Mock())
 
 
 def attended() -> list[float]:

@@ -166,3 +166,19 @@ def test_processes_that_do_not_fit() -> None:
         Trainer(strategy=fsdp(context=2, tensor=2), devices=["cpu"] * 2)
     with pytest.raises(ConfigurationError, match="compile=True compiles blocks of the network, but strategy='fsdp'"):
         Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, compile=True).fit(Task(Gpt()), samples(4))  # type: ignore[arg-type]
+
+
+def another(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    row: Any = SequenceRow.__new__(SequenceRow)
+    row.size, row.place = 2, 0
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "other": torch.zeros(shape, dtype=dtype)}
+    return divide(batch, row, MODULE)["other"].shape
+
+
+def test_another_sequence_as_long_as_a_part() -> None:
+    for shape, dtype in (((2, 8, 4), torch.float32), ((2, 8), torch.long)):
+        with pytest.raises(StepError, match="has 8 positions, as many as each process has of sequences of 16"):
+            another(shape, dtype)
+    # Features of samples, and a sequence of another length.
+    assert another((2, 8), torch.float32) == (2, 8)
+    assert another((2, 9), torch.long) == (2, 9)

@@ -25,7 +25,8 @@ def divide(batch: Any, row: SequenceRow, module: nn.Module) -> Any:
         module: The user's module.
 
     Raises:
-        StepError: If no tensor has a sequence, or its length cannot be divided evenly.
+        StepError: If no tensor has a sequence, its length cannot be divided evenly, or another sequence has as many
+            positions as a part.
     """
     dims_of = getattr(module, "context_dims", None)
     if dims_of is not None:
@@ -36,6 +37,8 @@ def divide(batch: Any, row: SequenceRow, module: nn.Module) -> Any:
         is_sequence = isinstance(leaf, Tensor) and leaf.ndim > 1
         if is_sequence and leaf.size(1) == row.length:
             return row.own_part(leaf, 1)
+        if is_sequence:
+            row.check_whole(leaf)
         return leaf
 
     return map_leaves(own_part, batch)

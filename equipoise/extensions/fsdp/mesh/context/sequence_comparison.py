@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from equipoise.extensions.fsdp.mesh.layer_comparison import Difference, LayerComparison
 
-__all__ = ["CutSequenceComparison", "SequenceComparison"]
+__all__ = ["BlockSequenceComparison", "CutSequenceComparison", "SequenceComparison"]
 
 
 class SequenceComparison(LayerComparison):
@@ -27,6 +27,19 @@ class SequenceComparison(LayerComparison):
             " torch's `scaled_dot_product_attention` or `nn.MultiheadAttention`. Other layers that see several"
             " positions, such as convolutions, and losses that are no mean over positions, need whole sequences: name"
             " the blocks around them in FSDPStrategy(context_blocks=[...]), or leave context out."
+        )
+
+
+class BlockSequenceComparison(SequenceComparison):
+    """Compares blocks that compute parts of sequences, between layers that have whole ones, with whole sequences."""
+
+    def advice(self, loss: Difference, worst: Difference) -> str:
+        """Return what to do about blocks that compute something else."""
+        return (
+            "Within the blocks of `context_blocks` each process has some positions alone. Let blocks receive tensors"
+            " batch first, compute attention by torch's `scaled_dot_product_attention` or `nn.MultiheadAttention`, and"
+            " give what depends on positions to each block as an argument. Layers that see several positions in another"
+            " way, such as convolutions, belong outside of the blocks: name lists without them, or leave context out."
         )
 
 

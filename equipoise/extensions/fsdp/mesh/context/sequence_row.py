@@ -122,6 +122,23 @@ class SequenceRow:
         pieces = whole.chunk(2 * self.size, dim)
         return torch.cat([pieces[number] for number in self.pieces], dim)
 
+    def check_whole(self, other: Tensor) -> None:
+        """Check that attention to another sequence, which is not divided, takes no part of it for the divided one.
+
+        Args:
+            other: The other sequence: (samples, positions, channels), or its tokens.
+
+        Raises:
+            StepError: If it has as many positions as a part has.
+        """
+        is_sequence = other.ndim == 3 or (other.ndim == 2 and other.dtype in (torch.int32, torch.int64))
+        if is_sequence and other.size(1) == self.part != self.length:
+            raise StepError(
+                f"A tensor of shape {list(other.shape)} is not divided, but has {self.part} positions, as many as each"
+                f" process has of sequences of {self.length} (context={self.size}), so that attention to it would take"
+                " it for a part of them. Pad it to another number of positions, and hide the padding by a mask."
+            )
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return a tensor with all positions, in their order; all processes call it together.
 

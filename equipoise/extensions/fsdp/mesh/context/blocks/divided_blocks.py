@@ -4,8 +4,10 @@ Everything else in the network is the same in all processes of a row, so it may 
 given to: a convolution, a class token, a mean over positions.
 """
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +20,11 @@ from equipoise.tree import map_leaves, tensors_in
 __all__ = ["DividedBlocks"]
 
 _OPTION = "FSDPStrategy(context_blocks=...)"
+
+# Names of arguments of torch's layers that are masks of pairs of positions.
+_OF_PAIRS = ("src_mask", "tgt_mask", "memory_mask", "attn_mask")
+# Words in the names of arguments that have a value for each position of each sample.
+_OF_SAMPLES = ("padding", "position_ids")
 
 
 class DividedBlocks:
@@ -35,7 +42,8 @@ class DividedBlocks:
         is_active: Whether blocks compute parts. Default: False.
 
     Raises:
-        ConfigurationError: If a pattern names no list of blocks, or one within another.
+        ConfigurationError: If a pattern names no list of blocks, or one within another, or if their attention is not
+            batch first.
     """
 
     def __init__(self, module: nn.Module, patterns: Sequence[str], row: SequenceRow) -> None:
@@ -46,7 +54,9 @@ class DividedBlocks:
         # The list whose first block has divided a sequence, and its length there.
         self._open: str | None = None
         self._length = 0
-        for name, blocks in _lists_of_blocks(module, patterns):
+        lists = dict(_lists_of_blocks(module, patterns))
+        _check_batch_first(lists)
+        for name, blocks in lists.items():
             for number, block in enumerate(blocks):
                 is_last = number == len(blocks) - 1
                 enter = block.register_forward_pre_hook(partial(self._enter, name, number == 0), with_kwargs=True)
@@ -105,21 +115,38 @@ class DividedBlocks:
             self._length = hidden.size(1)
 
         # 2. What depends on positions is divided for each block.
-        row = self._row
-        row.enter(self._length)
+        self._row.enter(self._length)
 
-        def own_part(leaf: Any) -> Any:
+        def own_part(argument: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2 or (leaf is hidden and not is_first):
                 return leaf
-            # A mask keeps all keys.
-            if leaf.shape[-2:] == (row.length, row.length):
-                return row.own_part(leaf, leaf.ndim - 2)
-            # Those with more dimensions have heads in the second one.
-            if leaf.ndim < 4 and leaf.size(1) == row.length:
-                return row.own_part(leaf, 1)
-            return leaf
+            return self._own_part(leaf, argument, samples=hidden.size(0))
 
-        return map_leaves(own_part, args), map_leaves(own_part, kwargs)
+        names = chain(inspect.signature(block.forward).parameters, repeat(""))
+        parts = [map_leaves(partial(own_part, argument), value) for argument, value in zip(names, args, strict=False)]
+        return tuple(parts), {key: map_leaves(partial(own_part, key), value) for key, value in kwargs.items()}
+
+    def _own_part(self, whole: Tensor, argument: str, samples: int) -> Tensor:
+        """Return the part of this process of a tensor that a block receives, or all of it.
+
+        Args:
+            whole: The tensor.
+            argument: The argument's name; empty: it has none.
+            samples: The number of samples.
+        """
+        row = self._row
+        is_of_pairs = whole.shape[-2:] == (row.length, row.length)
+        if is_of_pairs and whole.ndim == 2 and samples == row.length:
+            # With as many samples as positions both kinds of masks have this shape.
+            is_of_pairs = _is_of_pairs(argument, row.length)
+        # A mask keeps all keys.
+        if is_of_pairs:
+            return row.own_part(whole, whole.ndim - 2)
+        # Those with more dimensions have heads in the second one.
+        if whole.ndim < 4 and whole.size(1) == row.length:
+            return row.own_part(whole, 1)
+        row.check_whole(whole)
+        return whole
 
     def _leave(self, is_last: bool, block: nn.Module, args: Any, output: Any) -> Any:
         """Gather what the last block of a list returns."""
@@ -167,6 +194,33 @@ def _first_sequence(name: str, value: Any) -> Tensor:
         if tensor.ndim == 3:
             return tensor
     raise StepError(f"{_OPTION}: a block of {name} has no tensor of samples, positions and channels to divide.")
+
+
+def _is_of_pairs(argument: str, length: int) -> bool:
+    """Return whether an argument is a mask of pairs of positions, rather than one of samples and positions."""
+    if argument in _OF_PAIRS:
+        return True
+    if any(word in argument for word in _OF_SAMPLES):
+        return False
+    raise StepError(
+        f"{_OPTION}: a block receives a tensor of shape [{length}, {length}] in the argument {argument!r}. With as many"
+        " samples as positions it may be a mask of pairs of positions, or one of samples and positions. Name the"
+        " argument 'padding_mask' if it is of the latter kind, give the former three dimensions, or take another"
+        " batch size."
+    )
+
+
+def _check_batch_first(lists: Mapping[str, Sequence[nn.Module]]) -> None:
+    """Check that samples come first in all attention of torch."""
+    for name, blocks in lists.items():
+        for block in blocks:
+            for part in block.modules():
+                if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+                    raise ConfigurationError(
+                        f"{_OPTION} divides the second dimension of what a block receives, but the attention of {name}"
+                        " has samples there. Make its layers with batch_first=True, and give them (samples, positions,"
+                        " channels)."
+                    )
 
 
 def _in_order(name: str) -> str:
