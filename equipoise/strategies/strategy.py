@@ -31,7 +31,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["Strategy", "Transfer", "batches_of_step", "splitter_of"]
+__all__ = ["Strategy", "Transfer", "splitter_of"]
 
 # Neutral collaborators have no state, so all strategies share them.
 _NEUTRAL_RECOVERY = RecoverySupport()
@@ -258,15 +258,3 @@ def splitter_of(strategy: Strategy, module: nn.Module) -> Splitter:
         module: The user's module, which may define `batch_size` and `split_batch`.
     """
     return Splitter(module, getattr(strategy, "dim", 0))
-
-
-def batches_of_step(strategy: Any, batch: Any) -> Sequence[Any]:
-    """Return all batches that this process computed in the last training step.
-
-    A strategy whose hooks receive only the first of them has an attribute `step_batches`.
-
-    Args:
-        strategy: The strategy of the trainer, which may be Lightning's.
-        batch: The batch that hooks receive.
-    """
-    return getattr(strategy, "step_batches", ()) or (batch,)

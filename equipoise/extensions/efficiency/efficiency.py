@@ -17,8 +17,7 @@ from equipoise.extensions.efficiency.peaks import peak_of
 from equipoise.extensions.efficiency.step_operations import StepOperations
 from equipoise.extensions.efficiency.usage import Usage
 from equipoise.extensions.report.fit_recorder import Fit
-from equipoise.extensions.report.throughput import Throughput
-from equipoise.strategies.strategy import batches_of_step
+from equipoise.extensions.report.throughput import Throughput, batches_of_step
 from equipoise.validation import check_whole
 
 __all__ = ["Efficiency"]

@@ -11,10 +11,9 @@ import torch
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.extensions.report.curve_history import CurveHistory
-from equipoise.extensions.report.throughput import Throughput
+from equipoise.extensions.report.throughput import Throughput, batches_of_step
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
-from equipoise.strategies.strategy import batches_of_step
 
 __all__ = ["Fit", "FitRecorder", "size_function"]
 

@@ -1,8 +1,9 @@
 """Training throughput over time, in a bounded number of points."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["Throughput"]
+__all__ = ["Throughput", "batches_of_step"]
 
 _MOST_STRETCHES = 1024
 
@@ -144,3 +145,15 @@ def _joined(first: _Stretch, second: _Stretch) -> _Stretch:
         samples=first.samples + second.samples,
         batches=first.batches + second.batches,
     )
+
+
+def batches_of_step(strategy: Any, batch: Any) -> Sequence[Any]:
+    """Return all batches that this process computed in the last training step.
+
+    A strategy whose hooks receive only the first of them has an attribute `step_batches`.
+
+    Args:
+        strategy: The strategy of the trainer, which may be Lightning's.
+        batch: The batch that hooks receive.
+    """
+    return getattr(strategy, "step_batches", ()) or (batch,)

@@ -101,11 +101,7 @@ def with_index(step: Callable[..., Any]) -> Callable[..., Any]:
     # Strategies put functions around it, one around another.
     if is_param_in_hook_signature(inspect.unwrap(step), "batch_idx", min_args=2):
         return step
-
-    def run(batch: Any, batch_idx: int, *rest: int) -> Any:
-        return step(batch, *rest)
-
-    return run
+    return lambda batch, batch_idx, *rest: step(batch, *rest)
 
 
 def _namesake_in(kind: type, original: type) -> type | None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
 from equipoise.extensions.comparison.bench.idle import StepProfile
+from equipoise.extensions.report.throughput import batches_of_step
 from equipoise.memory.devices import PeakWatch
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.profile.places import DevicePlaces, names_of_devices
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.device_work import observe_devices
-from equipoise.strategies.strategy import batches_of_step
 
 __all__ = ["DeviceProbe", "parameters_of"]
 

@@ -38,6 +38,7 @@ __all__ = [
     "copied",
     "difference_of",
     "gradient_of",
+    "is_other_value",
     "largest_of",
 ]
 

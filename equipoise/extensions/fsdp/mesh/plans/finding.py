@@ -102,7 +102,9 @@ def _try(module: LightningModule, candidate: Candidate, plan: Plan, trials: Tria
         if reason is None:
             plan.styles.update(candidate.styles)
             # Two candidates may have a number in common, which is divided once.
-            plan.divided.extend(number for number in numbers if number not in plan.divided)
+            for number in numbers:
+                if number not in plan.divided:
+                    plan.divided.append(number)
             return {}
         first_reason = first_reason or reason
     return dict.fromkeys(candidate.styles, first_reason)

@@ -174,7 +174,8 @@ class Trials:
             if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
-            if is_other_value(outcome.shown.get(name), expected, tolerance):
+            value = outcome.shown.get(name)
+            if is_other_value(value, expected, tolerance):
                 raise ConfigurationError(f"{name} differs")
 
 
@@ -184,7 +185,8 @@ def _shown(module: nn.Module, logged: Sequence[Any]) -> dict[str, Tensor]:
     for index, entry in enumerate(logged):
         # Metrics are computed later.
         if isinstance(entry.value, Tensor | int | float):
-            shown[f"the logged value {entry.name!r} ({index})"] = torch.as_tensor(entry.value).detach()
+            value = torch.as_tensor(entry.value)
+            shown[f"the logged value {entry.name!r} ({index})"] = value.detach()
     for name, buffer in module.named_buffers():
         shown[f"the buffer {name!r}"] = buffer.detach()
     return shown
