@@ -174,8 +174,8 @@ class Trials:
             if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
-            value = outcome.shown.get(name)
-            if is_other_value(value, expected, tolerance):
+            computed = outcome.shown.get(name)
+            if is_other_value(computed, expected, tolerance):
                 raise ConfigurationError(f"{name} differs")
 
 
