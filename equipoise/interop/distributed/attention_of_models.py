@@ -15,11 +15,12 @@ def models_of_transformers(module: nn.Module) -> Iterator[Any]:
     Args:
         module: The module.
     """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
+    # The package itself would import this file, and many others, to answer; without it there is no such model.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
         return
     for part in module.modules():
-        if isinstance(part, transformers.PreTrainedModel):
+        if isinstance(part, modeling.PreTrainedModel):
             yield part
 
 

@@ -12,8 +12,7 @@ from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
 
-# Of a torchao that transformers imports, where its files are compiled for the first time.
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "invalid escape sequence")
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 def test_places_follow_ranks() -> None:
