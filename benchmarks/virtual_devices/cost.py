@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from equipoise import DDPStrategy, LightningModule, Trainer, VirtualDevicesStrategy
+from benchmarks.virtual_devices.others import Task
+from equipoise import DDPStrategy, Trainer, VirtualDevicesStrategy
 
 FIRST_STEPS = 3
 
@@ -74,7 +75,7 @@ class Timed(NamedTuple):
     clock: Callable[[], float]
 
 
-class Task(LightningModule):
+class Classifier(Task):
     """Trains a network on random classes.
 
     Args:
@@ -82,13 +83,7 @@ class Task(LightningModule):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss on a batch or a part of it."""
-        features, targets = batch
-        return nn.functional.cross_entropy(self.network(features), targets)
+        super().__init__(network, nn.functional.cross_entropy)
 
     def configure_optimizers(self) -> Any:
         """Return the optimiser."""
@@ -151,7 +146,7 @@ def seconds_of(case: str, strategy: Any, processes: int, timed: Timed, *, in_ste
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Task(build()), loader)
+        trainer.fit(Classifier(build()), loader)
         return float(path.read_text())
 
 

@@ -61,16 +61,18 @@ class Task(L.LightningModule):
 
     Args:
         network: The network.
+        loss: Function of outputs and targets. Default: their squared difference.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss) -> None:
         super().__init__()
         self.network = network
+        self.loss = loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss on a batch or a part of it."""
         features, targets = batch
-        return nn.functional.mse_loss(self.network(features), targets)
+        return self.loss(self.network(features), targets)
 
     def configure_optimizers(self) -> Any:
         """Return the optimiser."""

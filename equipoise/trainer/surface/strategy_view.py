@@ -90,8 +90,9 @@ class StrategyView:
         """Set a property of the strategy, such as `shares`; other names are the view's own."""
         is_own = name.startswith("_") or hasattr(StrategyView, name)
         if not is_own and isinstance(getattr(type(self._strategy), name, None), property):
-            return setattr(self._strategy, name, value)
-        return object.__setattr__(self, name, value)
+            setattr(self._strategy, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     def __reduce__(self) -> Any:
         """Pickle by the arguments: a view without attributes would look for them forever."""

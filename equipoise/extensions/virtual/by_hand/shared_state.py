@@ -16,7 +16,7 @@ __all__ = ["SharedState"]
 
 
 class SharedState:
-    """What the first part has after a call. Other parts receive the same, also where the first one changes it.
+    """Gradients and groups of the first part after a call. Other parts receive the same, also where it changes them.
 
     Args:
         parameters: The parameters.

@@ -1,7 +1,7 @@
 """The module on each device of a process; one of them computes a part."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -60,7 +60,10 @@ class PartModules:
         Yields:
             The module on that device, with the parameters and buffers that the user's module has now.
         """
-        with nullcontext() if self._times is None else self._times.measured(place):
+        measuring: AbstractContextManager[None] = nullcontext()
+        if self._times is not None:
+            measuring = self._times.measured(place)
+        with measuring:
             if not place:
                 yield self._module
                 return
