@@ -10,7 +10,6 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, di
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interleave import interleave
-from equipoise.interop.metric_names import find_names
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.interop.refusal import refusal
 
@@ -26,7 +25,6 @@ __all__ = [
     "merge_saved_states",
     "metric_states",
     "metrics_of",
-    "note_batch_values",
     "other_state",
     "restore_metric_state",
     "state_on_cpu",
@@ -35,44 +33,28 @@ __all__ = [
 ]
 
 
-_names = find_names()
-_MISSING = [description for description, name in _names._asdict().items() if not name and description != "last"]
-_COUNT = _names.updates
-_COMPUTED = _names.computed
-_DEFAULTS = _names.defaults
-_REDUCTIONS = _names.reductions
-# Where torchmetrics does not keep it, a hook of ours does.
-_LAST = _names.last or "value_of_last_batch"
-_NOTES_LAST = not _names.last
+# The value that `forward` has returned; the value that `compute` has returned, until the next update; the number of
+# updates, which has no public setter. Lightning reads the first of them, too.
+_LAST = "_forward_cache"
+_COMPUTED = "_computed"
+_COUNT = "_update_count"
+# The values of states before the first update, and the functions that reduce states.
+_DEFAULTS = "_defaults"
+_REDUCTIONS = "_reductions"
+_NEEDED = (_COMPUTED, _COUNT, _DEFAULTS, _REDUCTIONS)
 
 
-def _check_names() -> None:
+def _check_names(metric: Metric) -> None:
     """Refuse what cannot do without the names."""
-    if _MISSING:
+    attributes = vars(metric)
+    missing = [f"Metric.{name}" for name in _NEEDED if name not in attributes]
+    if missing:
         raise refusal(
-            "Metrics in copies, in parts of a batch or of several processes",
+            "A metric in copies, in parts of a batch, of several processes or in a checkpoint",
             "torchmetrics",
-            [f"an attribute for the {description} of a metric" for description in _MISSING],
+            missing,
             "Take another strategy or callback, or a module without metrics.",
         )
-
-
-def note_batch_values(module: nn.Module) -> None:
-    """Let the metrics of a module keep the values of their batches, where torchmetrics does not.
-
-    Args:
-        module: The module, before it is used in a run.
-    """
-    if not _NOTES_LAST:
-        return
-    for metric in metrics_of(module):
-        if _LAST not in vars(metric):
-            restore_metric_state(metric, {_LAST: None})
-            metric.register_forward_hook(_note_value)
-
-
-def _note_value(metric: nn.Module, arguments: Any, value: Any) -> None:
-    setattr(metric, _LAST, value)
 
 
 def last_batch_value(metric: Metric) -> Any:
@@ -167,15 +149,10 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
         metric = metrics.get(name)
         if metric is None:
             continue
+        _check_names(metric)
         # A checkpoint is read to the CPU, while the next update computes on the metric's device.
         copies = _copied(saved["state"], metric.device)
-        if _MISSING:
-            # The count of updates is lost: a metric that is not updated again warns when it is computed.
-            metric.reset()
-        else:
-            copies[_COUNT] = saved["count"]
-            copies[_COMPUTED] = None
-        restore_metric_state(metric, copies)
+        restore_metric_state(metric, {**copies, _COUNT: saved["count"], _COMPUTED: None})
 
 
 def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -214,7 +191,7 @@ def take_metric_state(metric: Metric) -> MetricState:
     Raises:
         ConfigurationError: If torchmetrics keeps the state in an unknown way.
     """
-    _check_names()
+    _check_names(metric)
     # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
@@ -469,11 +446,11 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
         metrics: A metric or a collection; the same in all processes.
         of_processes: What `states_to_send` returned in each process, in the order of ranks.
     """
-    _check_names()
     # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
     all_metrics = metrics_of(metrics)
     for metric, states in zip(all_metrics, states_by_metric, strict=True):
+        _check_names(metric)
         # Without this, `compute` would exchange the joined states once more.
         metric.distributed_available_fn = _never
         updated = [state for state in states if state[_COUNT]]
@@ -560,7 +537,6 @@ def merge_saved_states(
     Raises:
         ConfigurationError: If a metric does not say how one of its states is merged, and there are too few processes.
     """
-    _check_names()
     metrics = named_metrics(module)
     merged = {}
     for name, first in of_processes[0].items():
@@ -568,7 +544,9 @@ def merge_saved_states(
         metric = metrics.get(name)
         if metric is None or not updated:
             merged[name] = first
-        elif not _has_separate_state(metric, updated[0]):
+            continue
+        _check_names(metric)
+        if not _has_separate_state(metric, updated[0]):
             merged[name] = _merged_for_rank(metric, updated, rank)
         elif name not in left_out:
             merged[name] = _separate_for_rank(metric, name, updated, rank, count)

@@ -11,7 +11,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
-from equipoise.interop.metrics import note_batch_values
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
@@ -160,7 +159,6 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     end_configuration = getattr(strategy, "end_configuration", None)
     if end_configuration is not None:
         end_configuration(module)
-    note_batch_values(module)
 
 
 def _in_order_of_start(loggers: list[Logger]) -> list[Logger]:

@@ -20,11 +20,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from equipoise import ConfigurationError
-from equipoise.interop import metrics as metric_names
 from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import (
     last_checkpoints,
@@ -32,6 +30,7 @@ from equipoise.interop.lightning.callbacks import (
     without_skipped_steps,
 )
 from equipoise.interop.lightning.checkpoint_hooks import finish_save, with_true_values
+from equipoise.interop.metrics import load_metric_states, metric_states, take_metric_state
 from tests.conftest import ignoring
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
@@ -147,17 +146,6 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 
 
-def forget_values_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchmetrics keep no values of batches, as far as Equipoise knows."""
-    empty = metric_names._EMPTY_WRAPPER
-    monkeypatch.delitem(empty, metric_names._LAST)
-    monkeypatch.delitem(metric_names._EMPTY, metric_names._LAST)
-    for each in (empty, metric_names._EMPTY):
-        monkeypatch.setitem(each, "kept", None)
-    monkeypatch.setattr(metric_names, "_LAST", "kept")
-    monkeypatch.setattr(metric_names, "_NOTES_LAST", True)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_without_the_names_of_one_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome(tmp_path / "with")
@@ -177,7 +165,6 @@ def test_a_run_without_any_of_the_names(strategy: str, tmp_path: Path, monkeypat
     expected = outcome(tmp_path / "with", **options)
     for kind, names in NAMES.values():
         hide(monkeypatch, kind, *names)
-    forget_values_of_batches(monkeypatch)
     assert outcome(tmp_path / "without", Renamed, **options) == expected
 
 
@@ -272,23 +259,14 @@ def test_a_combined_loader_whose_mode_is_unknown(monkeypatch: pytest.MonkeyPatch
         trainer().fit(Small(), CombinedLoader([loader(), loader()], "min_size"))
 
 
-def test_metrics_in_copies_whose_state_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_names, "_MISSING", ["computed"])
-    with pytest.raises(ConfigurationError, match=r"Metrics in copies.* does not work with torchmetrics .*strategy"):
-        trainer(strategy="dp", devices=["cpu", "cpu"]).fit(Measured({"lr": 0.1}), loader(), loader())
-
-
-def test_metrics_of_a_resumed_run_whose_count_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = outcome(tmp_path / "with")
-    monkeypatch.setattr(metric_names, "_MISSING", ["updates"])
-    assert outcome(tmp_path / "without") == expected
+def test_a_metric_whose_state_is_unknown() -> None:
     metric = SumMetric()
-    metric.update(5.0)
-    assert metric.compute() == 5  # and kept
-    metric_names.load_metric_states(
-        nn.ModuleDict({"metric": metric}), {"metric": {"state": {"sum_value": torch.ones(())}, "count": 2}}
-    )
-    assert metric.compute() == 1
+    states = metric_states(metric)
+    del vars(metric)["_computed"]
+    refusal = r"^A metric in copies.* does not work with torchmetrics .* lacks Metric\._computed\..*another strategy"
+    for use in (take_metric_state, lambda metric: load_metric_states(metric, states)):
+        with pytest.raises(ConfigurationError, match=refusal):
+            use(metric)
 
 
 def test_hyperparameters_that_contradict_each_other(tmp_path: Path) -> None:
@@ -303,18 +281,3 @@ def test_hyperparameters_that_contradict_each_other(tmp_path: Path) -> None:
     assert fit({"lr": 5.0}, logger=False) == {"lr": 0.01, "layers": 2}
     with pytest.raises(RuntimeError, match=r"both have the hyperparameters \['lr'\], with different values"):
         fit({"lr": 5.0, "layers": 2})
-
-
-def test_metrics_keep_the_values_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_values_of_batches(monkeypatch)
-    collection = MetricCollection({"sum": SumMetric(), "mean": MeanMetric()})
-    for _ in range(2):
-        metric_names.note_batch_values(collection)
-    metrics: list[Metric] = metric_names.metrics_of(collection)
-    assert [metric_names.last_batch_value(metric) for metric in metrics] == [None, None]
-    for value in (1.0, 4.0):
-        collection(value)
-        assert [metric_names.last_batch_value(metric) for metric in metrics] == [value, value]
-    other = copy.deepcopy(metrics[0])
-    other(2.0)
-    assert metric_names.last_batch_value(other) == 2
