@@ -1,7 +1,6 @@
 """Structure, hooks and versions of the modules and parameters of torch.
 
-Where torch keeps the parameters and hooks of a module is found by registering some in a module and looking for them.
-What remains are private names of tensors, each with the reason why nothing public does.
+Each private name has a comment with the reason why nothing public does.
 """
 
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import find
 
 __all__ = [
@@ -37,51 +35,18 @@ __all__ = [
 _COMPILED_CHILD = "_orig_mod"
 
 
-def _entry_that_holds(item: Any, attributes: dict[str, Any]) -> str:
-    """Return the name of the dictionary among attributes that holds an object; empty if none does."""
-    for name, value in attributes.items():
-        if isinstance(value, dict) and any(entry is item for entry in value.values()):
-            return name
-    return ""
-
-
-def _structure_names() -> tuple[str, str, str]:
-    """Return the entries of a module's `__dict__` that hold its parameters, buffers and children."""
-    module = nn.Module()
-    parameter = nn.Parameter(torch.empty(0, device="cpu"))
-    buffer = torch.empty(0, device="cpu")
-    child = nn.Module()
-    module.register_parameter("parameter", parameter)
-    module.register_buffer("buffer", buffer)
-    module.add_module("child", child)
-    attributes = vars(module)
-    return (
-        _entry_that_holds(parameter, attributes),
-        _entry_that_holds(buffer, attributes),
-        _entry_that_holds(child, attributes),
-    )
-
-
-def _nothing(*_: Any) -> None:
-    """Do nothing, as a hook."""
-
-
-def _hook_registries() -> tuple[str, ...]:
-    """Return the entries of a module's `__dict__` that change when hooks of all kinds are registered."""
-    module = nn.Module()
-    before = {name: len(value) for name, value in vars(module).items() if isinstance(value, dict)}
-    module.register_forward_hook(_nothing, with_kwargs=True, always_call=True)
-    module.register_forward_pre_hook(_nothing, with_kwargs=True)
-    module.register_full_backward_hook(_nothing)
-    module.register_full_backward_pre_hook(_nothing)
-    return tuple(name for name, count in before.items() if len(vars(module)[name]) != count)
-
-
 # A shallow copy needs separate dictionaries; `register_module` and its siblings make checks that are not needed here.
-STRUCTURE = _structure_names()
-_PARAMETERS, _BUFFERS, _CHILDREN = STRUCTURE
+STRUCTURE = ("_parameters", "_buffers", "_modules")
 # Nothing public lists or restores the hooks of a module.
-_HOOK_REGISTRIES = _hook_registries()
+_HOOK_REGISTRIES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 # Nothing public lists the hooks that run with each module.
 _has_any_global_hook: Callable[[], bool] | None = find("torch.nn.modules.module._has_any_global_hook")
 # The version of a tensor, which grows with changes in place.
@@ -108,11 +73,6 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def shell_of(module: nn.Module) -> nn.Module:
     """Return a copy of a module without parameters, buffers and children; other attributes are shared."""
-    if not all(STRUCTURE):
-        raise ConfigurationError(
-            f"Copies of a module for other devices are not possible with torch {torch.__version__}, which keeps"
-            " parameters, buffers and children of a module in another way than the versions that were tested."
-        )
     shell: nn.Module = object.__new__(type(module))
     attributes = vars(shell)
     attributes.update(vars(module))
@@ -123,20 +83,17 @@ def shell_of(module: nn.Module) -> nn.Module:
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary of a module's direct parameters; the caller may write to it."""
-    registered: dict[str, nn.Parameter | None] = vars(module)[_PARAMETERS]
-    return registered
+    return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of a module's direct buffers; the caller may write to it."""
-    registered: dict[str, Tensor | None] = vars(module)[_BUFFERS]
-    return registered
+    return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary of a module's children; the caller may write to it."""
-    registered: dict[str, nn.Module | None] = vars(module)[_CHILDREN]
-    return registered
+    return module._modules
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
@@ -210,7 +167,7 @@ def set_device_of(module: nn.Module, device: torch.device) -> None:
 
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if the user registered a hook on a module's forward or backward."""
-    return not _HOOK_REGISTRIES or any(hook_registries_of(module))
+    return any(hook_registries_of(module))
 
 
 def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:
@@ -225,6 +182,10 @@ def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     hooks = [("register_hook", hook) for hook in before.values()]
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
     return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing, as a hook."""
 
 
 def _gradient_hook_registries(parameter: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:

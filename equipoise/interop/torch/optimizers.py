@@ -1,16 +1,13 @@
 """Steps and hooks of the optimisers of torch.
 
-Private names stand here with the reason why nothing public does; a test notices when one of them changes. Where an
-optimiser keeps its hooks is found by registering some.
+Private names stand here with the reason why nothing public does; a test notices when one of them changes.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.interop.adapters import find, find_if_tested
@@ -32,40 +29,22 @@ _global_pre_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_o
 _global_post_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_post_hooks")
 
 
-@cache
-def _hook_registries() -> tuple[str, str]:
-    """Return the attributes of an optimiser that hold hooks before its step, and after it."""
-    parameter = nn.Parameter(torch.empty(0, device="cpu"))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    before = _lengths(optimizer)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    between = _lengths(optimizer)
-    optimizer.register_step_post_hook(lambda *_: None)
-    after = _lengths(optimizer)
-    of_pre_hooks = next((name for name in before if between[name] != before[name]), "")
-    of_post_hooks = next((name for name in before if after[name] != between[name]), "")
-    return of_pre_hooks, of_post_hooks
-
-
-def _lengths(optimizer: Optimizer) -> dict[str, int]:
-    """Return the numbers of entries of the dictionaries among an optimiser's attributes."""
-    return {name: len(value) for name, value in vars(optimizer).items() if isinstance(value, dict)}
-
-
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
+# The hooks before the step of an optimiser, and after it. Nothing public lists them.
+_PRE_HOOKS = "_optimizer_step_pre_hooks"
+_POST_HOOKS = "_optimizer_step_post_hooks"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks, or does not show them. They receive the closure."""
-    of_pre_hooks, _ = _hook_registries()
-    return bool(vars(optimizer).get(of_pre_hooks, True))
+    return bool(vars(optimizer).get(_PRE_HOOKS, True))
 
 
 def has_any_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if a function runs before or after each step of the optimiser."""
     attributes = vars(optimizer)
-    own = any(attributes.get(name, True) for name in _hook_registries())
+    own = attributes.get(_PRE_HOOKS, True) or attributes.get(_POST_HOOKS, True)
     return bool(own or _global_pre_hooks or _global_post_hooks)
 
 
@@ -116,11 +95,10 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     if _profiler_enabled is None or _global_pre_hooks is None or _global_post_hooks is None:
         return optimizer.step
     attributes = vars(optimizer)
-    of_pre_hooks, of_post_hooks = _hook_registries()
-    if of_pre_hooks not in attributes or of_post_hooks not in attributes:
+    pre_hooks = attributes.get(_PRE_HOOKS)
+    post_hooks = attributes.get(_POST_HOOKS)
+    if pre_hooks is None or post_hooks is None:
         return optimizer.step
-    pre_hooks = attributes[of_pre_hooks]
-    post_hooks = attributes[of_post_hooks]
     is_profiled = _profiler_enabled
 
     def step() -> Any:
