@@ -76,12 +76,6 @@ ADAPTERS: tuple[Adapter, ...] = (
     ),
     Adapter(
         "torch",
-        ("torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_mul_"),
-        ("training", "dp", "ddp"),
-        "tensors are changed one by one",
-    ),
-    Adapter(
-        "torch",
         ("torch.utils.data._utils.collate.default_collate_fn_map",),
         ("training",),
         "samples of data in memory are read one by one",

@@ -1,48 +1,17 @@
 """Torch's fused list operations: one call for a whole list of tensors.
 
-Their names begin with an underscore, although torch's documentation lists them and its optimisers rely on them. Without
-them the tensors are taken one by one.
+Their names begin with an underscore, although torch's documentation lists them and its optimisers rely on them.
 """
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from equipoise.interop.adapters import find
 from equipoise.to_device import to_device
 
 __all__ = ["add_", "copy_", "multiply_"]
 
 # Torch takes no other sequences.
 Tensors = list[Tensor] | tuple[Tensor, ...]
-# Changes all tensors of a list in place, by a list of others or by a common factor.
-ListOperation = Callable[[Sequence[Tensor], Any], Any]
-
-
-def _operation(name: str) -> ListOperation:
-    """Return torch's function that changes all tensors of a list, or one that takes them one by one.
-
-    Args:
-        name: The method of a tensor that it stands for, such as "add_".
-    """
-    fused: ListOperation | None = find(f"torch._foreach_{name}")
-    if fused is not None:
-        return fused
-
-    def one_by_one(tensors: Sequence[Tensor], others: Any) -> None:
-        if not isinstance(others, (list, tuple)):
-            others = [others] * len(tensors)
-        for tensor, other in zip(tensors, others, strict=True):
-            getattr(tensor, name)(other)
-
-    return one_by_one
-
-
-_add = _operation("add_")
-_copy = _operation("copy_")
-_multiply = _operation("mul_")
 # Torch converts a 0-dim factor to these dtypes itself; in half precision it multiplies by a float32 factor.
 _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -54,13 +23,13 @@ def add_(tensors: list[Tensor], addends: list[Tensor]) -> None:
         for tensor, addend in zip(tensors, addends, strict=True):
             tensor.add_(addend)
     elif tensors:
-        _add(tensors, addends)
+        torch._foreach_add_(tensors, addends)
 
 
 def copy_(tensors: Tensors, sources: Tensors) -> None:
     """Copy into every tensor the source at its position, from any device."""
     if tensors:
-        _copy(tensors, sources)
+        torch._foreach_copy_(tensors, sources)
 
 
 def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
@@ -73,7 +42,7 @@ def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
     if not tensors:
         return
     if not isinstance(factor, Tensor):
-        _multiply(tensors, factor)
+        torch._foreach_mul_(tensors, factor)
         return
     # A 0-dim tensor must be on the device of the list, so each device needs one call.
     groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
@@ -84,7 +53,7 @@ def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
         local_factor = to_device(factor, device)
         if dtype is not None:
             local_factor = local_factor.to(dtype)
-        _multiply(group, local_factor)
+        torch._foreach_mul_(group, local_factor)
 
 
 def _dtype_of_product(tensor: Tensor) -> torch.dtype | None:
