@@ -23,7 +23,7 @@ from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.communication.membership import refuse_copies
-from equipoise.parallel.communication.processes import Processes, SingleProcess
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
@@ -58,7 +58,7 @@ class Strategy:
     keeps_batches_whole: ClassVar[bool] = False
 
     devices: Sequence[torch.device] = ()
-    processes: Processes = SingleProcess()
+    processes: Processes = Processes()
 
     # State of a run in this process, which copies of the strategy do not take along: the module, while it is on the
     # devices, and whatever else a subclass holds.

@@ -20,17 +20,11 @@ T = TypeVar("T")
 
 def exchange_number(number: int) -> list[int]:
     """Return the numbers of all processes, in the order of their ranks."""
-    group = host_group()
-    here = torch.tensor([number], dtype=torch.int64)
-    gathered = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, here, group=group)
-    return [int(received) for received in gathered]
+    here = torch.tensor([number])
+    return [int(received) for received in _all_gather(here, host_group())]
 
 
-def gather_objects(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all processes, in the order of their ranks.
 
     Args:
@@ -39,37 +33,23 @@ def gather_objects(
     """
     if group is None:
         group = host_group()
-    device = _device_of(group)
-    num_processes = dist.get_world_size(group)
-    content = _encode(value, device)
-    size_here = content.numel()
+    content = _encode(value, _device_of(group))
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
-    length = _length_of(content)
-    lengths = []
-    for _ in range(num_processes):
-        received_length = _empty_length(device)
-        lengths.append(received_length)
-    dist.all_gather(lengths, length, group=group)
-    sizes = [int(size) for size in lengths]
-    longest = max(sizes)
+    sizes = [int(size) for size in _all_gather(_length_of(content), group)]
 
-    # 2. Exchange the contents, padded to the longest.
-    padded = _empty_content(longest, device)
-    padded[:size_here] = content
-    buffers = []
-    for _ in range(num_processes):
-        buffer = _empty_content(longest, device)
-        buffers.append(buffer)
-    dist.all_gather(buffers, padded, group=group)
+    # 2. Exchange the contents, padded to the longest, and decode each without its padding.
+    padded = content.new_zeros(max(sizes))
+    padded[: len(content)] = content
+    received = _all_gather(padded, group)
+    return [_decode(buffer[:size]) for buffer, size in zip(received, sizes, strict=True)]
 
-    # 3. Decode each without its padding.
-    values = []
-    for buffer, size in zip(buffers, sizes, strict=True):
-        content_of_process = buffer[:size]
-        value_of_process = _decode(content_of_process)
-        values.append(value_of_process)
-    return values
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensors of all processes, which are of one shape."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
@@ -81,19 +61,15 @@ def broadcast_object(value: T, source: int = 0) -> T:
     """
     group = host_group()
     device = _device_of(group)
-    # 1. The source sends the length and the content.
-    if dist.get_rank() == source:
-        content = _encode(value, device)
-        length = _length_of(content)
-        dist.broadcast(length, source, group=group)
-        dist.broadcast(content, source, group=group)
-        return value
-    # 2. The other processes receive them.
-    length = _empty_length(device)
+    is_source = dist.get_rank() == source
+    content = _encode(value, device) if is_source else torch.empty(0, device=device)
+    length = _length_of(content)
     dist.broadcast(length, source, group=group)
-    size = int(length)
-    content = _empty_content(size, device)
+    if not is_source:
+        content = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(content, source, group=group)
+    if is_source:
+        return value
     received: T = _decode(content)
     return received
 
@@ -109,18 +85,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 def _length_of(content: Tensor) -> Tensor:
     """Return the number of bytes as a tensor on the same device."""
-    size = content.numel()
-    return torch.tensor([size], device=content.device)
-
-
-def _empty_length(device: torch.device) -> Tensor:
-    """Return a tensor that receives a number of bytes."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-def _empty_content(length: int, device: torch.device) -> Tensor:
-    """Return a tensor that receives bytes."""
-    return torch.zeros(length, dtype=torch.uint8, device=device)
+    return torch.tensor([len(content)], device=content.device)
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:
@@ -131,7 +96,4 @@ def _encode(value: Any, device: torch.device) -> Tensor:
 
 
 def _decode(content: Tensor) -> Any:
-    content_on_host = content.cpu()
-    array = content_on_host.numpy()
-    data = array.tobytes()
-    return loads(data)
+    return loads(content.cpu().numpy().tobytes())

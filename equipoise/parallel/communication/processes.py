@@ -1,18 +1,17 @@
 """The processes that compute together, as one of them sees them: how many there are, and what they exchange."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Processes", "SingleProcess"]
+__all__ = ["Processes"]
 
 T = TypeVar("T")
 
 
-class Processes(ABC):
-    """Starts the processes of a run, or joins them, and exchanges values between them.
+class Processes:
+    """Starts the processes of a run, or joins them, and exchanges values between them; by default, one process alone.
 
     Attributes:
         spawns: True if `launch` runs functions in other processes than the caller's.
@@ -28,6 +27,11 @@ class Processes(ABC):
             values, metrics and random numbers. Then none of it is reduced, or merged for another number of processes.
             Default: False.
         data_view: Returns `data` where ranks compute batches together. Default: None.
+
+    Example:
+        >>> processes = Processes()
+        >>> processes.launch(lambda: "result"), processes.gather_objects(3)
+        ('result', [3])
     """
 
     spawns: bool = False
@@ -54,7 +58,6 @@ class Processes(ABC):
         """True in the main process, which writes files and logs messages."""
         return self.rank == 0
 
-    @abstractmethod
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run `function` in every process and return the result of the main process.
 
@@ -63,8 +66,8 @@ class Processes(ABC):
             known: Objects of the caller. Where the result refers to one of them, the returned result refers to the
                 caller's object and not to a copy.
         """
+        return function()
 
-    @abstractmethod
     def ends_after(self, batch: int, window: int) -> bool:
         """Return True if a run ends after this batch; called after each batch once a signal has asked for its end.
 
@@ -72,12 +75,11 @@ class Processes(ABC):
             batch: Number of training batches so far.
             window: Number of batches from one optimiser step to the next.
         """
+        return True
 
-    @abstractmethod
     def mark_failed(self) -> None:
         """Note that this process has failed. From now on it waits for no other process."""
 
-    @abstractmethod
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
         """Reduce a value over all processes. Values that are not tensors are returned unchanged.
 
@@ -86,8 +88,8 @@ class Processes(ABC):
             group: Process group. Default: all processes.
             reduce_op: "mean", "sum", "min" or "max". Default: "mean".
         """
+        return tensor
 
-    @abstractmethod
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gather a value of every process, stacked along a new first dimension where there are several.
 
@@ -96,57 +98,15 @@ class Processes(ABC):
             group: Process group. Default: all processes.
             sync_grads: Whether gradients flow back to the process that computed a tensor. Default: False.
         """
+        return tensor
 
-    @abstractmethod
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all processes, in the order of their ranks."""
-
-    @abstractmethod
-    def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the value of process `src`, in every process."""
-
-    @abstractmethod
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has reached this call."""
-
-
-class SingleProcess(Processes):
-    """The caller's process alone: a function is called here, and a value of all processes is its own.
-
-    Example:
-        >>> processes = SingleProcess()
-        >>> processes.launch(lambda: "result")
-        'result'
-        >>> processes.gather_objects(3)
-        [3]
-    """
-
-    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
-        """Call the function; see `Processes.launch`."""
-        return function()
-
-    def ends_after(self, batch: int, window: int) -> bool:
-        """Return True: no other process needs to agree; see `Processes.ends_after`."""
-        return True
-
-    def mark_failed(self) -> None:
-        """Do nothing: this process waits for no other; see `Processes.mark_failed`."""
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
-        """Return the value; see `Processes.reduce`."""
-        return tensor
-
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Return the value; see `Processes.all_gather`."""
-        return tensor
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return the value in a list; see `Processes.gather_objects`."""
         return [value]
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the value; see `Processes.broadcast`."""
+        """Return the value of process `src`, in every process."""
         return value
 
     def barrier(self, name: str | None = None) -> None:
-        """Return immediately; see `Processes.barrier`."""
+        """Wait until every process has reached this call."""

@@ -6,7 +6,7 @@ refer to the module, to parts of it or to its device.
 
 import copy
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -16,15 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.interop.metrics import take_metric_state
-from equipoise.interop.torch.modules import (
-    buffers_of,
-    children_of,
-    parameters_of,
-    shell_of,
-)
+from equipoise.interop.torch.modules import buffers_of, children_of, parameters_of, shell_of
 from equipoise.tree import rebuild
 
-__all__ = ["BufferSlot", "ModuleCopy"]
+__all__ = ["BufferSlot", "ModuleCopy", "Registered"]
 
 # An object of the module, and its copy.
 ModulePair = tuple[nn.Module, nn.Module]
@@ -70,10 +65,7 @@ class ModuleCopy:
         # Copies of modules, parameters, buffers and metrics, by the identity of the original.
         self._copies: dict[int, Any] = {}
         # The copies are ordinary tensors, also if the module is copied within inference mode.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
+        with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy(original)
 
     def substitute(self, value: Any) -> Any:
@@ -84,11 +76,15 @@ class ModuleCopy:
         if isinstance(value, (nn.Module, Tensor)):
             return self._copies.get(id(value), value)
         if isinstance(value, MethodType):
-            return self._substitute_method(value)
+            owner = self._copies.get(id(value.__self__))
+            return value if owner is None else MethodType(value.__func__, owner)
         if isinstance(value, weakref.ref):
-            return self._substitute_reference(value)
+            referent = self._copies.get(id(value()))
+            return value if referent is None else weakref.ref(referent)
         if isinstance(value, torch.device):
-            return self._substitute_device(value)
+            # The same object remains where both devices are equal.
+            is_moved = value == self._original_device and value != self.device
+            return self.device if is_moved else value
         if type(value) in (list, tuple):
             return self._substitute_items(value, value)
         if isinstance(value, dict):
@@ -102,29 +98,6 @@ class ModuleCopy:
         if is_unchanged:
             return container
         return rebuild(container, substitutes)
-
-    def _substitute_device(self, device: torch.device) -> torch.device:
-        if device != self._original_device:
-            return device
-        # The same object remains where both devices are equal.
-        if device == self.device:
-            return device
-        return self.device
-
-    def _substitute_method(self, method: MethodType) -> MethodType:
-        owner = id(method.__self__)
-        if owner not in self._copies:
-            return method
-        function = method.__func__
-        copied = self._copies[owner]
-        return MethodType(function, copied)
-
-    def _substitute_reference(self, reference: "weakref.ref[Any]") -> "weakref.ref[Any]":
-        referent = id(reference())
-        if referent not in self._copies:
-            return reference
-        copied = self._copies[referent]
-        return weakref.ref(copied)
 
     def use(self, tensors: Sequence[Tensor]) -> None:
         """Register other tensors in place of the copies of parameters.
@@ -140,112 +113,62 @@ class ModuleCopy:
             registered[name] = tensor
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Copy a module and all below it. A module that occurs twice is copied once."""
-        key = id(module)
-        existing: nn.Module | None = self._copies.get(key)
-        if existing is not None:
-            return existing
+        """Copy a module and all below it."""
         if isinstance(module, (Metric, MetricCollection)):
             return self._copy_metric(module)
 
         # 1. An empty module, which is known before its children are copied: they may refer to it.
         shell = shell_of(module)
-        self._copies[key] = shell
-        pair = (module, shell)
-        self.shells.append(pair)
+        self._copies[id(module)] = shell
+        self.shells.append((module, shell))
 
         # 2. What it holds.
-        self._copy_parameters(module, shell)
-        self._copy_buffers(module, shell)
-        self._copy_children(module, shell)
+        parameters, buffers = parameters_of(module), buffers_of(module)
+        parameter_copies, buffer_copies = parameters_of(shell), buffers_of(shell)
+        self._copy_entries(parameters, parameter_copies, self._copy_parameter)
+        self._copy_entries(buffers, buffer_copies, self._on_device)
+        self._copy_entries(children_of(module), children_of(shell), self._copy)
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                self.parameter_slots.append((parameter_copies, name, parameter))
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                self.buffers.append((buffers, buffer_copies, name))
         return shell
 
-    # Registered parameters, buffers and children may be None.
-
-    def _copy_parameters(self, module: nn.Module, shell: nn.Module) -> None:
-        sources = parameters_of(module)
-        copies = parameters_of(shell)
-        for name, parameter in sources.items():
-            if parameter is None:
+    def _copy_entries(self, sources: Registered, copies: Registered, make: Callable[[Any], Any]) -> None:
+        """Copy what is registered in a module under its names, each object once. An entry may be None."""
+        for name, item in sources.items():
+            if item is None:
                 copies[name] = None
                 continue
-            copied = self._copy_parameter(parameter)
-            copies[name] = copied
-            slot = (copies, name, parameter)
-            self.parameter_slots.append(slot)
-
-    def _copy_buffers(self, module: nn.Module, shell: nn.Module) -> None:
-        sources = buffers_of(module)
-        copies = buffers_of(shell)
-        for name, buffer in sources.items():
-            if buffer is None:
-                copies[name] = None
-                continue
-            copied = self._copy_buffer(buffer)
-            copies[name] = copied
-            slot = (sources, copies, name)
-            self.buffers.append(slot)
-
-    def _copy_children(self, module: nn.Module, shell: nn.Module) -> None:
-        sources = children_of(module)
-        copies = children_of(shell)
-        for name, child in sources.items():
-            if child is None:
-                copies[name] = None
-                continue
-            copied = self._copy(child)
-            copies[name] = copied
+            if id(item) not in self._copies:
+                self._copies[id(item)] = make(item)
+            copies[name] = self._copies[id(item)]
 
     def _copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        key = id(parameter)
-        existing: nn.Parameter | None = self._copies.get(key)
-        if existing is not None:
-            return existing
-        data = torch.empty_like(parameter, device=self.device)
-        data.copy_(parameter)
-        requires_grad = parameter.requires_grad
-        copied = nn.Parameter(data, requires_grad=requires_grad)
-        self._copies[key] = copied
-        pair = (parameter, copied)
-        self.parameters.append(pair)
+        copied = nn.Parameter(self._on_device(parameter), requires_grad=parameter.requires_grad)
+        self.parameters.append((parameter, copied))
         return copied
 
-    def _copy_buffer(self, buffer: Tensor) -> Tensor:
-        key = id(buffer)
-        existing: Tensor | None = self._copies.get(key)
-        if existing is not None:
-            return existing
-        copied = torch.empty_like(buffer, device=self.device)
-        copied.copy_(buffer)
-        self._copies[key] = copied
-        return copied
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        copied = torch.empty_like(tensor, device=self.device)
+        return copied.copy_(tensor)
 
     def _copy_metric(self, module: nn.Module) -> nn.Module:
         """Copy a metric or a collection of metrics. They gather values in attributes, so copies share nothing."""
         # 1. Copy it. The memo holds the copies of parts that were copied before.
         memo = dict(self._copies)
-        copied = copy.deepcopy(module, memo)
-        copied = copied.to(self.device)
+        copied = copy.deepcopy(module, memo).to(self.device)
 
-        # 2. Note the copies of all its parts.
-        pairs = zip(module.modules(), copied.modules(), strict=True)
-        for source, target in pairs:
-            key = id(source)
-            is_new = key not in self._copies
-            if is_new:
-                self._note_metric(source, target)
-            self._copies[key] = target
+        # 2. Note the copies of all its parts. The state of a metric's copy is its own.
+        for source, target in zip(module.modules(), copied.modules(), strict=True):
+            is_new = id(source) not in self._copies
+            if is_new and isinstance(source, Metric) and isinstance(target, Metric):
+                self.metrics.append((source, target))
+                take_metric_state(target)
+            self._copies[id(source)] = target
         return copied
-
-    def _note_metric(self, source: nn.Module, target: nn.Module) -> None:
-        """Note a metric and its copy, whose state becomes its own; other modules are no metrics."""
-        if not isinstance(source, Metric):
-            return
-        if not isinstance(target, Metric):
-            return
-        pair = (source, target)
-        self.metrics.append(pair)
-        take_metric_state(target)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch import foreach
 from equipoise.interop.torch.modules import STRUCTURE, versions
-from equipoise.parallel.replicas.module_copy import BufferSlot, ModuleCopy
+from equipoise.parallel.replicas.module_copy import ModuleCopy, Registered
 from equipoise.parallel.replicas.module_structure import ModuleStructure
 
 __all__ = ["Replica"]
@@ -74,6 +74,7 @@ class Replica:
         sources: The module's parameters.
         copies: Their copies.
         metrics: The module's metrics, each with its copy.
+        buffer_slots: Every occurrence of a buffer: the dictionary of the module, that of the copy, and its name.
         structure: The structure of the module when the copy was made.
         trusted: True if every change of a tensor since the last refresh is visible in its version.
     """
@@ -82,15 +83,12 @@ class Replica:
         # 1. The copy.
         self.device = device
         self._copy = ModuleCopy(original, device)
-        self._buffers = self._copy.buffers
+        self.buffer_slots = self._copy.buffers
         self._shells = self._copy.shells
         self.module = self._copy.module
         self.parameters = self._copy.parameters
-        self.sources: list[Tensor] = []
-        self.copies: list[Tensor] = []
-        for source, copied in self.parameters:
-            self.sources.append(source)
-            self.copies.append(copied)
+        self.sources: list[Tensor] = [source for source, _ in self.parameters]
+        self.copies: list[Tensor] = [copied for _, copied in self.parameters]
         self.metrics = self._copy.metrics
 
         # 2. Its attributes.
@@ -240,7 +238,7 @@ class Replica:
     def has_stale_buffers(self) -> bool:
         """Return whether buffers of the module or of the copy have changed since the last call."""
         buffers = []
-        for sources, copies, name in self._buffers:
+        for sources, copies, name in self.buffer_slots:
             copied = copies.get(name)
             # The copy's step may have removed it.
             if copied is None:
@@ -310,17 +308,9 @@ class Replica:
                 attributes.overrides[name] = substitute
                 attributes.target[name] = substitute
 
-    @property
-    def buffer_slots(self) -> list[BufferSlot]:
-        """Every occurrence of a buffer: the dictionary of the module, that of the copy, and the name in both."""
-        return self._buffers
-
     def buffers(self) -> list[Tensor]:
         """Return the module's buffers."""
-        buffers = []
-        for sources, _, name in self._buffers:
-            buffers.append(sources[name])
-        return buffers
+        return [sources[name] for sources, _, name in self.buffer_slots]
 
     def load_buffers(self, tensors: Sequence[Tensor]) -> None:
         """Copy values into the buffers, without a trace in the graphs that use them.
@@ -328,16 +318,21 @@ class Replica:
         Args:
             tensors: A tensor for each of `buffers()`, in order.
         """
+        slots = zip(self.buffer_slots, tensors, strict=True)
+        self._write_buffers([(copies, name, tensor) for (_, copies, name), tensor in slots])
+
+    def _write_buffers(self, entries: Sequence[tuple[Registered, str, Tensor]]) -> None:
+        """Copy values into registered buffers, which are made anew where there is none of that shape and dtype."""
         targets = []
         values = []
-        pairs = zip(self._buffers, tensors, strict=True)
-        for (_, copies, name), tensor in pairs:
-            target = copies.get(name)
-            if target is None or not _fits(target, tensor):
-                target = torch.empty_like(tensor, device=self.device)
-                copies[name] = target
+        for registered, name, value in entries:
+            target = registered.get(name)
+            if target is None or target.shape != value.shape or target.dtype != value.dtype:
+                device = self.device if target is None else target.device
+                target = torch.empty_like(value, device=device)
+                registered[name] = target
             targets.append(target.data)
-            values.append(tensor.data)
+            values.append(value.data)
         foreach.copy_(targets, values)
 
     def give_back(self) -> None:
@@ -349,19 +344,8 @@ class Replica:
                 foreach.copy_(self.sources, self.copies)
 
         # 2. Buffers, which may have another shape now.
-        targets = []
-        values = []
-        for sources, copies, name in self._buffers:
-            copied = copies.get(name)
-            if copied is None:
-                continue
-            target = sources[name]
-            if not _fits(target, copied):
-                target = torch.empty_like(copied, device=target.device)
-                sources[name] = target
-            targets.append(target.data)
-            values.append(copied.data)
-        foreach.copy_(targets, values)
+        present_slots = [slot for slot in self.buffer_slots if slot[1].get(slot[2]) is not None]
+        self._write_buffers([(sources, name, copies[name]) for sources, copies, name in present_slots])
 
         # 3. Attributes that are shared.
         for attributes in self._attributes:
@@ -375,10 +359,3 @@ def _is_equal(value: Any, other: Any) -> bool:
     if value is other:
         return True
     return type(value) is type(other) and isinstance(value, (bool, int, float, str)) and bool(value == other)
-
-
-def _fits(buffer: Tensor, values: Tensor) -> bool:
-    """Return whether values can be copied into a buffer without a change of shape or dtype."""
-    if buffer.shape != values.shape:
-        return False
-    return buffer.dtype == values.dtype

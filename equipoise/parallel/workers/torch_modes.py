@@ -23,8 +23,8 @@ def capture() -> dict[str, Any]:
     for name, (read, _) in _MODES.items():
         try:
             modes[name] = read()
-        except (RuntimeError, AttributeError):
-            # The program used the newer interface, or this version of torch lacks the switch.
+        except RuntimeError:
+            # The program used the newer interface.
             continue
     return modes
 
@@ -61,33 +61,11 @@ def _attribute(holder: Any, name: str) -> tuple[_Read, _Write]:
     return read, write
 
 
-def _functions(reader: str, writer: str) -> tuple[_Read, _Write]:
-    """Return the reader and the writer of a mode that functions of `torch.backends.cuda` read and write.
-
-    Args:
-        reader: Name of the function that reads it.
-        writer: Name of the function that writes it.
-    """
-
-    def read() -> Any:
-        return getattr(cuda, reader)()
-
-    def write(value: Any) -> None:
-        getattr(cuda, writer)(value)
-
-    return read, write
-
-
 def _reduction(name: str) -> tuple[_Read, _Write]:
-    """Return the reader and the writer of a reduction in half precision, one flag in older versions of torch."""
+    """Return the reader and the writer of a reduction in half precision, which has two flags."""
 
     def read() -> Any:
-        allowed = getattr(cuda.matmul, name)
-        try:
-            return allowed, getattr(cuda.matmul, f"{name}_split_k")
-        except AttributeError:
-            # This version of torch has one flag.
-            return allowed
+        return getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k")
 
     def write(value: Any) -> None:
         setattr(cuda.matmul, name, value)
@@ -104,12 +82,12 @@ _MODES: dict[str, tuple[_Read, _Write]] = {
     "fp32_precision": _attribute(torch.backends, "fp32_precision"),
     "cudnn.fp32_precision": _attribute(cudnn, "fp32_precision"),
     "cuda.matmul.fp32_precision": _attribute(cuda.matmul, "fp32_precision"),
-    "cudnn.conv.fp32_precision": _attribute(getattr(cudnn, "conv", None), "fp32_precision"),
-    "cudnn.rnn.fp32_precision": _attribute(getattr(cudnn, "rnn", None), "fp32_precision"),
+    "cudnn.conv.fp32_precision": _attribute(cudnn.conv, "fp32_precision"),
+    "cudnn.rnn.fp32_precision": _attribute(cudnn.rnn, "fp32_precision"),
     # Torch's writer of mkldnn.fp32_precision writes another one; its operators say the same.
-    "mkldnn.matmul.fp32_precision": _attribute(getattr(mkldnn, "matmul", None), "fp32_precision"),
-    "mkldnn.conv.fp32_precision": _attribute(getattr(mkldnn, "conv", None), "fp32_precision"),
-    "mkldnn.rnn.fp32_precision": _attribute(getattr(mkldnn, "rnn", None), "fp32_precision"),
+    "mkldnn.matmul.fp32_precision": _attribute(mkldnn.matmul, "fp32_precision"),
+    "mkldnn.conv.fp32_precision": _attribute(mkldnn.conv, "fp32_precision"),
+    "mkldnn.rnn.fp32_precision": _attribute(mkldnn.rnn, "fp32_precision"),
     "cuda.matmul.fp16 reduction": _reduction("allow_fp16_reduced_precision_reduction"),
     "cuda.matmul.bf16 reduction": _reduction("allow_bf16_reduced_precision_reduction"),
     "cuda.matmul.fp16 accumulation": _attribute(cuda.matmul, "allow_fp16_accumulation"),
@@ -118,11 +96,12 @@ _MODES: dict[str, tuple[_Read, _Write]] = {
     "cudnn.deterministic": _attribute(cudnn, "deterministic"),
     "mkldnn.enabled": _attribute(mkldnn, "enabled"),
     "mkldnn.deterministic": _attribute(mkldnn, "deterministic"),
-    "flash attention": _functions("flash_sdp_enabled", "enable_flash_sdp"),
-    "memory-efficient attention": _functions("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
-    "plain attention": _functions("math_sdp_enabled", "enable_math_sdp"),
-    "cudnn attention": _functions("cudnn_sdp_enabled", "enable_cudnn_sdp"),
-    "half reduction in attention": _functions(
-        "fp16_bf16_reduction_math_sdp_allowed", "allow_fp16_bf16_reduction_math_sdp"
+    "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "memory-efficient attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "half reduction in attention": (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
 }

@@ -11,8 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import set_start_method
+from dataclasses import dataclass, field
+from multiprocessing import get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from equipoise.parallel.workers.main_script import MainScript, main_script
 from equipoise.parallel.workers.messages import log_forwarding
 from equipoise.parallel.workers.messages.reports import Report, report_of
 
-__all__ = ["Job", "Question", "WorkerOptions", "call_in_parent", "run_worker", "send_to_parent"]
+__all__ = ["Job", "Question", "Task", "call_in_parent", "run_worker", "send_to_parent"]
 
 T = TypeVar("T")
 
@@ -38,24 +38,28 @@ _answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
-    """Settings of one worker, which it receives when it starts.
+class Task:
+    """Objects that all workers of a run receive when they start, with settings of the process that creates this one.
 
     Attributes:
-        rank: Number of the worker, from 0.
-        layout: Layout of the payload with the job.
-        threads: Number of threads that torch uses for an operation.
+        count: The number of workers.
+        payload: Contains the job.
+        layout: The layout of the payload.
+        result: Receives the result of the first worker.
+        key: Secret with which the processes of the run sign their objects.
+        threads: Number of threads that torch uses for an operation in the parent; its workers share them.
         start_method: How multiprocessing starts processes in the parent: "fork", "spawn" or "forkserver".
         levels: Levels of the parent's loggers by name.
-        key: Secret with which the processes of the run sign their objects.
     """
 
-    rank: int
+    count: int
+    payload: SharedPayload
     layout: PayloadLayout
-    threads: int
-    start_method: str
-    levels: dict[str, int]
+    result: SharedPayload
     key: bytes
+    threads: int = field(default_factory=torch.get_num_threads)
+    start_method: str = field(default_factory=get_start_method)
+    levels: dict[str, int] = field(default_factory=log_forwarding.levels)
 
 
 class Job(NamedTuple):
@@ -105,34 +109,30 @@ class Job(NamedTuple):
         self.environment.restore()
 
 
-def run_worker(
-    options: WorkerOptions, payload: SharedPayload, result: SharedPayload, stack: Connection, parent: Connection
-) -> None:
+def run_worker(rank: int, task: Task, stack: Connection, parent: Connection) -> None:
     """Run the job of a worker, report to the parent, and leave.
 
     Args:
-        options: Settings of this worker.
-        payload: Contains the job.
-        result: Receives the result of the first worker.
+        rank: Number of the worker, from 0.
+        task: What all workers receive.
         stack: Connection to which a worker writes its stack when it hangs or aborts.
         parent: Connection for log records and the report.
     """
-    _set_up_process(options, stack, parent)
-    rank = options.rank
+    _set_up_process(task, stack, parent)
     # 1. Run the function. What it returns, and the job, live until the process ends: to release them may take time.
     # Threads of the job may log while the report is sent.
     send = log_forwarding.one_at_a_time(parent.send)
     is_consequence = None
     try:
-        _set_up_libraries(options, send)
-        job = _read_job(payload, options)
+        _set_up_libraries(rank, task, send)
+        job = _read_job(task)
         is_consequence = job.is_consequence
-        payload.close()
+        task.payload.close()
         job.prepare()
         value = job.function(rank)
         layout = None
         if rank == 0:
-            layout = result.pack(value, job.shared_objects)
+            layout = task.result.pack(value, job.shared_objects)
         report = Report(rank, time.monotonic(), layout=layout)
     except BaseException as error:
         report = report_of(error, rank, is_consequence)
@@ -151,14 +151,14 @@ def run_worker(
     os._exit(int(has_failed))
 
 
-def _read_job(payload: SharedPayload, options: WorkerOptions) -> Job:
+def _read_job(task: Task) -> Job:
     """Return the job.
 
     Raises:
         ConfigurationError: If an object that was sent with it cannot be created here.
     """
     try:
-        job: Job = payload.unpack(options.layout)
+        job: Job = task.payload.unpack(task.layout)
     except Exception as error:
         raise ConfigurationError(
             "An object of the module, the data or a callback was sent to another process, but cannot be created there:"
@@ -168,7 +168,7 @@ def _read_job(payload: SharedPayload, options: WorkerOptions) -> Job:
     return job
 
 
-def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connection) -> None:
+def _set_up_process(task: Task, stack: Connection, parent: Connection) -> None:
     # 1. Objects that the server has imported live as long as the process, so no collection needs to examine them.
     gc.freeze()
     # 2. In a group of its own, the worker ends together with processes that it starts. Only the parent gets Ctrl-C.
@@ -181,16 +181,16 @@ def _set_up_process(options: WorkerOptions, stack: Connection, parent: Connectio
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # 4. The worker ends with its parent, and trusts the objects of this run alone.
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    use_key(options.key)
+    use_key(task.key)
 
 
-def _set_up_libraries(options: WorkerOptions, send: Callable[[Any], None]) -> None:
+def _set_up_libraries(rank: int, task: Task, send: Callable[[Any], None]) -> None:
     _senders[:] = [send]
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(max(1, task.threads // task.count))
     # Loaders start their workers as they do in the parent.
-    set_start_method(options.start_method, force=True)
-    if options.rank == 0:
-        log_forwarding.install(send, options.levels)
+    set_start_method(task.start_method, force=True)
+    if rank == 0:
+        log_forwarding.install(send, task.levels)
 
 
 def _end_with_parent(parent: Connection) -> None:

@@ -6,16 +6,13 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_start_method
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
-from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
 from equipoise.parallel.workers.messages import log_forwarding
 from equipoise.parallel.workers.messages.reports import Report
-from equipoise.parallel.workers.worker_main import Question, WorkerOptions, run_worker
+from equipoise.parallel.workers.worker_main import Question, Task, run_worker
 
 __all__ = ["Task", "WorkerProcess"]
 
@@ -26,25 +23,6 @@ _NEXT_LINE = 0.2
 # Seconds that a worker has to leave after its report.
 _LEAVING = 3.0
 _EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
-
-
-@dataclass(frozen=True)
-class Task:
-    """Objects that all workers of a run receive.
-
-    Attributes:
-        count: The number of workers.
-        payload: The function and everything that it needs.
-        layout: The layout of the payload.
-        result: Receives the result of the first worker.
-        key: Secret with which the processes of the run sign their objects.
-    """
-
-    count: int
-    payload: SharedPayload
-    layout: PayloadLayout
-    result: SharedPayload
-    key: bytes
 
 
 @dataclass
@@ -74,23 +52,14 @@ class WorkerProcess:
         Args:
             context: Context of multiprocessing that starts it.
             rank: Its number, from 0.
-            task: The objects that it receives.
+            task: What all workers receive.
         """
         # 1. Connections, of which the worker receives the other ends.
         parent_end, worker_end = context.Pipe()
         stack_of_parent, stack_of_worker = context.Pipe(duplex=False)
-        # 2. Workers share the threads of this process.
-        options = WorkerOptions(
-            rank=rank,
-            layout=task.layout,
-            threads=max(1, torch.get_num_threads() // task.count),
-            start_method=get_start_method(),
-            levels=log_forwarding.levels(),
-            key=task.key,
-        )
-        arguments = (options, task.payload, task.result, stack_of_worker, worker_end)
+        arguments = (rank, task, stack_of_worker, worker_end)
         process = context.Process(target=run_worker, args=arguments, name=f"rank {rank}")
-        # 3. The worker's ends are closed here, so that the parent's report the end of the worker.
+        # 2. The worker's ends are closed here, so that the parent's report the end of the worker.
         try:
             process.start()
         finally:

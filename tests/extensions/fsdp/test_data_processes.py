@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
-from equipoise.parallel.communication.processes import SingleProcess
+from equipoise.parallel.communication.processes import Processes
 
 
-class Four(SingleProcess):
+class Four(Processes):
     """One of four processes, of which two compute each batch; the others have the values that the test states."""
 
     world_size = 4
@@ -69,6 +69,6 @@ def test_one_row_exchanges_nothing() -> None:
 
 
 def test_processes_with_a_batch_each_are_the_same_object() -> None:
-    alone = SingleProcess()
+    alone = Processes()
     assert alone.data is alone
     assert not isinstance(alone.data, DataProcesses)

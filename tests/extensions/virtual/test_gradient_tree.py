@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.extensions.virtual.parts.gradient_tree import GradientTree, remaining_nodes
-from equipoise.parallel.communication.processes import SingleProcess
+from equipoise.parallel.communication.processes import Processes
 
 
 def leaves(count: int) -> list[list[Tensor | None]]:
@@ -41,7 +41,7 @@ def whole_sum(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 13])
 def test_one_process_adds_in_the_order_of_the_tree(count: int) -> None:
-    tree = GradientTree(count, [(0, count)], SingleProcess())
+    tree = GradientTree(count, [(0, count)], Processes())
     for number, gradients in enumerate(leaves(count)):
         tree.add(number, [None if each is None else each.clone() for each in gradients])
     total = tree.total([], [])

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from equipoise import ConfigurationError, Strategy, Trainer
 from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.parallel.communication.processes import SingleProcess
+from equipoise.parallel.communication.processes import Processes
 from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import BatchStream
@@ -179,7 +179,7 @@ def test_a_batch_that_was_read_ahead_is_read_once(promised: int | None) -> None:
 # The loaders of a stage
 
 
-class Ranks(SingleProcess):
+class Ranks(Processes):
     """One of two processes. It knows the extents of the other."""
 
     world_size = 2

@@ -24,8 +24,7 @@ class DataProcesses(Processes):
         processes: All processes.
 
     Example:
-        >>> from equipoise.parallel.communication.processes import SingleProcess
-        >>> DataProcesses(SingleProcess()).gather_objects(3)
+        >>> DataProcesses(Processes()).gather_objects(3)
         [3]
     """
 

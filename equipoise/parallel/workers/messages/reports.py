@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import cloudpickle
 
@@ -14,7 +14,10 @@ from equipoise.errors import WorkerError
 from equipoise.parallel.payload.shared_payload import PayloadLayout, pickle_error
 from equipoise.parallel.workers.messages.tracebacks import RemoteTraceback, shortened
 
-__all__ = ["Report", "Worker", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
+if TYPE_CHECKING:
+    from equipoise.parallel.workers.worker_process import WorkerProcess
+
+__all__ = ["Report", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
 # Attempts to create a report, which a signal's handler may interrupt.
 _ATTEMPTS = 3
@@ -27,17 +30,6 @@ _EXCHANGE = "distributed_c10d.py"
 
 # Returns True for errors that follow from the end of another process.
 ConsequenceCheck = Callable[[BaseException], bool]
-
-
-class Worker(Protocol):
-    """A worker process, as its parent sees it."""
-
-    @property
-    def rank(self) -> int:
-        """Number of the worker, from 0."""
-
-    def where(self) -> str:
-        """Return the present stack of the worker."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceChe
 # The parent's side.
 
 
-def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Report]:
+def causes_among(reports: Sequence[Report], silent: Sequence["WorkerProcess"]) -> list[Report]:
     """Return the failures that may have caused all other failures, in order of time; empty if none may have.
 
     Args:
@@ -137,7 +129,7 @@ def _failures(reports: Sequence[Report]) -> list[Report]:
     return sorted(failures, key=lambda report: report.time)
 
 
-def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker]) -> NoReturn:
+def raise_first_cause(count: int, reports: list[Report], silent: Sequence["WorkerProcess"]) -> NoReturn:
     """Raise the first cause: a signal before an error, an error before its consequences, then a hang.
 
     Args:
@@ -215,7 +207,7 @@ def _places(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def raise_unended(count: int, silent: Sequence[Worker], seconds: float) -> NoReturn:
+def raise_unended(count: int, silent: Sequence["WorkerProcess"], seconds: float) -> NoReturn:
     """Raise that workers did not end after a SIGTERM."""
     first = silent[0]
     stack = first.where()
