@@ -33,7 +33,7 @@ from equipoise.names.extensions import load_extension, names_of_extensions
 if TYPE_CHECKING:
     from equipoise.names.precisions import OfferedPrecision
 
-__all__ = ["SHORT_NAMES", "Precision", "core_precision", "make_precision", "wide_dtype"]
+__all__ = ["SHORT_NAMES", "AutocastRegions", "Precision", "core_precision", "make_precision", "wide_dtype"]
 
 _DTYPES = {
     "32-true": torch.float32,
@@ -114,7 +114,7 @@ class Precision:
         self.convert_input: Callable[[Any], Any] | None = None
         self.forward_context = autocast
         self.autocast: tuple[str, torch.dtype] | None = None
-        if isinstance(autocast, _Autocast):
+        if isinstance(autocast, AutocastRegions):
             self.autocast = (autocast.device_type, autocast.dtype)
         if dtype is not None:
             self.convert_input = partial(_cast_input, dtype=dtype)
@@ -247,7 +247,8 @@ def _in_core(name: str, device_type: str, scaler: GradScaler | None) -> Precisio
         # Gradients in float16 underflow without a scaled loss; those in bfloat16 do not.
         if dtype is torch.float16 and scaler is None:
             scaler = GradScaler(device_type)
-        autocast = _Autocast(device_type, dtype)
+        # Without a cache, which would keep the cast weights of a step that has ended without backward.
+        autocast = AutocastRegions(device_type, dtype)
         return Precision(name, checkpoint_key="MixedPrecision", autocast=autocast, scaler=scaler)
     if dtype is not torch.float64:
         norm32 = name.endswith("norm32")
@@ -354,18 +355,29 @@ class _DefaultDtype(AbstractContextManager["_DefaultDtype"]):
             torch.set_default_dtype(self._previous.pop())
 
 
-class _Autocast:
+class AutocastRegions:
     """Returns autocast regions, and reuses them, because the constructor of a region queries the driver of CUDA.
 
     A region stores the state before it, so an object serves one region at a time.
+
+    Args:
+        device_type: The type of the devices.
+        dtype: The dtype in which they compute.
+        enabled: Whether autocast is on in the region. Default: True.
+        keeps_casts: Whether the cast weights are kept until the end of the region. Default: False.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device_type: str, dtype: torch.dtype, *, enabled: bool = True, keeps_casts: bool = False
+    ) -> None:
         self.device_type = device_type
         self.dtype = dtype
+        self.enabled = enabled
+        self.keeps_casts = keeps_casts
         self.idle: list[_Region] = []
 
     def __call__(self) -> "_Region":
+        """Return a region in which no thread is."""
         # Without a check before: several threads may call this.
         try:
             return self.idle.pop()
@@ -376,9 +388,8 @@ class _Autocast:
 class _Region(torch.autocast):
     """An autocast region that becomes idle again at its end."""
 
-    def __init__(self, owner: _Autocast) -> None:
-        # A cache would keep the cast weights of a step that has ended without backward.
-        super().__init__(owner.device_type, dtype=owner.dtype, cache_enabled=False)
+    def __init__(self, owner: AutocastRegions) -> None:
+        super().__init__(owner.device_type, owner.dtype, owner.enabled, owner.keeps_casts)
         self._owner = owner
 
     def __exit__(self, *exc: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from equipoise.interop.torch import foreach
-from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches.calibration import Calibration
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.replicas.device_threads import DeviceThreads
@@ -149,7 +148,7 @@ def test_devices_are_current_in_their_threads(threads: DeviceThreads, last: torc
 
 
 def test_memory_of_devices_is_measured() -> None:
-    measuring = Calibration([GPU, CPU], {}, PeakWatch)
+    measuring = Calibration([GPU, CPU], {})
     for _ in range(3):
         kept = measuring.measured(0, lambda: torch.empty(8, 2**20, device=GPU).sum(), 8)()
         measuring.measured(1, lambda: None, 8)()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from equipoise.callbacks.memory.phase_readings import Readings
 from equipoise.interop.torch import foreach
-from equipoise.memory.devices import PeakWatch, peak_of_process
+from equipoise.memory.devices import peak_of_process
 from equipoise.parallel.batches.calibration import Calibration
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.replicas import coalesced
@@ -178,7 +178,7 @@ def hold_for_a_while(mebibytes: int) -> None:
 
 
 def test_measured_shares_leave_their_peaks_to_readings_of_memory() -> None:
-    calibration = Calibration([SECOND], {}, PeakWatch)
+    calibration = Calibration([SECOND], {})
     readings = Readings([SECOND])
     readings.reset()
     hold_for_a_while(5)
@@ -191,7 +191,7 @@ def test_measured_shares_leave_their_peaks_to_readings_of_memory() -> None:
 
 
 def test_readings_of_memory_leave_their_peaks_to_measured_shares() -> None:
-    calibration = Calibration([SECOND], {}, PeakWatch)
+    calibration = Calibration([SECOND], {})
     readings = Readings([SECOND])
     for _ in range(2):
         calibration.measured(0, lambda: hold_for_a_while(4), 4)()

@@ -13,16 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensor_in_memory, tensors_in
 from equipoise.memory.profile.attribution import Attribution
+from equipoise.memory.profile.places import DevicePlaces
 from equipoise.memory.records import Category, Composition, TensorRecord
 
-__all__ = ["Ledger", "LedgerEvent", "Places"]
+__all__ = ["Ledger", "LedgerEvent"]
 
 
 class LedgerEvent(NamedTuple):
@@ -79,22 +80,12 @@ class _Entry:
         entry.category = self.category
         return entry
 
-    def resized(self, nbytes: int) -> "_Entry":
-        """Return an entry of the same purpose for the storage with another size."""
-        return self._copy(self.device, nbytes)
-
-    def on_device(self, device: str) -> "_Entry":
-        """Return an entry of the same purpose for the storage on another device."""
-        return self._copy(device, self.nbytes)
-
-    def _copy(self, device: str, nbytes: int) -> "_Entry":
+    def moved(self, device: str, nbytes: int) -> "_Entry":
+        """Return an entry of the same purpose for the storage on another device, or with another size."""
         other = copy(self)
-        other._place(device, nbytes)
+        other.device = device
+        other.nbytes = nbytes
         return other
-
-    def _place(self, device: str, nbytes: int) -> None:
-        self.device = device
-        self.nbytes = nbytes
 
     def record(self) -> TensorRecord:
         """Return the entry as a record."""
@@ -106,13 +97,6 @@ class _Entry:
             dtype=self.dtype,
             nbytes=self.nbytes,
         )
-
-
-class Places(Protocol):
-    """Tells devices of one name apart; see `DevicePlaces`."""
-
-    def place_of(self, source: str | None) -> str:
-        """Return the name of the device of a tensor that is created now, from tensors on the device `source`."""
 
 
 # An entry, and a reference that removes it when its storage is freed.
@@ -166,7 +150,7 @@ class Ledger:
         self,
         module: nn.Module,
         optimizers: Iterable[Optimizer] = (),
-        places: Places | None = None,
+        places: DevicePlaces | None = None,
         *,
         names_modules: bool = True,
         watches_sizes: bool = False,
@@ -255,7 +239,7 @@ class Ledger:
             return
         _, entry = known
         self._remove(id(tensor.untyped_storage()))
-        self._add(tensor.untyped_storage(), entry.on_device(device))
+        self._add(tensor.untyped_storage(), entry.moved(device, entry.nbytes))
 
     def add_batch(self, batch: Any) -> None:
         """Enter the tensors of a batch.
@@ -398,7 +382,7 @@ class Ledger:
             nbytes = storage.nbytes()
             if nbytes != entry.nbytes:
                 self._remove(key)
-                self._add(storage, entry.resized(nbytes))
+                self._add(storage, entry.moved(entry.device, nbytes))
 
     def _sources(self, result: Any, args: Any) -> list[str | None]:
         """Return for each result of an operation the device of what it is computed from, where devices share a name."""

@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
+from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches.shares import DeviceTimes, finish_together, sizes_by_shares
 
 __all__ = ["Calibration", "SimulatedDevice"]
@@ -58,36 +59,19 @@ class SimulatedDevice:
         return result
 
 
-class Peak(Protocol):
-    """Peak of a device's memory since a start of its own; see `equipoise.memory.devices.PeakWatch`."""
-
-    def start(self) -> None:
-        """Forget what was allocated until now."""
-
-    def peak(self) -> int:
-        """Return the largest amount allocated since the start, in bytes."""
-
-
 class Calibration:
     """Measures devices while they compute, until their shares are known.
 
     Args:
         devices: The devices.
         simulated: Devices that are simulated, by index.
-        watch_peak: Returns the peak of a device, started now. That of torch may be reset by callbacks that read memory.
 
     Attributes:
         times: The measurements of each device.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        simulated: Mapping[int, SimulatedDevice],
-        watch_peak: Callable[[torch.device], Peak],
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], simulated: Mapping[int, SimulatedDevice]) -> None:
         self.devices = devices
-        self._watch_peak = watch_peak
         self.simulated = simulated
         self.times = [DeviceTimes() for _ in devices]
         for index, device in simulated.items():
@@ -100,8 +84,8 @@ class Calibration:
         self._batch_size = 0
         # For each device: bytes allocated before the last step, and the number of samples of that step.
         self._allocated: dict[int, tuple[int, int]] = {}
-        # The peak of each device since then.
-        self._peaks: dict[int, Peak] = {}
+        # The peak of each device since then; that of torch may be reset by callbacks that read memory.
+        self._peaks: dict[int, PeakWatch] = {}
 
     @property
     def is_done(self) -> bool:
@@ -195,7 +179,7 @@ class Calibration:
             self.limit(index, max(1, most))
             self._peaks[index].start()
         else:
-            self._peaks[index] = self._watch_peak(device)
+            self._peaks[index] = PeakWatch(device)
         allocated = torch.cuda.memory_allocated(device)
         self._allocated[index] = (allocated, size)
 

@@ -7,44 +7,22 @@ runs on `["cpu", "cpu"]` draw their random numbers in the same order every time.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from equipoise.parallel.device_work import computing_on, on_device
+from equipoise.precision import AutocastRegions
 
 __all__ = ["DeviceThreads", "ThreadState"]
 
 T = TypeVar("T")
 
 
-class _Autocast(NamedTuple):
-    """Arguments of a region of autocast."""
-
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    cache_enabled: bool
-
-
-# Regions that no thread is in. They are reused, because the constructor of a region queries the driver of CUDA.
-_idle_regions: dict[_Autocast, list[torch.autocast]] = {}
-
-
-@contextmanager
-def _autocast(arguments: _Autocast) -> Iterator[None]:
-    """Enter a region of autocast; one object serves one thread at a time."""
-    idle = _idle_regions.setdefault(arguments, [])
-    # Without a check before: several threads may call this.
-    try:
-        region = idle.pop()
-    except IndexError:
-        region = torch.autocast(**arguments._asdict())
-    try:
-        with region:
-            yield
-    finally:
-        idle.append(region)
+@cache
+def _regions(device_type: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool) -> AutocastRegions:
+    return AutocastRegions(device_type, dtype, enabled=enabled, keeps_casts=keeps_casts)
 
 
 class ThreadState(NamedTuple):
@@ -112,7 +90,8 @@ class ThreadState(NamedTuple):
                 is_enabled = torch.is_autocast_enabled(device_type)
                 has_other_dtype = torch.get_autocast_dtype(device_type) != dtype
                 if is_enabled != enabled or has_other_dtype or (enabled and has_other_cache):
-                    stack.enter_context(_autocast(_Autocast(device_type, dtype, enabled, self.cache)))
+                    regions = _regions(device_type, dtype, enabled, self.cache)
+                    stack.enter_context(regions())
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
             self._enter_cuda(stack)

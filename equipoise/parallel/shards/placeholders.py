@@ -89,43 +89,28 @@ def replace_placeholders(content: dict[str, Any], replace: Callable[[Tensor, str
     Raises:
         CheckpointError: If containers are nested too deeply.
     """
-    try:
-        _Replacement(replace).of(content)
-    except RecursionError as error:
-        raise CheckpointError("The checkpoint is damaged: its entries are nested too deeply.") from error
+    # Containers with what takes their places, by identity: one may be in several places, or in itself.
+    done: dict[int, tuple[Any, Any]] = {}
 
-
-class _Replacement:
-    """Replaces placeholders in nested containers, of which one may be in several places, or in itself.
-
-    Args:
-        replace: Returns what takes the place of a placeholder.
-    """
-
-    def __init__(self, replace: Callable[[Tensor, str], Any]) -> None:
-        self._replace = replace
-        # Containers with what takes their places, by identity.
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Any) -> Any:
-        """Return what takes the place of a value: for dictionaries and lists they themselves, changed in place."""
+    def replaced(value: Any) -> Any:
         name = name_of(value)
         if name is not None:
-            return self._replace(value, name)
-        is_tuple = type(value) is tuple
-        if not is_tuple and not isinstance(value, dict | list):
+            return replace(value, name)
+        if id(value) in done:
+            return done[id(value)][1]
+        if type(value) is tuple:
+            result = tuple(map(replaced, value))
+            done[id(value)] = (value, result)
+            return result
+        if not isinstance(value, dict | list):
             return value
-        if id(value) in self._done:
-            return self._done[id(value)][1]
-        result = value
-        if is_tuple:
-            result = tuple(self.of(item) for item in value)
-        self._done[id(value)] = (value, result)
-        if not is_tuple:
-            self._replace_in(value)
-        return result
-
-    def _replace_in(self, container: Any) -> None:
-        places = list(container) if isinstance(container, dict) else range(len(container))
+        places: Iterable[Any] = list(value) if isinstance(value, dict) else range(len(value))
+        done[id(value)] = (value, value)
         for place in places:
-            container[place] = self.of(container[place])
+            value[place] = replaced(value[place])
+        return value
+
+    try:
+        replaced(content)
+    except RecursionError as error:
+        raise CheckpointError("The checkpoint is damaged: its entries are nested too deeply.") from error

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import (
     DeviceTimes,
@@ -102,8 +101,8 @@ class ProcessShares:
         # One calibration plans the sizes of all processes, the other holds the measurements of this one. A process that
         # exceeds its memory must not change a plan that the others do not see change.
         devices = [device] * processes
-        self._plan = Calibration(devices, simulated, PeakWatch)
-        self._measurements = Calibration(devices, simulated, PeakWatch)
+        self._plan = Calibration(devices, simulated)
+        self._measurements = Calibration(devices, simulated)
         self._measured_steps = 0
         self._measured_before_epoch = 0
 

@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.memory.devices import PeakWatch
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from equipoise.parallel.batches.shares import (
@@ -138,7 +137,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         self._shares = None
         self._calibration = None
         if self.devices:
-            self._calibration = Calibration(self.devices, self.simulated, PeakWatch)
+            self._calibration = Calibration(self.devices, self.simulated)
 
     # Where it runs.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from equipoise.memory.devices import PeakWatch
 from equipoise.parallel.batches import calibration
 from equipoise.parallel.batches.calibration import Calibration, SimulatedDevice
 from tests.support.simulated_time import SimulatedTime
@@ -51,7 +50,7 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
 def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
     batch_size *= devices
     simulated = {index: device(1.0, 1.0) for index in range(devices)}
-    measuring = Calibration([CPU] * devices, simulated, PeakWatch)
+    measuring = Calibration([CPU] * devices, simulated)
     taken = []
     while not measuring.is_done:
         taken.append(step(measuring, simulated, batch_size))
@@ -79,7 +78,7 @@ def test_shares_with_which_all_finish_together(
     simulated: list[SimulatedDevice], batch_size: int, sizes: list[int]
 ) -> None:
     by_index = dict(enumerate(simulated))
-    measuring = Calibration([CPU] * len(simulated), by_index, PeakWatch)
+    measuring = Calibration([CPU] * len(simulated), by_index)
     while not measuring.is_done:
         taken = step(measuring, by_index, batch_size)  # no device runs out of memory
         assert sum(taken) == batch_size
@@ -88,7 +87,7 @@ def test_shares_with_which_all_finish_together(
 
 def test_the_result_is_for_a_full_batch() -> None:
     simulated = {0: device(0, 1), 1: device(0, 3)}
-    measuring = Calibration([CPU, CPU], simulated, PeakWatch)
+    measuring = Calibration([CPU, CPU], simulated)
     for batch_size in (16, 64, 64, 10, 64, 64, 8):
         step(measuring, simulated, batch_size)
     assert measuring.is_done
@@ -96,7 +95,7 @@ def test_the_result_is_for_a_full_batch() -> None:
 
 
 def test_a_device_that_fails_is_not_measured() -> None:
-    measuring = Calibration([CPU, CPU], {}, PeakWatch)
+    measuring = Calibration([CPU, CPU], {})
     measuring.end_step(8)
 
     def fail() -> None:
@@ -121,4 +120,4 @@ def test_a_device_that_fails_is_not_measured() -> None:
 )
 def test_sizes_to_measure_stay_within_limits(limits: list[int | None], sizes: list[int]) -> None:
     simulated = {index: device(most=most) for index, most in enumerate(limits)}
-    assert Calibration([CPU] * 3, simulated, PeakWatch).sizes(12) == sizes
+    assert Calibration([CPU] * 3, simulated).sizes(12) == sizes
