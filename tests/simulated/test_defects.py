@@ -101,8 +101,8 @@ def test_a_factor_has_arrived_on_the_host_when_it_multiplies() -> None:
 
 
 def test_sums_on_the_host_wait_for_what_they_add() -> None:
-    columns = [[torch.ones(2), torch.ones(1)], [torch.ones(2, device=FIRST), torch.ones(1, device=FIRST)]]
-    assert [total.tolist() for total in coalesced.reduce_add(columns)] == [[2, 2], [2]]
+    rows = [[torch.ones(2), torch.ones(2, device=FIRST)], [torch.ones(1), torch.ones(1, device=FIRST)]]
+    assert [total.tolist() for total in coalesced.add_rows(rows, HOST, in_place=True)] == [[2, 2], [2]]
 
 
 # A layer that two stages call (D)

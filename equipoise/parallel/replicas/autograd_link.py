@@ -70,61 +70,11 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         # Gradients come device by device, in the order of the sources.
         count = len(ctx.devices)
-        by_source = []
-        for index in range(count):
-            of_source = gradients[index::count]
-            by_source.append(of_source)
-        # For second derivatives the sums need a graph.
+        by_source = [gradients[index::count] for index in range(count)]
+        # For second derivatives the sums need a graph. Autograd's tensors must not change.
         if torch.is_grad_enabled():
-            sums = _differentiable_sums(by_source, ctx.devices)
+            sums = list(map(sum_gradients, by_source, ctx.devices))
         else:
-            sums = _coalesced_sums(by_source, ctx.devices)
+            sums = coalesced.add_rows(by_source, ctx.devices[0], in_place=False)
         # The list of values gets no gradient.
         return None, *sums
-
-
-def _differentiable_sums(
-    by_source: Sequence[Sequence[Tensor | None]],
-    devices: Sequence[torch.device],
-) -> list[Tensor | None]:
-    """Return the sum of the gradients of each source, on its device, with a graph."""
-    sums = []
-    for gradients, device in zip(by_source, devices, strict=True):
-        total = sum_gradients(gradients, device)
-        sums.append(total)
-    return sums
-
-
-def _coalesced_sums(
-    by_source: Sequence[Sequence[Tensor | None]],
-    devices: Sequence[torch.device],
-) -> list[Tensor | None]:
-    """Return the sum of the gradients of each source, without a graph, in few large messages."""
-    # 1. Group the sources by which of their copies have a gradient: their lists have equal length then.
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    for index, gradients in enumerate(by_source):
-        presence = [gradient is not None for gradient in gradients]
-        group = groups.setdefault(tuple(presence), [])
-        group.append(index)
-
-    # 2. Sum each group, device by device.
-    sums: list[Tensor | None] = [None] * len(by_source)
-    for present, group in groups.items():
-        columns: list[list[Any]] = []
-        for position, is_present in enumerate(present):
-            if is_present:
-                column = []
-                for index in group:
-                    gradient = by_source[index][position]
-                    column.append(gradient)
-                columns.append(column)
-        if not columns:
-            continue
-        # The sums are written into the first list. Autograd's tensors must not change, so it needs copies then.
-        is_written = len(columns) > 1
-        root = devices[0]
-        columns[0] = [gradient.to(root, copy=is_written) for gradient in columns[0]]
-        totals = coalesced.reduce_add(columns)
-        for index, total in zip(group, totals, strict=True):
-            sums[index] = total
-    return sums

@@ -5,6 +5,7 @@ itself.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.cuda import comm
 from equipoise.interop.torch import foreach
 from equipoise.to_device import to_device
 
-__all__ = ["broadcast", "reduce_add"]
+__all__ = ["add_rows", "broadcast"]
 
 
 def broadcast(
@@ -40,7 +41,37 @@ def broadcast(
     return [_as_sent(received, tensors) for received in copies[1:]]
 
 
-def reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+def add_rows(rows: Sequence[Sequence[Tensor | None]], device: torch.device, *, in_place: bool) -> list[Tensor | None]:
+    """Return the sum of the gradients of each parameter, on a device; None if it has none.
+
+    Args:
+        rows: For each parameter, its gradients on all devices, in the same order; None where there is none.
+        device: The device of the sums.
+        in_place: Whether sums may be written into the first gradient of a row. False: gradients do not change.
+    """
+    # 1. Group the parameters by which of their gradients there are: these travel in lists of equal length.
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        presence = tuple(gradient is not None for gradient in row)
+        groups.setdefault(presence, []).append(index)
+
+    # 2. Sum each group, device by device.
+    sums: list[Tensor | None] = [None] * len(rows)
+    for presence, indices in groups.items():
+        columns: list[list[Any]] = []
+        for position, is_present in enumerate(presence):
+            if is_present:
+                columns.append([rows[index][position] for index in indices])
+        if not columns:
+            continue
+        needs_copy = not in_place and len(columns) > 1
+        columns[0] = [gradient.to(device, copy=needs_copy) for gradient in columns[0]]
+        for index, total in zip(indices, _reduce_add(columns), strict=True):
+            sums[index] = total
+    return sums
+
+
+def _reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     """Return the sums of lists of tensors, on the device of the first list.
 
     Without coalescing the sums are written into the first list.

@@ -150,26 +150,20 @@ class Replicas:
 
     def collect_gradients(self) -> None:
         """Add the gradients of all copies to the module's, and remove them from the copies."""
-        # 1. Group the parameters by which of the copies have a gradient, so that each group travels in lists of equal
-        #    length.
-        groups: dict[tuple[bool, ...], list[list[nn.Parameter]]] = {}
         by_replica = [replica.parameters for replica in self._replicas.values()]
+        sources = []
+        rows = []
         for pairs in zip(*by_replica, strict=True):
             source, _ = pairs[0]
-            parameters = [source]
-            presence = [source.grad is not None]
-            for _, copied in pairs:
-                presence.append(copied.grad is not None)
-                if copied.grad is not None:
-                    parameters.append(copied)
-            if len(parameters) > 1:
-                group = groups.setdefault(tuple(presence), [])
-                group.append(parameters)
-
-        # 2. Sum each group.
+            sources.append(source)
+            rows.append([source.grad, *(copied.grad for _, copied in pairs)])
+        if not rows:
+            return
         with torch.no_grad():
-            for present, group in groups.items():
-                _collect(group, missing=not present[0])
+            sums = coalesced.add_rows(rows, sources[0].device, in_place=True)
+        for source, total in zip(sources, sums, strict=True):
+            source.grad = total
+        self.discard_gradients()
 
     def discard_gradients(self) -> None:
         """Remove the gradients of all copies."""
@@ -257,35 +251,3 @@ def _check_metric(metric: Metric, before: dict[str, Any]) -> None:
                 " Declare it with `add_state` and a reduction, or take parallelize='forward', where metrics that the"
                 " step updates see whole batches."
             )
-
-
-def _collect(group: list[list[nn.Parameter]], *, missing: bool) -> None:
-    """Add up gradients that the same copies have.
-
-    Args:
-        group: For each parameter itself and those of its copies that have a gradient.
-        missing: True if the parameters themselves have no gradient.
-    """
-    # 1. A parameter without a gradient takes that of the first copy.
-    if missing:
-        shorter_group = []
-        for source, first, *copies in group:
-            assert first.grad is not None
-            source.grad = first.grad.to(source.device)
-            first.grad = None
-            shorter_group.append([source, *copies])
-        group = shorter_group
-
-    # 2. Sum all gradients, device by device.
-    gradients: list[list[Tensor]] = []
-    for column in zip(*group, strict=True):
-        column_gradients = [parameter.grad for parameter in column if parameter.grad is not None]
-        gradients.append(column_gradients)
-    sums = coalesced.reduce_add(gradients)
-
-    # 3. The sums may be new tensors.
-    for (source, *copies), total in zip(group, sums, strict=True):
-        if source.grad is not total:
-            source.grad = total
-        for copied in copies:
-            copied.grad = None

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from typing import Any
 
 __all__ = ["hand_on", "install", "levels", "one_at_a_time"]
@@ -59,40 +60,26 @@ def hand_on(record: logging.LogRecord) -> None:
         logger.handle(record)
 
 
-class _Sender(logging.Handler):
-    """Sends records to the parent, except those of loggers with handlers here, which have written them already."""
+class _Sender(QueueHandler):
+    """Sends records to the parent as text, except those of loggers with handlers here, which have written them already.
+
+    Args:
+        send: Function that sends a record.
+    """
 
     def __init__(self, send: Send) -> None:
-        super().__init__()
+        super().__init__(send)  # type: ignore[arg-type]
         self._send = send
 
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Send a record."""
+        self._send(record)
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record as text, since its arguments may not be picklable."""
-        # 1. Leave out records that a handler of this process has written.
+        """Send a record unless a handler of this process has written it. A failure does not end the program."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger is not logging.root:
             if logger.handlers:
                 return
             logger = logger.parent
-        # 2. Send the others. A failure must not end the program.
-        try:
-            text_record = _as_text(record)
-            self._send(text_record)
-        except Exception:
-            self.handleError(record)
-
-
-def _as_text(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of a record whose message contains the arguments and the traceback as text."""
-    message = record.getMessage()
-    if record.exc_info:
-        formatter = logging.Formatter()
-        traceback = formatter.formatException(record.exc_info)
-        message = f"{message}\n{traceback}"
-    attributes = {
-        **vars(record),
-        "msg": message,
-        "args": None,
-        "exc_info": None,
-    }
-    return logging.makeLogRecord(attributes)
+        super().emit(record)
