@@ -22,8 +22,8 @@ from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
-from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes

@@ -6,12 +6,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 from equipoise.interop.adapters import find, find_if_tested
 
-__all__ = ["is_changed", "next_node_number", "number_of_node", "run_backward", "running_node"]
+__all__ = [
+    "is_changed",
+    "next_node_number",
+    "number_of_node",
+    "run_backward",
+    "run_backward_in_modes",
+    "running_node",
+]
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
 # small layer. No public function leaves that out.
@@ -37,6 +45,24 @@ def run_backward(loss: Tensor, gradient: Tensor) -> None:
         return
     # The graph is freed, no other graph is made, and all leaves are inputs, as `backward` has it by default.
     _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def run_backward_in_modes(loss: Tensor, gradient: Tensor | None = None) -> None:
+    """Run a backward of a scalar loss whose recomputed forwards run in the modes of torch's functions of now.
+
+    `Tensor.backward` ends these modes; nothing public keeps them.
+
+    Args:
+        loss: A tensor without dimensions.
+        gradient: The gradient with which the backward begins. Default: None, which is 1.
+    """
+    if _engine_run_backward is None:
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
+        return
+    # A thread of autograd would have no modes.
+    with torch.autograd.set_multithreading_enabled(False):
+        seed = torch.ones_like(loss) if gradient is None else gradient
+        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def is_changed(tensor: Tensor) -> bool:

@@ -13,8 +13,9 @@ from torch import nn
 
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.attributes import Attributes, Containers
+from equipoise.parallel.snapshot.buffers import Buffers
 from equipoise.parallel.snapshot.generators import find_generators, linked, restorer, samplers_of
-from equipoise.parallel.snapshot.state_snapshot import StatePart, StateSnapshot, StepSnapshot
+from equipoise.parallel.snapshot.metrics import Metrics
 
 __all__ = ["preserve_state"]
 
@@ -42,25 +43,27 @@ def preserve_state(module: nn.Module, *holders: Any, containers: bool = False) -
         [True, False]
     """
     parts = list(module.modules())
-    state: list[StatePart] = [
+    state: list[Any] = [
         _ModuleAttributes(parts),
         # A sampler may count its epochs.
         Attributes(samplers_of(holders)),
-        StepSnapshot(module, ()),
+        Buffers(module),
+        Metrics(module),
     ]
     if containers:
         # First, while the attributes may still name other objects.
         state.insert(0, Containers(module))
-    snapshot = StateSnapshot(state)
     with random_state.isolated():
-        snapshot.mark()
+        for part in state:
+            part.mark()
         generators = find_generators(parts, depth=1)
         generators += find_generators(linked(holders))
         restore_generators = [restorer(generator) for generator in generators]
         try:
             yield
         finally:
-            snapshot.restore()
+            for part in state:
+                part.restore()
             for restore in restore_generators:
                 restore()
 

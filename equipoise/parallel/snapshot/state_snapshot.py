@@ -1,7 +1,6 @@
-"""Snapshots of state, of chosen parts: random generators, buffers, metrics, attributes, contents of containers."""
+"""Snapshot of the state that a step may change: random generators, buffers, metrics."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -10,29 +9,22 @@ from equipoise.parallel.snapshot.buffers import Buffers
 from equipoise.parallel.snapshot.global_generators import GlobalGenerators
 from equipoise.parallel.snapshot.metrics import Metrics
 
-__all__ = ["StatePart", "StateSnapshot", "StepSnapshot"]
+__all__ = ["StepSnapshot"]
 
 
-class StatePart(Protocol):
-    """A part of the state."""
+class StepSnapshot:
+    """Snapshot of the state that a step may change beside parameters and gradients.
 
-    def mark(self) -> None:
-        """Note the present state."""
-
-    def restore(self) -> None:
-        """Restore the state at the last mark."""
-
-
-class StateSnapshot:
-    """Notes parts of the state, and restores them.
+    While recovery is armed every step takes one, so it must cost little: the global generators are read only if they
+    have moved, and buffers are copied in one operation.
 
     Args:
-        parts: The parts. They are noted and restored in this order.
+        module: The user's module, on its device.
+        devices: The devices on which it is computed.
 
     Example:
-        >>> from equipoise.parallel.snapshot.buffers import Buffers
         >>> layer = nn.BatchNorm1d(2)
-        >>> snapshot = StateSnapshot([Buffers(layer)])
+        >>> snapshot = StepSnapshot(layer, [torch.device("cpu")])
         >>> snapshot.mark()
         >>> _ = layer(torch.rand(3, 2))
         >>> snapshot.restore()
@@ -40,8 +32,8 @@ class StateSnapshot:
         tensor([0., 0.])
     """
 
-    def __init__(self, parts: Sequence[StatePart]) -> None:
-        self._parts = parts
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._parts = (GlobalGenerators(devices), Buffers(module), Metrics(module))
 
     def mark(self) -> None:
         """Note the present state."""
@@ -52,18 +44,3 @@ class StateSnapshot:
         """Restore the state at the last mark."""
         for part in self._parts:
             part.restore()
-
-
-class StepSnapshot(StateSnapshot):
-    """Snapshot of the state that a step may change beside parameters and gradients.
-
-    While recovery is armed every step takes one, so it must cost little: the global generators are read only if they
-    have moved, and buffers are copied in one operation.
-
-    Args:
-        module: The user's module, on its device.
-        devices: The devices on which it is computed.
-    """
-
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        super().__init__([GlobalGenerators(devices), Buffers(module), Metrics(module)])

@@ -22,7 +22,7 @@ from equipoise.extensions.fsdp.mesh.grid import DATA, is_cut
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.state.gathering import gather_whole
-from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot.preserve_state import preserve_state

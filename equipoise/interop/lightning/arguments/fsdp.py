@@ -1,13 +1,15 @@
 """Lightning's FSDPStrategy in our words."""
 
+import functools
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read, split_arguments
-from equipoise.interop.lightning.arguments.wrap_policies import classes_of_checkpointing, classes_of_policy
 
 __all__ = ["MACHINES", "fsdp_in_our_words"]
 
@@ -51,7 +53,7 @@ def fsdp_in_our_words(strategy: Any) -> OurWords:
     # 2. Precision and activations, which are the trainer's.
     _add_precision(words, options["mixed_precision"])
     if options["checkpointing"]:
-        classes = classes_of_checkpointing(options["checkpointing"])
+        classes = _classes_of_checkpointing(options["checkpointing"])
         if classes is None:
             words.left_out.append(
                 "activation_checkpointing_policy, a function (submodules are named by"
@@ -75,7 +77,7 @@ def _add_sharding(words: OurWords, sharding: ShardingStrategy, arguments: dict[s
     # 1. The units.
     policy = arguments.get("auto_wrap_policy")
     if policy is not None:
-        classes = classes_of_policy(policy)
+        classes = _classes_of_policy(policy)
         if classes is None:
             words.left_out.append("auto_wrap_policy, a function (the units are chosen, or named by `units`)")
         else:
@@ -102,3 +104,27 @@ def _add_precision(words: OurWords, mixed: Any) -> None:
         words.refused.append(f"mixed_precision with param_dtype={mixed.param_dtype}")
     if mixed.reduce_dtype not in (None, torch.float32):
         words.left_out.append(f"reduce_dtype={mixed.reduce_dtype} (gradients are exchanged in their own dtype)")
+
+
+def _classes_of_policy(policy: Any) -> list[type[nn.Module]] | None:
+    """Return the classes of submodules that a policy chooses; None if it decides in another way.
+
+    It is a set of classes, torch's ModuleWrapPolicy, or a partial of torch's transformer_auto_wrap_policy.
+    """
+    if isinstance(policy, functools.partial):
+        policy = policy.keywords.get("transformer_layer_cls")
+    classes = getattr(policy, "_module_classes", policy)
+    if not isinstance(classes, set | frozenset | list | tuple) or not classes:
+        return None
+    return sorted(classes, key=lambda kind: kind.__qualname__)
+
+
+def _classes_of_checkpointing(arguments: Mapping[str, Any]) -> list[type[nn.Module]] | None:
+    """Return the classes whose activations are computed again; None if a function decides."""
+    if "auto_wrap_policy" in arguments:
+        return _classes_of_policy(arguments["auto_wrap_policy"])
+    # The deprecated list of classes is in the closure of a function.
+    for cell in getattr(arguments.get("check_fn"), "__closure__", None) or ():
+        if isinstance(cell.cell_contents, tuple):
+            return _classes_of_policy(cell.cell_contents)
+    return None

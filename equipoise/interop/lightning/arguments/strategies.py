@@ -12,8 +12,7 @@ from lightning.pytorch import strategies as theirs
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.ddp import ddp_in_our_words
 from equipoise.interop.lightning.arguments.fsdp import fsdp_in_our_words
-from equipoise.interop.lightning.arguments.model_parallel import model_parallel_in_our_words
-from equipoise.interop.lightning.arguments.reading import OurWords, read
+from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.notices import rank_zero_warn
 
@@ -21,6 +20,11 @@ __all__ = ["is_lightning_strategy", "strategy_in_our_words"]
 
 # What each strategy of Lightning holds for the trainer: its argument, and the attribute.
 _FOR_THE_TRAINER = {"accelerator": "_accelerator", "precision": "_precision_plugin", "checkpoint_io": "_checkpoint_io"}
+_OF_MODEL_PARALLEL = {
+    "data": "_data_parallel_size",
+    "tensor": "_tensor_parallel_size",
+    "saves_shards": "_save_distributed_checkpoint",
+}
 _OF_PROCESSES = {"environment": "cluster_environment", "devices": "parallel_devices"}
 
 
@@ -66,7 +70,9 @@ def _words_of(strategy: Any) -> OurWords | None:
     elif _is_stock(strategy, theirs.FSDPStrategy):
         words = fsdp_in_our_words(strategy)
     elif _is_stock(strategy, theirs.ModelParallelStrategy):
-        words = model_parallel_in_our_words(strategy)
+        options = read(strategy, _OF_MODEL_PARALLEL)
+        options["checkpoints"] = "sharded" if options.pop("saves_shards") else "full"
+        words = OurWords("fsdp", "FSDPStrategy", options={**process_options(strategy), **options})
     else:
         return None
     arguments = read(strategy, _FOR_THE_TRAINER)

@@ -14,8 +14,8 @@ from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
 from equipoise.extensions.fsdp.mesh.context.models import DividedModels
 from equipoise.extensions.fsdp.mesh.context.row_mode import LEAST, RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
-from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
 from equipoise.interop.lightning.self_log import LogOptions
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.trainer.logging.entry import combined, reduction_name
 

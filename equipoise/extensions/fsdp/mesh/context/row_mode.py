@@ -18,7 +18,7 @@ from equipoise.extensions.fsdp.mesh.context.attention import attend
 from equipoise.extensions.fsdp.mesh.context.multi_head import attend_in_heads
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.without_dropout import DROPOUTS
-from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.interop.torch.autograd import run_backward_in_modes
 
 __all__ = ["LEAST", "RowMode"]
 

@@ -25,7 +25,7 @@ from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
-from equipoise.interop.distributed.backward_in_modes import run_backward_in_modes
+from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
