@@ -59,12 +59,7 @@ def patched_module_calls(network: nn.Module, on_call: OnModuleCall) -> Iterator[
 
 
 def _reporting(original: Callable[..., Any], on_call: OnModuleCall) -> Callable[..., Any]:
-    """Return a call of a module that is reported.
-
-    Args:
-        original: The call that a class defines.
-        on_call: See `patched_module_calls`.
-    """
+    """Return a call of a module that is reported, in place of the one that a class defines."""
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return on_call(original, module, args, kwargs)
@@ -126,13 +121,7 @@ def patched_logging(kinds: Iterable[Any], on_log: Callable[..., None]) -> Iterat
 
 
 def _reported(original: Callable[..., None], on_log: Callable[..., None], thread: int) -> Callable[..., None]:
-    """Return a `log` that reports its values in one thread.
-
-    Args:
-        original: The `log` for the values of other threads.
-        on_log: Receives the arguments, without the module.
-        thread: The identifier of the thread.
-    """
+    """Return a `log` that reports the values of one thread; the original one takes those of others."""
 
     def log(module: LightningModule, /, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
@@ -161,13 +150,7 @@ def patched_progress(kinds: Iterable[Any], on_read: Callable[[str], None]) -> It
 
 
 def _noticed(name: str, original: property, on_read: Callable[[str], None]) -> property:
-    """Return a property that reports when it is read.
-
-    Args:
-        name: Its name.
-        original: The property that it replaces for a while.
-        on_read: Receives the name.
-    """
+    """Return a property that reports its name when it is read."""
 
     def read(module: LightningModule) -> Any:
         on_read(name)

@@ -32,7 +32,7 @@ __all__ = [
 
 # The resident set is the CPU's reading.
 _resident = ResidentSet()
-# By device, the peak before a meter reset it: `read_memory` includes it.
+# By device, the peak before a watch reset it: `read_memory` includes it.
 _earlier_peaks: dict[str, int] = {}
 # By device, the largest peak before any reset: `peak_of_process` includes it.
 _before_resets: dict[str, int] = {}
@@ -201,8 +201,7 @@ def reset_peak(device: str | torch.device) -> None:
 class PeakMeter:
     """Context manager that measures the additional memory at the peak of its body.
 
-    It resets the device's peak without an effect on `read_memory`, which afterwards reads the larger one of both peaks.
-    Meters can be nested. `torch.cuda.max_memory_allocated` sees the reset.
+    It changes no reading of others. Meters can be nested. `torch.cuda.max_memory_allocated` sees their starts.
 
     Args:
         device: As for `read_memory`.
@@ -226,17 +225,12 @@ class PeakMeter:
         self.extra = 0
 
     def __enter__(self) -> "PeakMeter":
-        self._before = read_memory(self.device)
-        reset_peak(self.device)
+        self._before = _read(self.device).allocated
+        self._watch = PeakWatch(self.device)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        after = read_memory(self.device)
-        peak = after.peak
-        if peak is None:
-            peak = after.allocated
-        self.extra = max(0, peak - self._before.allocated)
-        _earlier_peaks[str(self.device)] = max(peak, self._before.peak or 0)
+        self.extra = max(0, self._watch.peak() - self._before)
 
 
 class PeakWatch:

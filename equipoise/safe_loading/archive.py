@@ -280,18 +280,9 @@ def _fill(content: torch.Tensor, file: Any) -> None:
     Raises:
         CheckpointError: If the file ends before.
     """
-    # torch takes no empty buffer, so it has one byte at least.
-    size = len(content)
-    buffer_size = min(_CHUNK, max(size, 1))
-    buffer = bytearray(buffer_size)
-    buffer_view = memoryview(buffer)
-    buffer_tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    start = 0
-    while start < size:
-        bytes_left = size - start
-        count = file.readinto(buffer_view[:bytes_left])
+    rest = memoryview(content.numpy())  # type: ignore[arg-type]
+    while rest:
+        count = file.readinto(rest[:_CHUNK])
         if not count:
             raise CheckpointError("it is truncated")
-        end = start + count
-        content[start:end] = buffer_tensor[:count]
-        start = end
+        rest = rest[count:]

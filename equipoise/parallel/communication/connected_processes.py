@@ -93,14 +93,7 @@ class ConnectedProcesses(Processes):
 
 
 def _reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: Any) -> Tensor:
-    """Return the reduction of a tensor over all processes.
-
-    Args:
-        tensor: The tensor, which is not changed.
-        device: Where this process computes.
-        group: The process group. None: all processes.
-        reduce_op: "mean", "avg", "sum", "min" or "max", or torch's operation of that name. None: "mean".
-    """
+    """Return the reduction of a tensor over all processes; also by torch's operation of that name."""
     operation = getattr(reduce_op, "name", reduce_op) or "mean"
     name = str(operation).lower()
     reduced = tensor.detach().to(device, copy=True)
@@ -112,14 +105,7 @@ def _reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: 
 
 
 def _gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: bool) -> Any:
-    """Return the tensors of all processes, stacked along a new first dimension.
-
-    Args:
-        value: A tensor or a collection of tensors and numbers, of the same shapes in all processes.
-        device: Where this process computes.
-        group: The process group. None: all processes.
-        sync_grads: Whether gradients flow back to the process that computed a tensor.
-    """
+    """Return the tensors of all processes, stacked along a new first dimension; see `Processes.all_gather`."""
     tensors = apply_to_collection(value, (int, float), torch.tensor)
     return apply_to_collection(tensors, Tensor, _gather_tensor, device, group, sync_grads)
 
