@@ -269,31 +269,6 @@ def test_what_is_told_of_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b.memory_free is None  # it lets nobody in; the others are listed all the same
 
 
-STATS = {
-    "allocated_bytes": {"all": {"current": 10, "peak": 30, "allocated": 99, "freed": 89}, "small_pool": {}},
-    "reserved_bytes": {"all": {"current": 50, "peak": 70}},
-}
-
-
-def test_a_reading_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, [1, 1])
-    monkeypatch.setattr(devices, "_before_resets", {})
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or STATS)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
-    assert read_memory("cuda:0") == MemoryReading(device="cuda:0", allocated=10, reserved=50, peak=30)
-    assert read_memory("cuda").device == "cuda:1"  # the current one
-    assert asked == [torch.device("cuda:0"), torch.device("cuda:1")]
-    asked.clear()
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: STATS)
-    reset_peak("cuda:0")
-    assert asked == [torch.device("cuda:0")]
-    lower = {**STATS, "allocated_bytes": {"all": {"current": 5, "peak": 7}}}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: lower)
-    assert read_memory("cuda:0").peak == 7
-    assert peak_of_process("cuda:0") == 30  # whatever was reset since
-
-
 UNTOUCHED = """
 import torch
 from equipoise.memory.devices import MemoryReading, read_memory, reset_peak

@@ -8,14 +8,12 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pytest
 import torch
 
-from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
-from equipoise.parallel.device_work import on_device
 from equipoise.parallel.replicas.device_threads import DeviceThreads, ThreadState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -277,93 +275,6 @@ def test_closing_ends_the_threads() -> None:
     made.close()  # again does no harm
 
 
-# Devices and streams of CUDA, which stand here for themselves where there is no GPU
-
-
-class Cuda(threading.local):
-    """Keep a current device and current streams for each thread, as torch does."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.streams: list[Any] = [Stream(0, "default"), Stream(1, "default")]
-
-    @contextmanager
-    def on(self, device: Any) -> Iterator[None]:
-        before = self.device
-        self.device = device if isinstance(device, int) else device.index
-        try:
-            yield
-        finally:
-            self.device = before
-
-    @contextmanager
-    def using(self, stream: "Stream") -> Iterator[None]:
-        """Enter a stream, and with it its device, as `torch.cuda.stream` does."""
-        index = stream.device.index
-        before = self.streams[index]
-        self.streams[index] = stream
-        try:
-            with self.on(index):
-                yield
-        finally:
-            self.streams[index] = before
-
-
-class Stream(NamedTuple):
-    """Stand for a stream."""
-
-    index: int
-    name: str
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", self.index)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """Two devices of CUDA."""
-    made = Cuda()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: made.device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.streams[getattr(device, "index", device)])
-    monkeypatch.setattr(torch.cuda, "device", made.on)
-    monkeypatch.setattr(torch.cuda, "stream", made.using)
-    return made
-
-
-def test_threads_take_the_current_device_and_streams_along(cuda: Cuda, threads: DeviceThreads) -> None:
-    copying = Stream(1, "copies")
-    with cuda.using(copying), cuda.on(0):
-        seen = threads.run([(0, lambda: (cuda.device, cuda.streams[1])), (1, lambda: (cuda.device, cuda.streams[1]))])
-    assert seen == [(0, copying), (0, copying)]
-    with cuda.on(1):
-        seen = threads.run([(0, lambda: cuda.device), (1, lambda: (cuda.device, cuda.streams[1].name))])
-    assert seen == [1, (1, "default")]  # nothing stays in a thread
-
-
-def test_the_step_of_a_micro_batch_takes_the_current_device_and_streams_along(cuda: Cuda) -> None:
-    copying = Stream(0, "copies")
-    step = SuspendedStep(lambda: (cuda.device, cuda.streams[0]))
-    with cuda.using(copying), cuda.on(1):
-        step.start()
-    assert step.result == (1, copying)
-
-
-def test_a_state_for_another_process_names_no_device(cuda: Cuda) -> None:
-    with cuda.on(1):
-        state = ThreadState.capture(["cpu"])
-    assert (state.cuda_device, len(state.cuda_streams)) == (1, 2)
-    elsewhere = state.without_devices()
-    assert (elsewhere.cuda_device, elsewhere.cuda_streams) == (None, ())
-    with elsewhere.entered():
-        assert cuda.device == 0
-
-
-def test_on_device_is_for_a_while(cuda: Cuda) -> None:
-    with on_device(torch.device("cuda", 1)):
-        assert cuda.device == 1
-        with on_device(CPU):
-            assert cuda.device == 1
-    assert cuda.device == 0
+def test_a_state_for_another_process_names_no_device() -> None:
+    state = ThreadState.capture(["cpu"])
+    assert state._replace(cuda_device=1, cuda_streams=("of cuda:1",)).without_devices() == state  # type: ignore[arg-type]

@@ -207,75 +207,14 @@ def test_states_of_missing_cuda_devices_are_passed_over() -> None:
     assert draw(list(DRAWS)) == first
 
 
-class Generators:
-    """Stands in for the generators of devices that this machine lacks."""
-
-    def __init__(self, count: int) -> None:
-        self.states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
-
-    def get(self, index: int = 0) -> torch.Tensor:
-        return self.states[index].clone()
-
-    def get_all(self) -> list[torch.Tensor]:
-        return [self.get(index) for index in range(len(self.states))]
-
-    def set(self, state: torch.Tensor, index: int = 0) -> None:
-        assert state.device.type == "cpu"
-        self.states[index] = state.clone()
-
-    def draw(self) -> None:
-        self.states = [state + 10 for state in self.states]
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Generators:
-    generators = Generators(3)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators.states))
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", generators.get_all)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", generators.set)
-    return generators
-
-
-def test_every_cuda_device_is_restored(fake_cuda: Generators) -> None:
-    state = capture()
-    fake_cuda.draw()
-    through_a_file(state).restore()
-    assert [s.item() for s in fake_cuda.states] == [0, 1, 2]
-
-
-def test_a_state_of_more_cuda_devices_than_there_are(fake_cuda: Generators) -> None:
-    state = capture()
-    fake_cuda.states = fake_cuda.states[:2]
-    fake_cuda.draw()
-    state.restore()
-    assert [s.item() for s in fake_cuda.states] == [0, 1]
-
-
-def test_a_state_of_fewer_cuda_devices_leaves_the_others(fake_cuda: Generators) -> None:
-    state = capture()
-    fake_cuda.states.append(torch.tensor([3], dtype=torch.uint8))
-    fake_cuda.draw()
-    state.restore()
-    assert [s.item() for s in fake_cuda.states] == [0, 1, 2, 13]
-
-
-def test_cuda_is_not_initialised_to_be_looked_at(fake_cuda: Generators, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("this initialises CUDA"))
-    assert capture().cuda == ()
-
-
 def test_mps_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    generators = Generators(1)
+    states = [torch.tensor([0], dtype=torch.uint8)]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", generators.get)
-    monkeypatch.setattr(torch.mps, "set_rng_state", generators.set)
-    state = capture()
-    generators.draw()
-    through_a_file(state).restore()
-    assert generators.states[0].item() == 0
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    state = through_a_file(capture())
+    state.restore()
+    assert [each.item() for each in states] == [0, 0]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    generators.draw()
     state.restore()  # on a machine without
-    assert generators.states[0].item() == 10
+    assert len(states) == 2
