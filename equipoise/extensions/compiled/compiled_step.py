@@ -27,7 +27,7 @@ from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.step_extension import Context, StepClass, StepExtension
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Share(NamedTuple):
     seed: Tensor | None
 
 
-class CompiledStep(RepeatableStep):
+class CompiledStep(AutomaticStep):
     """A training step that computes forward, loss and backward by one compiled program, where that is the same.
 
     Args:
@@ -104,7 +104,7 @@ class CompiledStep(RepeatableStep):
         """Begin a batch of the training loader."""
         if self._instead is not None:
             self._begin_blocks(self._instead)
-        RepeatableStep.begin_batch(self, *indices)
+        AutomaticStep.begin_batch(self, *indices)
 
     def _begin_blocks(self, instead: BlocksInstead) -> None:
         """Compile blocks, for good, if there is an obstacle or no variant could be compiled."""
@@ -140,7 +140,7 @@ class CompiledStep(RepeatableStep):
                 self._try(variant, part)
 
         # 2. The eager step.
-        result = RepeatableStep.__call__(self, part)
+        result = AutomaticStep.__call__(self, part)
         if result.loss is not None:
             self._last_loss = result.loss.detach()
         return result
@@ -157,12 +157,12 @@ class CompiledStep(RepeatableStep):
                 self._after_backward()
             return
         if self._end_eager_step is None and self._trial is None:
-            RepeatableStep.backward(self, result)
+            AutomaticStep.backward(self, result)
             return
         # The hook after the backward may change the gradients, so the step ends before it.
         self.run_backward.before_hook = partial(self._end_watched_step, result)
         try:
-            RepeatableStep.backward(self, result)
+            AutomaticStep.backward(self, result)
         finally:
             self.run_backward.before_hook = None
         self._end_watched_step(result)

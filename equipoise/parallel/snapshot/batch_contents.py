@@ -5,10 +5,12 @@ containers stay the same objects: every reference to the batch has the same cont
 """
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
+
+from torch import Tensor
 
 __all__ = ["BatchContents"]
 
@@ -36,7 +38,7 @@ class BatchContents:
 
     def __init__(self, batch: Any) -> None:
         # Every container with its items, the outer ones first.
-        self._contents = list(_containers_in(batch))
+        self._contents = _containers_in(batch)
 
     def restore(self) -> None:
         """Restore the contents. Containers that have not changed are not touched."""
@@ -57,17 +59,22 @@ class BatchContents:
         return present
 
 
-def _containers_in(value: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield every mutable container in a value, with its items."""
-    if isinstance(value, tuple):
-        items = list(value)
-    elif _is_mutable_container(value):
-        items = _items_of(value)
-        yield value, items
-    else:
-        return
-    for item in items:
-        yield from _containers_in(item)
+def _containers_in(batch: Any) -> list[tuple[Any, list[Any]]]:
+    """Return every mutable container in a batch, with its items."""
+    containers = []
+    # The list grows while it is read.
+    values = [batch]
+    for value in values:
+        # Most values are tensors, and `isinstance` with MutableMapping is slow.
+        if isinstance(value, Tensor):
+            continue
+        if isinstance(value, tuple):
+            values.extend(value)
+        elif _is_mutable_container(value):
+            items = _items_of(value)
+            containers.append((value, items))
+            values.extend(items)
+    return containers
 
 
 def _is_mutable_container(value: Any) -> bool:

@@ -27,7 +27,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
-from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep, RepeatableStep
+from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
@@ -102,8 +102,7 @@ class AutomaticOptimization:
         self._in_backward = None if skip_backward else self._inner_step(context)
 
         # 2. The training step.
-        usual_class = RepeatableStep if recovers else AutomaticStep
-        self.step: AutomaticStep = (step_class or usual_class)(
+        self.step: AutomaticStep = (step_class or AutomaticStep)(
             context,
             window,
             batch_weight,
@@ -135,9 +134,11 @@ class AutomaticOptimization:
 
         # 5. The optimiser's step, if that is all that there is to do.
         self._plain_step: Callable[[], Any] | None = None
-        is_default = type(self._optimizers.of(self._optimizer)) is StrategyOptimizer
+        is_default = type(optimizers.of(self._optimizer)) is StrategyOptimizer
         if is_default and self._needs_no_closure and self._scaler is None:
             self._plain_step = plain_step(self._optimizer)
+            if self._recovery is not None:
+                self._plain_step = self._recovery.repeatable(self._optimizer, self._plain_step)
 
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
@@ -216,17 +217,7 @@ class AutomaticOptimization:
         return result
 
     def end_window(self, batch_idx: int) -> None:
-        """Step the optimiser with the gradients of a window that ends before its last batch.
-
-        Raises:
-            StepError: If the optimiser is LBFGS, which computes batches again.
-        """
-        if isinstance(self._optimizer, LBFGS):
-            raise StepError(
-                f"The epoch ended after {batch_idx + 1} batches, within a window of {self._window.parts}, while its"
-                " loader promised more by its length. LBFGS computes the batches of a step again, and they are gone."
-                " Give the loader its true length, choose accumulate_grad_batches=1, or another optimiser."
-            )
+        """Step the optimiser with the gradients of a window that ends before its last batch."""
         usual = self._forward_backward
         if self._is_alone:
             self._forward_backward = _compute_nothing
@@ -239,7 +230,11 @@ class AutomaticOptimization:
             self._ends_early = False
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
-        """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
+        """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`.
+
+        Raises:
+            StepError: If the closure is not run, or run again in a window whose earlier batches are gone.
+        """
         results: list[StepResult] = []
         window_before = self._window.state_dict()
 
@@ -247,6 +242,8 @@ class AutomaticOptimization:
             # LBFGS computes a batch several times, and the window counts it once.
             self._window.load_state_dict(window_before)
             self.step.begin_batch(batch_idx)
+            if results and not self.step.begins_window:
+                raise _computed_again(self._optimizer)
             with torch.enable_grad():
                 result = self._forward_backward(self.step, parts, True)
             results[:] = [result]
@@ -350,6 +347,14 @@ class AutomaticOptimization:
         if is_gathered and "loss_weight" in outputs:
             outputs["loss_weight"] = result.weight
         return outputs
+
+
+def _computed_again(optimizer: Optimizer) -> StepError:
+    return StepError(
+        f"{type(optimizer).__name__} computes a batch again within an accumulation window, whose earlier batches are"
+        " gone. Take accumulate_grad_batches=1 with larger batches, or another optimiser; or set"
+        " `self.automatic_optimization = False`, and step with a closure that computes all batches of the window."
+    )
 
 
 def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:

@@ -40,7 +40,7 @@ class EvaluationRecovery:
         contents = BatchContents(tuple(parts))
         measure = micro_batcher.measure(parts)
         num_pending = len(self._logs.pending)
-        count = micro_batcher.count(parts)
+        count = micro_batcher.count(measure)
         self._step = step
 
         while True:

@@ -112,9 +112,8 @@ class MicroBatcher:
         shapes = [tuple(tensor.shape) for part in parts for _, tensor in entries_of(part)]
         return tuple(shape[:dim] + shape[dim + 1 :] for shape in shapes)
 
-    def count(self, parts: Sequence[Any]) -> int:
+    def count(self, measure: Measure | None) -> int:
         """Return the number of micro-batches of a batch, by what earlier batches of its kind needed."""
-        measure = self.measure(parts)
         if measure is None:
             return 1
         # The quotient, rounded up.

@@ -9,11 +9,13 @@ A batch in micro-batches has the result of the whole batch: gradients by weight,
 hooks around a backward fire for each micro-batch. Where an error is raised after all, it says what would help.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
@@ -101,8 +103,9 @@ class Recovery:
         """Compute the gradients of a batch; see `Strategy.forward_backward`."""
         # 1. Note what is needed to compute the window again.
         window = self._window_of(step)
-        count = self._micro_batcher.count(parts) if parts else 1
-        batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count, self._micro_batcher.measure(parts))
+        measure = self._micro_batcher.measure(parts)
+        count = self._micro_batcher.count(measure)
+        batch = _Batch(parts, step.batch_idx, BatchContents(tuple(parts)), count, measure)
         window.add(batch, len(self._logs.pending), ends=last)
         self._running = batch
 
@@ -257,9 +260,13 @@ class Recovery:
 
     # The optimiser's step
 
-    def protect(self, strategy_optimizer: StrategyOptimizer) -> StrategyOptimizer:
+    def protect(self, strategy_optimizer: StrategyOptimizer) -> RepeatableOptimizer:
         """Return an optimiser whose step is repeated if memory ran out before anything was changed."""
         return RepeatableOptimizer(strategy_optimizer, self._micro_batcher, lambda: self._step.batch_idx)
+
+    def repeatable(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that steps an optimiser by another function, under the same protection."""
+        return partial(self.protect(StrategyOptimizer(optimizer)).step_or_repeat, step)
 
     def end_window(self) -> None:
         """End the window after the optimiser's step."""

@@ -1,11 +1,10 @@
 """An optimiser's step that is repeated after an out-of-memory error, if it has changed nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from equipoise.interop.torch.modules import versions
 from equipoise.memory.out_of_memory import is_out_of_memory
@@ -15,9 +14,6 @@ from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
 
 __all__ = ["RepeatableOptimizer"]
-
-# Version counters of the parameters and of the optimiser's state. None: torch counts none, as in inference mode.
-_Versions = tuple[list[int] | None, list[int] | None]
 
 
 class RepeatableOptimizer(StrategyOptimizer):
@@ -40,7 +36,7 @@ class RepeatableOptimizer(StrategyOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser."""
         if closure is None:
-            return self._step_or_repeat(partial(self._inner.step, **kwargs))
+            return self.step_or_repeat(partial(self._inner.step, **kwargs))
         return self._step_with_closure(closure, **kwargs)
 
     def unscale(self, scaler: Any) -> None:
@@ -49,7 +45,7 @@ class RepeatableOptimizer(StrategyOptimizer):
 
     def scaled_step(self, scaler: Any, **kwargs: Any) -> Any:
         """Step the optimiser unless a gradient is not finite."""
-        return self._step_or_repeat(partial(self._inner.scaled_step, scaler, **kwargs))
+        return self.step_or_repeat(partial(self._inner.scaled_step, scaler, **kwargs))
 
     def skip(self) -> None:
         """Leave out a step."""
@@ -73,64 +69,55 @@ class RepeatableOptimizer(StrategyOptimizer):
             if in_closure or not is_out_of_memory(error):
                 raise
             captured = CapturedError.of(error)
-        return self._refuse(captured, "A step that computes its gradients in a closure is not done again.")
+        return self._check_repeat(captured, "A step that computes its gradients in a closure is not done again.")
 
-    def _step_or_repeat(self, step: Callable[[], Any]) -> Any:
-        """Step, and repeat the step if memory ran out, a callback agrees, and nothing has changed."""
-        # 1. The first attempt.
-        versions_before = _versions(self.optimizer)
-        had_state = versions_before[1] != []
-        try:
-            return step()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            captured = CapturedError.of(error)
+    def step_or_repeat(self, step: Callable[[], Any]) -> Any:
+        """Step, and repeat the step if memory ran out, a callback agrees, and nothing has changed.
 
-        # 2. The decision. A step cannot be left out: its gradients are those of good batches.
-        if _has_changed(versions_before, _versions(self.optimizer)):
-            self._refuse(captured, "The step had changed something already, so it cannot be done again.")
-        event = self._micro_batcher.event(captured, "optimizer step", self._batch_idx(), (), 1)
-        split = self._micro_batcher.ask(event)
-        if split is None or not split.parts:
-            raise_with_advice(captured, event)
+        Args:
+            step: Function that steps the optimiser.
+        """
+        optimizer = self.optimizer
+        tensors: Sequence[Tensor] = optimizer_parameters(optimizer)
+        had_state = bool(optimizer.state)
+        if had_state:
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            tensors = [*tensors, *(value for value in values if isinstance(value, Tensor))]
+        versions_before = versions(tensors)
+        is_repeated = False
+        while True:
+            try:
+                return step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                captured = CapturedError.of(error)
+            # Without versions everything counts as changed.
+            refusal = ""
+            if versions_before is None or versions(tensors) != versions_before:
+                refusal = "The step had changed something already, so it cannot be done again."
+            elif is_repeated:
+                refusal = "The step was done once more already."
+            self._check_repeat(captured, refusal)
+            # State that the failed attempt has begun to create is dropped.
+            if not had_state:
+                optimizer.state.clear()
+            self._micro_batcher.free_memory()
+            is_repeated = True
 
-        # 3. The second attempt. State that the first one has begun to create is dropped.
-        if not had_state:
-            self.optimizer.state.clear()
-        self._micro_batcher.free_memory()
-        try:
-            return step()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            captured = CapturedError.of(error)
-        return self._refuse(captured, "The step was done once more already.")
+    def _check_repeat(self, captured: CapturedError, refusal: str) -> None:
+        """Report an error to the callbacks, and raise it unless one of them wants the step to be repeated.
 
-    def _refuse(self, captured: CapturedError, refusal: str) -> NoReturn:
-        """Report the error to the callbacks and raise it: the step cannot be repeated."""
+        A step cannot be left out: its gradients are those of good batches.
+
+        Args:
+            captured: The error.
+            refusal: Why the step cannot be repeated, whatever callbacks answer; empty if it can.
+
+        Raises:
+            OutOfMemoryError: If the step is not repeated.
+        """
         event = self._micro_batcher.event(captured, "optimizer step", self._batch_idx(), (), 1, refusal)
-        self._micro_batcher.ask(event)
-        raise_with_advice(captured, event)
-
-
-def _versions(optimizer: Optimizer) -> _Versions:
-    """Return how often the parameters and the optimiser's state were changed; [] if there is no state."""
-    parameters = versions(optimizer_parameters(optimizer))
-    if not optimizer.state:
-        return parameters, []
-    tensors: list[Tensor] = []
-    for state in optimizer.state.values():
-        tensors.extend(value for value in state.values() if isinstance(value, Tensor))
-    return parameters, versions(tensors)
-
-
-def _has_changed(before: _Versions, after: _Versions) -> bool:
-    """Return True if parameters or state changed, or if there are no versions. State created by the step is ignored."""
-    parameters_before, state_before = before
-    parameters_after, state_after = after
-    if parameters_before is None or parameters_before != parameters_after:
-        return True
-    if state_before is None:
-        return True
-    return bool(state_before) and state_before != state_after
+        split = self._micro_batcher.ask(event)
+        if refusal or split is None or not split.parts:
+            raise_with_advice(captured, event)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from equipoise import ConfigurationError, StepError
+from equipoise import ConfigurationError
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, trainer
 
@@ -256,17 +256,3 @@ def test_a_step_after_the_last_batch_has_its_number_and_loss(count: int, indices
         seen.append([event for event in module.events if event[0] != "epoch"])
     assert [index for index, _ in seen[0]] == indices * 2
     assert seen[0] == seen[1]
-
-
-class Searching(Watched):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1)
-
-
-def test_a_search_after_the_last_batch_is_refused() -> None:
-    fit(Searching(), stream(5, 5), accumulate_grad_batches=2)
-    with (
-        pytest.warns(UserWarning, match=PROMISED.format(6, 5)),
-        pytest.raises(StepError, match=r"ended after 5 batches, within a window of 2.*LBFGS.*its true length"),
-    ):
-        fit(Searching(), stream(5, 6), accumulate_grad_batches=2)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import LBFGS
 
 from equipoise import Callback, OOMRecovery, Strategy, StrategyOptimizer
+from equipoise.errors import StepError
 from tests.support.trainer_runs import trainer
 
 FEATURES, CLASSES, IGNORED = 5, 3, -100
@@ -146,45 +149,79 @@ def test_who_looks_sees_the_share(hook: str) -> None:
 
 
 class Searching(torch.optim.SGD):
-    """Computes loss and gradients three times before each step, as optimisers do that search.
+    """Computes loss and gradients as often as it says before each step, as optimisers do that search.
 
     Attributes:
         losses: The losses that it received.
     """
 
     losses: ClassVar[list[Tensor]] = []
+    times = 1
 
     def step(self, closure: Any = None) -> Any:
-        self.losses.extend(closure() for _ in range(3))
+        self.losses.extend(closure() for _ in range(self.times))
         return super().step()
 
 
-def test_a_batch_that_is_computed_several_times_counts_once() -> None:
-    """Each closure adds its gradient, as under Lightning; the window has no more samples for it.
+class SearchingTwice(Searching):
+    times = 2
 
-    The optimiser receives the loss of the last batch, divided by the batches of the window.
-    """
 
-    class Searches(Net):
-        def configure_optimizers(self) -> Any:
-            return Searching(self.parameters(), lr=0.1, momentum=0.9)
+def with_optimizer(make: Callable[[Any], Any]) -> Net:
+    net = Net()
+    net.configure_optimizers = lambda: make(net.parameters())  # type: ignore[method-assign]
+    return net
 
+
+def test_an_optimiser_with_a_closure_receives_the_loss_of_the_last_batch_divided_by_the_batches() -> None:
     Searching.losses.clear()
-    batches = make_batches([3, 3, 3, 3])
-    torch.manual_seed(0)
-    searches, expected = Searches(), Net(optimizer="sgd")
+    batches = make_batches([3, 5, 3, 4])
+    searches = with_optimizer(lambda parameters: Searching(parameters, lr=0.1, momentum=0.9))
+    expected = Net(optimizer="sgd")
     expected.load_state_dict(searches.state_dict())
-    train(searches, batches, accumulate_grad_batches=2)
     first_loss = expected.training_step(batches[1], 1).detach() / 2
-    optimizer = expected.configure_optimizers()
-    for one, other in windows_of(batches, 2) * 2:
-        optimizer.zero_grad()
-        loss = expected.training_step(one, 0) + 3 * expected.training_step(other, 1)
-        (loss / 2).backward()
-        optimizer.step()
+    for net in (searches, expected):
+        train(net, batches, accumulate_grad_batches=2)
     assert_close(searches, expected)
-    assert torch.equal(torch.stack(Searching.losses[:3]), first_loss.expand(3))
+    assert torch.equal(Searching.losses[0], first_loss)
     assert not Searching.losses[0].requires_grad
+
+
+SEARCHES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda parameters: LBFGS(parameters, lr=0.1, max_iter=3),
+    "SearchingTwice": lambda parameters: SearchingTwice(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_is_exact_without_a_window_and_refused_within_one(name: str) -> None:
+    """The earlier batches of a window are gone when a closure computes the last one again."""
+    batches = make_batches([3, 4])
+    net, expected = with_optimizer(SEARCHES[name]), with_optimizer(SEARCHES[name])
+    expected.load_state_dict(net.state_dict())
+    train(net, batches)
+    optimizer = expected.configure_optimizers()
+
+    def closure(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = expected.training_step(batch, 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for batch in batches * 2:
+        optimizer.step(partial(closure, batch))
+    assert_close(net, expected)
+    with pytest.raises(StepError, match=f"{name} computes a batch again within an accumulation window"):
+        train(net, batches, accumulate_grad_batches=2)
+
+
+def test_lbfgs_with_one_evaluation_accumulates() -> None:
+    batches = make_batches([3, 4, 6])
+    accumulated, whole = (with_optimizer(lambda parameters: LBFGS(parameters, max_iter=1)) for _ in range(2))
+    whole.load_state_dict(accumulated.state_dict())
+    train(accumulated, batches, accumulate_grad_batches=2)
+    train(whole, union(windows_of(batches, 2)))
+    assert_close(accumulated, whole)
 
 
 def doubled_by_a_hook(loss: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
 from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.interop.torch.compiling import block_settings, why_not_compiled
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.optimization.steps.automatic_step import RepeatableStep
+from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.step_extension import Context
 
 if TYPE_CHECKING:
@@ -173,10 +173,10 @@ class BlockSteps:
         else:
             rank_zero_warn(f"Compiled blocks: the network stays eager, because {reason}.")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> RepeatableStep:
+    def __call__(self, *args: Any, **kwargs: Any) -> AutomaticStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
         if self._blocks is None:
-            return RepeatableStep(*args, **kwargs)
+            return AutomaticStep(*args, **kwargs)
         return _BlockStep(self._blocks, *args, **kwargs)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def _why_no_blocks(context: "RunContext") -> str | None:
     return reason
 
 
-class _BlockStep(RepeatableStep):
+class _BlockStep(AutomaticStep):
     """A training step of a network with compiled blocks.
 
     Args:
@@ -240,4 +240,4 @@ class _BlockStep(RepeatableStep):
     def begin_batch(self, *indices: int) -> None:
         """Begin a batch of the training loader, also in a process that has none."""
         self._begin_batch()
-        RepeatableStep.begin_batch(self, *indices)
+        AutomaticStep.begin_batch(self, *indices)

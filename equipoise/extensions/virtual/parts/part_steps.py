@@ -83,8 +83,6 @@ class PartSteps:
         self._device = modules.devices[0]
         self._metrics = metrics
         self._tree = GradientTree(count, ranges, processes)
-        # The number of the batch that was computed last, in this run.
-        self._last_batch: int | None = None
 
     def close(self) -> None:
         """Release what steps hold, at the end of the run."""
@@ -99,11 +97,6 @@ class PartSteps:
         Returns:
             The mean loss of the whole step, and what the step of this process's first part returned.
         """
-        if step.batch_idx == self._last_batch and not step.begins_window:
-            raise StepError(
-                "The optimiser computes a batch again within an accumulation window, as LBFGS does, and"
-                " strategy='virtual' would add it twice. Take accumulate_grad_batches=1, or another optimiser."
-            )
         # 1. Gradients of earlier batches of the window are put aside.
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         earlier: Gradients = [None] * len(parameters)
@@ -140,7 +133,6 @@ class PartSteps:
 
         # 3. The gradients of the step are added to the earlier ones.
         give_gradients(parameters, added(earlier, total))
-        self._last_batch = step.batch_idx
         return result
 
     def _run_parts(

@@ -16,7 +16,7 @@ from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleSt
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["AutomaticStep", "RepeatableStep"]
+__all__ = ["AutomaticStep"]
 
 # Returns the weight of a batch or micro-batch. It receives the number of the batch, too.
 WeightOf = Callable[[Any, int], int]
@@ -27,6 +27,8 @@ _new_tuple = tuple.__new__
 
 class AutomaticStep(ModuleStep):
     """Run the training step and, as `backward`, everything from the zeroing of gradients to `on_after_backward`.
+
+    After an out-of-memory error it can be computed again, in micro-batches.
 
     Args:
         context: The run.
@@ -78,6 +80,40 @@ class AutomaticStep(ModuleStep):
         self.batch_idx = batch_idx
         self.begins_window = batch_idx % self.window.parts == 0
         self._had_backward = False
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the present part: "forward" or "backward"."""
+        return "backward" if self._had_backward else "forward"
+
+    # Another attempt after an out-of-memory error.
+
+    def repeat_batch(self, batch_idx: int) -> None:
+        """Begin a batch again after a failed attempt. Gradients that the attempt has zeroed are not zeroed again."""
+        self.indices = (batch_idx,)
+        self.batch_idx = batch_idx
+        self._had_backward = False
+
+    def release_memory(self) -> None:
+        """Release what the step holds between two batches to be faster. A step as it is holds nothing."""
+
+    def begin_micro_batches(self) -> None:
+        """Begin a batch that does not fit into memory. Its micro-batches, and the rest of the window, are weighed."""
+        super().begin_micro_batches()
+        self._weight_of = self._batch_weight.of_micro_batch
+
+    def end_micro_batches(self) -> None:
+        """End the batch; the next part is a batch again."""
+        super().end_micro_batches()
+        self.window.end_micro_batches()
+
+    def end_window(self) -> None:
+        """Return to the usual weights after the optimiser's step."""
+        self._weight_of = self._usual_weight_of
+        if self._weight_of is None:
+            self.window.forget_reference()
+
+    # The computation.
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Note that the next part is a micro-batch, which has a weight; see `AccumulationWindow.micro_batch`."""
@@ -159,58 +195,6 @@ class AutomaticStep(ModuleStep):
         """Add a part without weight: the first part fixes the reference weight, in all processes."""
         if not self._is_alone:
             self.window.add(0)
-
-
-class RepeatableStep(AutomaticStep):
-    """A training step that notes its progress, and can be computed again in micro-batches.
-
-    Attributes:
-        phase: "forward" or "backward".
-    """
-
-    phase: Phase = "forward"
-
-    def begin_batch(self, *indices: int) -> None:
-        """Begin a batch of the training loader."""
-        self.phase = "forward"
-        AutomaticStep.begin_batch(self, *indices)
-
-    def repeat_batch(self, batch_idx: int) -> None:
-        """Begin a batch again after a failed attempt. Gradients that the attempt has zeroed are not zeroed again."""
-        self.phase = "forward"
-        self.indices = (batch_idx,)
-        self.batch_idx = batch_idx
-        self._had_backward = False
-
-    def release_memory(self) -> None:
-        """Release what the step holds between two batches to be faster. A step as it is holds nothing."""
-
-    def begin_micro_batches(self) -> None:
-        """Begin a batch that does not fit into memory. Its micro-batches, and the rest of the window, are weighed."""
-        super().begin_micro_batches()
-        self._weight_of = self._batch_weight.of_micro_batch
-
-    def end_micro_batches(self) -> None:
-        """End the batch; the next part is a batch again."""
-        super().end_micro_batches()
-        self.window.end_micro_batches()
-
-    def end_window(self) -> None:
-        """Return to the usual weights after the optimiser's step."""
-        self._weight_of = self._usual_weight_of
-        if self._weight_of is None:
-            self.window.forget_reference()
-
-    def __call__(self, part: Any) -> StepResult:
-        """Run the training step on a batch."""
-        self.phase = "forward"
-        # Quicker than by super().
-        return AutomaticStep.__call__(self, part)
-
-    def backward(self, result: StepResult) -> None:
-        """Run the backward."""
-        self.phase = "backward"
-        AutomaticStep.backward(self, result)
 
 
 def _second_backward(batch_idx: int) -> StepError:
