@@ -94,11 +94,7 @@ def save_checkpoint(
 
 
 def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Check that hooks of the user have not computed with tensors whose values are in shards.
-
-    Raises:
-        CheckpointError: If they have; the result has no values.
-    """
+    """Check that hooks of the user have not computed with tensors whose values are in shards."""
     from equipoise.parallel.shards.placeholders import place_without_values
 
     place = place_without_values(checkpoint)
@@ -190,7 +186,6 @@ def _loop_states(parts: TrainerParts) -> dict[str, Any]:
 
 
 def _callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one."""
     states = {}
     for callback in callbacks:
         if not overrides(callback, "state_dict", Callback):

@@ -94,7 +94,6 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
 
 
 def _launch(parts: TrainerParts, request: Request, function: Callable[[], Any], known: Sequence[Any] = ()) -> Any:
-    """Call a function in every process; return the result of the main process."""
     try:
         return parts.strategy.processes.launch(function, known)
     except BaseException:
@@ -116,7 +115,6 @@ def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
 
 
 def _carry_out_and_collect(parts: TrainerParts, request: Request, shared: list[Any]) -> Any:
-    """Carry out a request in a process that the strategy has started, and return its results."""
     from equipoise.trainer.process_results import collect
 
     return _carry_out(parts, request, partial(collect, parts, shared))
@@ -225,7 +223,6 @@ def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[s
 
 
 def _place(context: RunContext) -> None:
-    """Move the module to its devices."""
     state = context.state
     changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
     if changes_layers and state.fitting:
@@ -251,7 +248,6 @@ def _continue_in_shards(context: RunContext, checkpoint: dict[str, Any] | None) 
 
 
 def _configure_optimizers(context: RunContext) -> None:
-    """Let the module make its optimisers, and check them."""
     state = context.state
     configured = context.hooks.call_module("configure_optimizers")
     optimizers, configs = parse_optimizers(configured, context.module)
@@ -351,7 +347,6 @@ def _check_sanity(parts: TrainerParts, context: RunContext) -> None:
 
 
 def _tear_down(parts: TrainerParts, context: RunContext) -> None:
-    """End a run that came to its end."""
     state = context.state
     hooks = context.hooks
     fn = state.status.fn

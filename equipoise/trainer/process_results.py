@@ -129,7 +129,6 @@ def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResul
 
 
 def _results_of(parts: TrainerParts, item: Any) -> Attributes:
-    """Return the attributes of a shared object that a run may have changed."""
     # These send their results in other fields of `ProcessResults`, or have none.
     without_attributes = (
         parts.trainer,
@@ -234,7 +233,6 @@ def _uncover(module: nn.Module) -> None:
 
 
 def _users_module(shared: list[Any]) -> nn.Module:
-    """Return the user's module, which precedes its submodules."""
     return next(item for item in shared if isinstance(item, nn.Module))
 
 

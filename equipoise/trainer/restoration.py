@@ -84,7 +84,6 @@ def restore_in_shards(context: RunContext, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of the module."""
     module = context.module
     checkpoint["state_dict"] = completed(checkpoint["state_dict"], module, context.state.callbacks)
     if module.strict_loading:
@@ -133,7 +132,6 @@ def _warn_of_absent_callbacks(context: RunContext, checkpoint: dict[str, Any]) -
 
 
 def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], *, copying: bool | None) -> None:
-    """Load the states of callbacks, all or a part of them; see `Hooks.bind_callbacks`."""
     if checkpoint.get("callbacks") is None:
         return
     states = {**checkpoint["callbacks"], **_monitors_here(context, checkpoint)}

@@ -29,18 +29,12 @@ preload(__name__)
 
 @dataclass(kw_only=True)
 class _Run(ProcessRun):
-    """State of a run in this process, where several compute together.
-
-    Attributes:
-        exchange: The exchange of gradients.
-        recovery: Support for steps that are repeated.
-    """
+    """State of a run in this process, where several compute together."""
 
     exchange: GradientExchange
     recovery: DDPRecovery
 
     def close(self) -> None:
-        """Release hooks and buckets, and restore the module."""
         self.exchange.close()
         super().close()
 
@@ -128,7 +122,6 @@ class DDPStrategy(ProcessStrategy):
         self._create_shares()
 
     def _create_shares(self) -> None:
-        """Create the shares for the rank of this process; measured ones are kept."""
         shares_before = self.shares
         self._shares = ProcessShares(
             self._user_shares, self.processes.world_size, self.processes.rank, self.root_device, self.simulated
@@ -227,7 +220,6 @@ class DDPStrategy(ProcessStrategy):
         return PortableState(self._own_state, self._load_own_state)
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the measured shares."""
         if self._user_shares == "auto" and self.shares is not None:
             return {"shares": self.shares}
         return {}

@@ -121,7 +121,6 @@ def certainty_of(loader: Any) -> Certainty:
 
 
 def _certainty_of_sampler(sampler: Any) -> Certainty:
-    """Return when the number of items of a sampler or batch sampler is certain."""
     kind = type(sampler)
     if kind in _SAMPLERS or kind in (list, tuple, range):
         return Certainty.AT_REQUEST

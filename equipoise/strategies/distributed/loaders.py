@@ -252,7 +252,6 @@ def _order_for_all(loader: DataLoader[Any], seed: int) -> SameOrder | None:
 
 
 def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> DataLoader[Any]:
-    """Return a loader whose sampler draws one process's samples alone."""
     sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=_shuffles(loader), seed=seed)
     shared = with_sampler(loader, sampler)
     if not loader.drop_last:
@@ -264,7 +263,6 @@ def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> 
 
 
 def _dealt_sizes(size: int, step: int, *, processes: int) -> list[int]:
-    """Return even shares of a step; see `Sizes`."""
     return [count_of_rank(size, rank, processes) for rank in range(processes)]
 
 
@@ -277,7 +275,6 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
 
 
 def _share_stream(loader: DataLoader[Any], rank: int, count: int) -> Any:
-    """Return a loader over one process's part of a stream, which the stream itself selects."""
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
         raise ConfigurationError(

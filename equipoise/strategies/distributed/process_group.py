@@ -71,7 +71,6 @@ class ProcessGroup(ConnectedProcesses):
             self._take_rank(self._launched_rank)
 
     def _take_rank(self, rank: Rank) -> None:
-        """Set the ranks of this process and its device."""
         self.rank = rank.global_rank
         self.local_rank = rank.local_rank
         self.node_rank = rank.node_rank

@@ -154,11 +154,7 @@ class ProcessStrategy(Strategy):
         return shard_of_process(loader, stage, self.processes.data, self._sizes_for)
 
     def _sizes_for(self, loader: Any) -> Sizes | None:
-        """Return the function that divides the steps of a training loader; None: evenly.
-
-        Args:
-            loader: The loader.
-        """
+        """Return the function that divides the steps of a training loader; None: evenly."""
         return None
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:

@@ -115,7 +115,6 @@ class RunSteps:
         return loaders
 
     def _begin(self, loaders: list[Any], count: int) -> None:
-        """Note the steps that the loaders have with this number of processes."""
         sizes = [_batch_size_of(loader) for loader in loaders]
         self.processes = count
         self.seed = seed_of_order()
@@ -123,7 +122,6 @@ class RunSteps:
         self.step_sizes = [None if size is None else size * count for size in sizes]
 
     def _find_obstacle(self, loaders: list[Any], *, share: bool) -> str:
-        """Return why loaders cannot have the steps of the run; empty if they can."""
         if not share:
             return "with use_distributed_sampler=False the loaders decide which samples a process reads"
         for loader in loaders:
@@ -136,7 +134,6 @@ class RunSteps:
         return ""
 
     def _kept(self, loaders: list[Any], processes: Processes) -> list[Any]:
-        """Return loaders that yield the steps of the run, and report it."""
         assert self.processes is not None
         if self.batch_sizes is None or self.step_sizes is None:
             self.batch_sizes = [loader.batch_size for loader in loaders]
@@ -149,13 +146,7 @@ class RunSteps:
         return loaders_of_steps
 
     def _steps_of(self, loader: DataLoader[Any], size: int | None, processes: Processes) -> WholeSteps:
-        """Return the steps of one loader.
-
-        Args:
-            loader: The loader.
-            size: Number of samples of a step; None: a batch sampler of the user decides.
-            processes: The present processes.
-        """
+        """Return the steps of one loader."""
         assert self.processes is not None
         if size is not None:
             order: Any = self._order_of(loader, processes)
@@ -178,7 +169,6 @@ class RunSteps:
         return AgreedOrder(loader.sampler, processes.broadcast)
 
     def _report(self, count: int) -> None:
-        """Say in one line that the steps stay as they were."""
         assert self.step_sizes is not None
         samples = "samples"
         if None not in self.step_sizes:
@@ -190,7 +180,6 @@ class RunSteps:
 
 
 def _why_not(loader: Any) -> str:
-    """Return why the steps of a loader cannot be divided among another number of processes; empty if they can."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"{kind} is no DataLoader, so the samples that it has read are unknown"
@@ -208,7 +197,6 @@ def _why_not(loader: Any) -> str:
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    """Return the number of samples of a batch; None if the loader or its own batch sampler decides."""
     if isinstance(loader, DataLoader):
         return loader.batch_size
     return None

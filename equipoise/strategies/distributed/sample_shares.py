@@ -136,7 +136,6 @@ class ProcessShares:
         return None
 
     def _log_sizes(self, step_size: int, shares: list[float] | None) -> None:
-        """Log the number of samples of each process in a full step."""
         processes = self._processes
         sizes = even_sizes(step_size, processes)
         if shares:
@@ -168,7 +167,6 @@ class ProcessShares:
         self._planned.clear()
 
     def _divide(self, size: int, step: int) -> list[int]:
-        """Return the sizes of a step by shares, as the measurement plans them, or evenly."""
         # 1. By shares.
         if self.shares is not None:
             if step >= self._first_step_with_shares:
@@ -245,7 +243,6 @@ class ProcessShares:
             self._agree(gather)
 
     def _agree(self, gather: Gather) -> None:
-        """Set the shares that follow from the measurements of all processes."""
         # 1. Exchange the measurements.
         times_here = self._measurements.times[self._rank]
         measurement = (times_here, self._divided_steps)
@@ -283,5 +280,4 @@ def _simulate(
     function: Callable[[], _T],
     size: int,
 ) -> Callable[[], _T]:
-    """Return the function as the simulated device computes it."""
     return lambda: device.compute(function, size)

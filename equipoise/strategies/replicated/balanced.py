@@ -218,7 +218,6 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         functions: Sequence[tuple[int, Callable[[], Any]]],
         sizes: Sequence[int],
     ) -> list[Any]:
-        """Compute every part on its device; simulate and measure the devices as far as that applies."""
         batch_size = sum(sizes)
         # 1. Small batches and evaluations are not measured.
         calibration = self._calibration
@@ -281,14 +280,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         return ", ".join(names)
 
     def _name_of(self, index: int) -> str:
-        """Return the name of a device, with its index if several have that name."""
         device = self.devices[index]
         if self.devices.count(device) > 1:
             return f"{device} (number {index})"
         return str(device)
 
     def _is_measurable(self, batch_size: int) -> bool:
-        """Return whether a batch is large enough to give every device parts of several sizes."""
         return batch_size >= 4 * len(self.devices)
 
     def _simulated_run(
@@ -297,7 +294,6 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         function: Callable[[], Any],
         size: int,
     ) -> Callable[[], Any]:
-        """Return the function as the device computes it, slower or smaller where it is simulated."""
         device = self.simulated.get(index)
         if device is None:
             return function

@@ -63,7 +63,6 @@ class ReplicatedRecovery(RecoverySupport):
         return self._threads.devices[self._failed]
 
     def _find_failed(self, named: str | None) -> int | None:
-        """Return the index of the device that failed; None if unknown."""
         failed = self._threads.failed
         if named is None:
             return failed

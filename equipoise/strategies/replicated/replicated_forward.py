@@ -104,7 +104,6 @@ class ReplicatedForward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute one call of the module."""
         self.was_called = True
         # 1. Split the arguments. A device without samples takes no part, but one device computes an empty batch.
         inputs = (args, kwargs)
@@ -134,11 +133,7 @@ class ReplicatedForward:
         return gathered
 
     def _batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of samples in the arguments of a call.
-
-        Raises:
-            StepError: If they have none in common.
-        """
+        """Return the number of samples in the arguments of a call."""
         size = size_to_cut((args, kwargs), self._dim, cut_before=self._has_split)
         if size is None:
             inputs = (*args, kwargs) if kwargs else args
@@ -153,8 +148,6 @@ class ReplicatedForward:
     def _computation(
         self, step: TrainingStep | EvaluationStep, forward: Callable[..., Any], part: Any, index: int
     ) -> Callable[[], Any]:
-        """Return the function that computes a part of the arguments on its device, and returns what it logged, too."""
-
         def run() -> Any:
             args, kwargs = move_data_to_device(part, self._replicas.devices[index])
             self._thread.is_replica = True

@@ -42,15 +42,7 @@ Parallelize = Literal["step", "forward"]
 
 @dataclass
 class _Run:
-    """State of a run.
-
-    Attributes:
-        splitter: The splitter of batches.
-        replicas: The replicas of the module.
-        threads: The threads that compute the parts.
-        recovery: Support for steps that are repeated.
-        forward: The calls of the module; None where whole steps run on the devices.
-    """
+    """State of a run."""
 
     splitter: Splitter
     replicas: Replicas
@@ -111,12 +103,7 @@ class ReplicatedStrategy(Strategy):
         """
 
     def _reduce_share(self, index: int, computed: Mapping[int, int]) -> None:
-        """Reduce the share of a device that ran out of memory, unless shares stay even.
-
-        Args:
-            index: The index of the device.
-            computed: The number of samples of each device in the computation that failed, by its index.
-        """
+        """Reduce the share of a device that ran out of memory, unless shares stay even."""
 
     # Where it runs.
 
@@ -130,7 +117,6 @@ class ReplicatedStrategy(Strategy):
         self._gathering = self._gathering_device()
 
     def _gathering_device(self) -> torch.device:
-        """Return the device that the user has chosen for outputs."""
         chosen = self.output_device
         if chosen is None:
             return self.devices[0]
@@ -242,7 +228,6 @@ class ReplicatedStrategy(Strategy):
             return step(parts[0])
 
     def _run_parts(self, step: TrainingStep | EvaluationStep, parts: PlacedParts) -> StepResult:
-        """Run a step on every part and merge the results."""
         replicas = self._current_run.replicas
         replicas.refresh(parts.indices)
         work = []
@@ -254,12 +239,7 @@ class ReplicatedStrategy(Strategy):
         return step.merge(results, parts.sizes, self.root_device, dim=self.dim, original=replicas.original)
 
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
-        """Run the computation of every part on its device.
-
-        Args:
-            functions: The computations, each with the index of its device.
-            sizes: The number of samples of each.
-        """
+        """Run the computation of every part on its device."""
         run = self._current_run
         indices = [index for index, _ in functions]
         run.recovery.note_sizes(indices, sizes)
@@ -286,7 +266,6 @@ class ReplicatedStrategy(Strategy):
         return forward.cover(step)
 
     def _warn_without_call(self, forward: ReplicatedForward) -> None:
-        """Warn once if a training step did not call the module."""
         if forward.was_called or not self._expects_forward:
             return
         self._expects_forward = False
@@ -297,12 +276,7 @@ class ReplicatedStrategy(Strategy):
 
 
 class _ReplicatedOptimizer(StrategyOptimizer):
-    """An optimiser of parameters that have replicas.
-
-    Args:
-        optimizer: The user's optimiser.
-        replicas: The replicas of the module.
-    """
+    """An optimiser of parameters that have replicas."""
 
     def __init__(self, optimizer: Optimizer, replicas: Replicas) -> None:
         super().__init__(optimizer)

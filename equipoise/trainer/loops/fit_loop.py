@@ -187,7 +187,6 @@ class FitLoop:
             self.state.end_validation()
 
     def _train(self) -> None:
-        """Train epoch by epoch. A resumed run first completes its epoch."""
         if self.resumption is not None:
             self._complete_epoch(self.resumption)
             self.resumption = None
@@ -243,11 +242,7 @@ class FitLoop:
         return self.fit.data.estimated_steps(self.state)
 
     def _start_stream(self) -> None:
-        """Draw the epoch's order, or continue that of a resumed epoch.
-
-        Raises:
-            ConfigurationError: If there is no batch, and no number of epochs ends the training.
-        """
+        """Draw the epoch's order, or continue that of a resumed epoch."""
         data = self.fit.data
         data.make_stream(self.weight.counts if self._may_weigh() else None)
         if self.resumption is None:
@@ -257,7 +252,6 @@ class FitLoop:
         data.check_not_empty(self.state.max_epochs)
 
     def _may_weigh(self) -> bool:
-        """Return True if several batches may contribute to one step of the epoch."""
         if self.state.accumulate_grad_batches > 1 or self.context.strategy.processes.world_size > 1:
             return True
         return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.state.callbacks)
@@ -291,7 +285,6 @@ class FitLoop:
             self._start_stream()
 
     def _run_epoch(self) -> None:
-        """Run the batches of the epoch, in the way that the module's training step requires."""
         assert self.loss_watch is not None
         pulls_batches = takes_iterator(self.context.module, "training_step")
         epoch_type = TrainingEpoch
@@ -361,11 +354,7 @@ class FitLoop:
     # Validation, and what callbacks ask.
 
     def _validate(self, window_ended: bool) -> None:
-        """Validate between two batches.
-
-        Args:
-            window_ended: Whether the gradients are not needed any more.
-        """
+        """Validate between two batches."""
         context = self.context
         self.fit.note_validation(in_epoch=True)
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))

@@ -74,7 +74,6 @@ class IteratorEpoch(TrainingEpoch):
                 return
 
     def _take_step(self) -> bool:
-        """Take one step, with all that belongs to it; return whether the epoch ends with it."""
         counts = self.counts
         iterator = self.iterator
         # 1. Count the step, and let hooks see where it begins.
@@ -113,7 +112,6 @@ class IteratorEpoch(TrainingEpoch):
         return self.after_batch(index, last or ends, ends)
 
     def _leave_step(self, index: int, error: StopIteration) -> None:
-        """End the epoch after a step that asked for more batches than there are."""
         # The step did not return.
         vars(self.context.module)[CURRENT_HOOK] = None
         lost = self.iterator.end_pass("training_step", error, self.pulled.completed)

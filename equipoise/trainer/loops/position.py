@@ -69,7 +69,6 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
 
 
 def _stopped_by(state: "RunState") -> list[str]:
-    """Return the keys of the callbacks that have stopped the run early."""
     if not state.should_stop:
         return []
     stoppers = [callback for callback in state.callbacks if isinstance(callback, EarlyStopping)]

@@ -75,7 +75,6 @@ def resume(
 
 
 def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the position of this process."""
     from equipoise.trainer.runtime.merged_positions import merged_position
 
     if context.strategy.processes.has_one_state:
@@ -93,7 +92,6 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
 
 
 def _was_stopped(state: "RunState", stopped_by: list[str]) -> bool:
-    """Return True if early stopping had ended the run, and is still among the callbacks."""
     present = {state_key_of(callback) for callback in state.callbacks}
     return bool(stopped_by) and present.issuperset(stopped_by)
 
@@ -161,11 +159,7 @@ class Resumption:
             val_loop.resume_loaders(val_loaders)
 
     def _restore_counters(self, pulled: dict[str, Any] | None) -> None:
-        """Set the counters back to the last batch, or the last epoch, that was completed.
-
-        Args:
-            pulled: Counts of the batches that the training step has pulled by itself; None if the loop reads them.
-        """
+        """Set the counters back to the last batch, or the last epoch, that was completed."""
         progress = self.fit.progress
         epoch = progress.epoch.current
         if pulled is not None:
@@ -233,7 +227,6 @@ class Resumption:
             data.resume_stream(self.loader_states, None)
 
     def _batches_seen(self) -> int:
-        """Return the number of batches of the epoch that the loop, or the training step, has read."""
         progress = self.fit.progress
         steps = progress.batch.current.ready
         pulled = progress.pulled.current.ready

@@ -161,11 +161,7 @@ class TrainingEpoch:
         return skips
 
     def _end_early(self, index: int) -> None:
-        """Complete an epoch whose batches ended before their promised number: the last window, schedules, validation.
-
-        Args:
-            index: The index of the last batch; -1 if there was none.
-        """
+        """Complete an epoch whose batches ended before their promised number."""
         progress = self.progress.batch
         if index < 0:
             self.fit.data.check_not_empty(self.state.max_epochs)
@@ -190,7 +186,6 @@ class TrainingEpoch:
         self.after_batch(index, is_open, True, write=is_open)
 
     def _end_without_batch(self, index: int) -> None:
-        """End a step for which only other processes have a batch."""
         self.context.logs.forget_steps()
         if self._idle_end is not None:
             self._idle_end({}, None, index)

@@ -76,7 +76,6 @@ class ValidationSchedule:
         return self.strategy.processes.broadcast(is_due)
 
     def _is_at_limit(self, index: int) -> bool:
-        """Return True at the last batch that `limit_train_batches` allows."""
         limit = self.state.limit_train_batches
         if isinstance(limit, int):
             return (index + 1) % limit == 0

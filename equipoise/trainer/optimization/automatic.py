@@ -230,11 +230,7 @@ class AutomaticOptimization:
             self._ends_early = False
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
-        """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`.
-
-        Raises:
-            StepError: If the closure is not run, or run again in a window whose earlier batches are gone.
-        """
+        """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
         results: list[StepResult] = []
         window_before = self._window.state_dict()
 
@@ -358,7 +354,6 @@ def _computed_again(optimizer: Optimizer) -> StepError:
 
 
 def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
-    """Stand for a step of one process without a batch."""
     return StepResult(None, 0, None)
 
 
@@ -373,11 +368,7 @@ def _are_several(context: "RunContext") -> bool:
 
 
 def _check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:
-    """Check that an optimiser can be used with a scaler of the loss.
-
-    Raises:
-        ConfigurationError: If it cannot.
-    """
+    """Check that an optimiser can be used with a scaler of the loss."""
     if scaler is not None and isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "precision='16-mixed' scales the loss, which LBFGS cannot take. Choose bf16-mixed or another optimiser."

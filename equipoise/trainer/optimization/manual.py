@@ -104,7 +104,6 @@ class ManualOptimization:
         return result
 
     def _compute(self, strategy_optimizer: StrategyOptimizer, closure: Callable[[], Any]) -> Any:
-        """Run the user's closure, then all up to the optimiser's step."""
         # 1. The closure. It computes a loss, and may run a backward.
         self.step.enter_phase("training step")
         loss = closure()
@@ -165,14 +164,7 @@ class ManualOptimization:
 
 
 class _ManualStep(ModuleStep):
-    """Run the training step, in which the user runs backward and steps the optimisers.
-
-    Attributes:
-        batch_idx: The number of the batch.
-        begins_window: True, as there are no accumulation windows.
-        window: None, too.
-        phase: The phase of the step, as far as the trainer can tell.
-    """
+    """Run the training step, in which the user runs backward and steps the optimisers."""
 
     begins_window = True
     window = None
@@ -183,17 +175,14 @@ class _ManualStep(ModuleStep):
         self.phase: Phase = "forward"
 
     def begin_batch(self, *indices: int) -> None:
-        """Begin a batch of the training loader, with the number of the batch."""
         super().begin_batch(*indices)
         self.batch_idx = indices[0]
         self.phase = "forward"
 
     def enter_phase(self, phase: Phase) -> None:
-        """Note the phase that begins."""
         self.phase = phase
 
     def __call__(self, part: Any) -> StepResult:
-        """Run the training step on a part."""
         output = self.run(part)
         if output is not None and not isinstance(output, (Tensor, Mapping)):
             raise StepError(
@@ -202,15 +191,12 @@ class _ManualStep(ModuleStep):
             )
         return StepResult(None, None, output)
 
-    def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Do nothing: micro-batches have no weights here."""
+    def begin_micro_batch(self, size: int, batch_size: int) -> None: ...
 
     def total_with(self, result: StepResult) -> Weight:
-        """Return 0: micro-batches have no weights here."""
         return 0
 
-    def backward(self, result: StepResult) -> None:
-        """Do nothing: the user has run the backward."""
+    def backward(self, result: StepResult) -> None: ...
 
 
 class _ManualBackward:
@@ -221,7 +207,6 @@ class _ManualBackward:
         self._step = step
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward that the user calls as `manual_backward`."""
         self._step.enter_phase("backward")
         self._backward.manual(loss, *args, **kwargs)
         self._step.enter_phase("training step")

@@ -80,7 +80,6 @@ def _usage(captured: CapturedError) -> str:
 
 
 def _advice(captured: CapturedError, event: OutOfMemoryEvent) -> str:
-    """Return options, the most effective first."""
     # 1. Cases in which a smaller batch does not help.
     if event.phase == "optimizer step":
         return (

@@ -16,15 +16,7 @@ __all__ = ["detached", "outputs_in_order"]
 
 
 class _Output(NamedTuple):
-    """The output of one part of a micro-batch.
-
-    Attributes:
-        device_index: The index of the device that computed it.
-        micro_batch: The index of the micro-batch.
-        output: The return value of the user's step.
-        size: The number of samples.
-        weight: The weight in a mean.
-    """
+    """The output of one part of a micro-batch."""
 
     device_index: int
     micro_batch: int

@@ -63,7 +63,6 @@ class _FittingSize:
     last_fitting: int = 0
 
     def note_success(self, size: int) -> None:
-        """Note that a batch of so many samples went well, and try a larger size after enough of them."""
         self.batches += 1
         if self.last_fitting and size > self.last_fitting:
             # The larger size fits.
@@ -269,11 +268,7 @@ class MicroBatcher:
 
 
 def _as_split(decision: Any, callback: Any) -> Split:
-    """Return the decision of a callback as a Split.
-
-    Raises:
-        ConfigurationError: If it is neither a Split nor a number of micro-batches.
-    """
+    """Return the decision of a callback as a Split."""
     if isinstance(decision, Split):
         return decision
     if not is_whole(decision, least=0):

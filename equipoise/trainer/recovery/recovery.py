@@ -73,7 +73,6 @@ class _OpenWindow:
     ends: bool = True
 
     def add(self, batch: _Batch, num_pending: int, *, ends: bool) -> None:
-        """Begin a batch."""
         self.batches.append(batch)
         self.num_pending = num_pending
         self.ends = ends
@@ -165,7 +164,6 @@ class Recovery:
         self._step.repeat_batch(batch.batch_idx)
 
     def _run_batch(self, batch: _Batch) -> StepResult:
-        """Compute a batch whole, in micro-batches, or not at all."""
         if batch.count > 1:
             self._batch_size = self._micro_batcher.size(batch.parts)
             return self._micro_batcher.run(self._step, batch.parts, batch.count)
@@ -180,7 +178,6 @@ class Recovery:
         return skipped
 
     def _compute(self, parts: Sequence[Any], is_last: bool) -> StepResult:
-        """Compute a batch or a micro-batch by the strategy."""
         window = self._window
         assert window is not None
         ends_window = is_last and window.ends and self._running is window.batches[-1]
@@ -191,11 +188,7 @@ class Recovery:
     # After an error
 
     def _prepare_repeat(self, window: _OpenWindow, captured: CapturedError) -> None:
-        """Ask the callbacks, restore the state at the beginning of the window, and split the batch that failed.
-
-        Raises:
-            OutOfMemoryError: If the batch cannot be repeated, or the callbacks decide so.
-        """
+        """Ask the callbacks, restore the state at the beginning of the window, and split the batch that failed."""
         batch = self._running
         assert batch is not None
         # 1. Ask.
@@ -253,7 +246,6 @@ class Recovery:
         return self._strategy.recovery.discard()
 
     def _drop_gradients(self) -> None:
-        """Set the gradients of all optimisers to None."""
         for optimizer in self._context.state.optimizers:
             for parameter in optimizer_parameters(optimizer):
                 parameter.grad = None
@@ -274,5 +266,4 @@ class Recovery:
 
 
 def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return copies of gradients, without their graphs."""
     return [None if gradient is None else gradient.detach().clone() for gradient in gradients]

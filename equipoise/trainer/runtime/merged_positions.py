@@ -61,7 +61,6 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
 def _before_validation(
     positions: list[Position], position_here: Position, module: nn.Module, rank: int, count: int
 ) -> dict[str, Any]:
-    """Return the part of a position before a validation, with the merged states of metrics."""
     states = [position["before_validation"]["metrics"] for position in positions]
     metrics = merge_saved_states(module, states, rank, count)
     return {**position_here["before_validation"], "metrics": metrics}

@@ -218,7 +218,6 @@ def _check_checkpoint_name(callback: Any) -> None:
 
 
 def _check_arguments(owner: str, step: Callable[..., Any]) -> None:
-    """Check that a training step takes a batch and its index, or a batch alone."""
     signature = inspect.signature(step)
     if "optimizer_idx" in signature.parameters:
         raise ConfigurationError(

@@ -31,7 +31,6 @@ def count_fit(state: RunState) -> None:
 
 
 def _folder(state: RunState) -> AnyPath:
-    """Return `default_root_dir` as an absolute path, or as a URL."""
     folder = to_path(state.default_root_dir)
     return folder.absolute() if isinstance(folder, Path) else folder
 

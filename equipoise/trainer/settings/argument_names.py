@@ -75,7 +75,6 @@ def reads_arguments(constructor: Callable[P, R]) -> Callable[P, R]:
 
 
 def _from_environment(name: str) -> Any:
-    """Return the value of an argument that an environment variable gives: a literal of Python, or the text."""
     variable = _VARIABLES + name.upper()
     value: Any = os.environ[variable]
     with contextlib.suppress(ValueError, SyntaxError):
@@ -85,17 +84,7 @@ def _from_environment(name: str) -> Any:
 
 
 def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collection[str]) -> None:
-    """Refuse an unknown argument; warn instead if it is one of Lightning that has no effect here.
-
-    Args:
-        owner: Name of the class.
-        name: Name of the argument.
-        value: Its value.
-        parameters: Names of the known arguments.
-
-    Raises:
-        ConfigurationTypeError: If it is refused.
-    """
+    """Refuse an unknown argument; warn instead if it is one of Lightning that has no effect here."""
     # 1. An argument of Lightning.
     defaults = _defaults_of_lightning()
     if name in _WITHOUT_EFFECT or (name in defaults and defaults[name] == value):
@@ -116,7 +105,6 @@ def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collec
 
 
 def _defaults_of_lightning() -> dict[str, Any]:
-    """Return the defaults of the arguments of Lightning's Trainer, by name."""
     import lightning.pytorch
 
     signature = inspect.signature(lightning.pytorch.Trainer.__init__)

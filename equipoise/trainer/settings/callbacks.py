@@ -115,11 +115,7 @@ _HOOKS = [
 
 
 def _check_callback(callback: Any) -> None:
-    """Check that a run can call a callback: it is a Callback, or has all hooks of one, as a mock has.
-
-    Raises:
-        ConfigurationError: If it is neither, or cannot run here.
-    """
+    """Check that a run can call a callback: it is a Callback, or has all hooks of one, as a mock has."""
     if isinstance(callback, type):
         raise ConfigurationError(
             f"callbacks holds the class {callback.__name__}. Pass an object: {callback.__name__}(...)."
@@ -136,15 +132,7 @@ def _check_callback(callback: Any) -> None:
 def _default(
     callbacks: list[Callback], kind: type, default: Callable[[], Callback], reason: str, enabled: bool
 ) -> list[Callback]:
-    """Return the default callback of a kind, unless there is one or the kind is off.
-
-    Args:
-        callbacks: The user's callbacks.
-        kind: The kind.
-        default: Makes the default callback.
-        reason: The beginning of the message, if the user's callbacks contradict `enabled`.
-        enabled: Whether a callback of that kind runs.
-    """
+    """Return the default callback of a kind, unless there is one or the kind is off."""
     for callback in callbacks:
         if not is_a(callback, kind):
             continue
@@ -204,7 +192,6 @@ def merge_callbacks(callbacks: list[Callback], module_callbacks: list[Callback])
 
 
 def _is_replaced(callback: Callback, module_callbacks: list[Callback]) -> bool:
-    """Return whether a callback of the module is of the same class, or of a class derived from it."""
     kind = type(callback)
     # Every callback is derived from the base class.
     if kind is Callback:

@@ -174,7 +174,6 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
 
 
 def _available_type() -> str:
-    """Return the kind of the GPUs, or "cpu" if there are none."""
     if torch.cuda.is_available():
         return "cuda"
     if torch.backends.mps.is_available():
@@ -192,7 +191,6 @@ def _count(kind: str) -> int:
 
 
 def _existing(device: torch.device) -> torch.device:
-    """Return the device with its index, after a check that it exists."""
     kind = device.type
     if kind == "cpu":
         return torch.device("cpu")
@@ -221,7 +219,6 @@ def _inventory() -> str:
 
 
 def _indices(devices: Devices, kind: str, available: int) -> list[int]:
-    """Return the indices that a count, a list or a text means."""
     problem = (
         f"devices={devices!r} is neither a count, nor 'auto', nor -1 for all, nor indices such as [0, 2], nor devices"
         " such as ['cuda:0', 'cpu']."
@@ -257,7 +254,6 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
 
 
 def _parse_indices(text: str) -> int | list[int]:
-    """Return the count, or the indices if there is a comma."""
     if "," not in text:
         return int(text)
     return [int(part) for part in text.split(",") if part.strip()]

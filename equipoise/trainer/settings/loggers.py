@@ -56,7 +56,6 @@ def select_loggers(logger: bool | Logger | Iterable[Logger] | None, root_dir: st
 
 
 def _check_attributes(logger: Any) -> None:
-    """Check that a logger names a place for checkpoints."""
     missing = [name for name in _LOGGER_ATTRIBUTES if not hasattr(logger, name)]
     if missing:
         raise ConfigurationError(

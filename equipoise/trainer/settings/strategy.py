@@ -89,7 +89,6 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | Non
 
 
 def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Strategy:
-    """Return the strategy for "auto"."""
     knows_all_devices = True
     processes = 1
     if rank is not None:
@@ -109,6 +108,5 @@ def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Str
 
 
 def _are_unequal(devices: Sequence[torch.device]) -> bool:
-    """Return whether the devices are of several models."""
     names = (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type for device in devices)
     return len(set(names)) > 1

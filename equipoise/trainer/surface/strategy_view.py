@@ -151,7 +151,6 @@ class StrategyView:
         return module
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a step of the module in the context of the run's precision."""
         step = getattr(self._connected_module(name), name)
         context = self._parts.precision.forward_context
         with nullcontext() if context is None else context():

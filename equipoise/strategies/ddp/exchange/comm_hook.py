@@ -50,7 +50,6 @@ class CommHook:
 
 
 def _names_of_values(state: Any) -> list[str]:
-    """Return the names of all attributes of an object, with slots or without."""
     names = list(getattr(state, "__dict__", ()))
     for kind in type(state).__mro__:
         slots = getattr(kind, "__slots__", ())

@@ -142,7 +142,6 @@ class _Redirected(nn.Module):
 
 
 def _is_idle(result: StepResult) -> bool:
-    """Return whether the result needs no backward."""
     if result.loss is None:
         return True
     return not isinstance(result.weight, Tensor) and result.weight == 0
@@ -151,13 +150,7 @@ def _is_idle(result: StepResult) -> bool:
 def _total_weight(
     parameters: Iterable[nn.Parameter], device: torch.device, *, in_buckets: bool
 ) -> tuple[TotalWeight, nn.Parameter | None]:
-    """Return the exchange of Σw, and the parameter that it needs in the wrapped module.
-
-    Args:
-        parameters: The trainable parameters.
-        device: Where this process computes.
-        in_buckets: Whether buckets of gradients can include Σw.
-    """
+    """Return the exchange of Σw, and the parameter that it needs in the wrapped module."""
     if reading_waits(device):
         return OnHost(device), None
     if not in_buckets:

@@ -41,13 +41,11 @@ def with_present_choice(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[
 
 
 def _is_chosen_by_user(optimizer: Optimizer) -> bool:
-    """Return True if a parameter group says how it is to be stepped."""
     groups = optimizer.param_groups
     return any(group.get("fused") is not None or group.get("foreach") is not None for group in groups)
 
 
 def _why_not_fused(optimizer: Optimizer, module: nn.Module) -> str | None:
-    """Return the reason why an optimiser cannot be fused; None if there is none."""
     if not is_of_torch(optimizer):
         return "it is not one of torch's own"
     if "fused" not in optimizer.defaults:

@@ -97,11 +97,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _parse_form(returned: Any) -> tuple[list[Optimizer], list[Any]]:
-    """Return optimisers, and schedulers or their dictionaries, from any of the known forms.
-
-    Raises:
-        ConfigurationError: If the form is unknown.
-    """
+    """Return optimisers, and schedulers or their dictionaries, from any of the known forms."""
     # One of them stands for a list.
     items = [returned] if _is_optimizer(returned) or isinstance(returned, Mapping) else returned
     if isinstance(items, Sequence) and not isinstance(items, str):
@@ -125,11 +121,7 @@ def _is_two_lists(returned: Sequence[Any]) -> bool:
 
 
 def _parse_dictionaries(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[Any]]:
-    """Return the optimisers of some dictionaries and the schedulers of those that have one.
-
-    Raises:
-        ConfigurationError: If a dictionary has no optimiser.
-    """
+    """Return the optimisers of some dictionaries and the schedulers of those that have one."""
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     for dictionary in dictionaries:
@@ -151,11 +143,7 @@ def _parse_dictionaries(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[list
 
 
 def _check_dictionary(dictionary: Mapping[str, Any]) -> None:
-    """Check that a dictionary has an optimiser, and warn of other keys than the known ones.
-
-    Raises:
-        ConfigurationError: If it has none.
-    """
+    """Check that a dictionary has an optimiser, and warn of other keys than the known ones."""
     if not _is_optimizer(dictionary.get("optimizer")):
         content = "no 'optimizer'"
         if "optimizer" in dictionary:
@@ -167,7 +155,6 @@ def _check_dictionary(dictionary: Mapping[str, Any]) -> None:
 
 
 def _describe(returned: Any) -> str:
-    """Return a description of what `configure_optimizers` returned, for messages."""
     if isinstance(returned, Mapping):
         return f"a dictionary with the keys {list(returned)}"
     if not isinstance(returned, (list, tuple)):

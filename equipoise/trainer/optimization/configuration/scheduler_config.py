@@ -63,11 +63,7 @@ def _without(entries: dict[str, Any], keys: Sequence[str] | set[str]) -> dict[st
 
 
 def _check_entries(entries: dict[str, Any]) -> None:
-    """Check the scheduler, interval and frequency of a configuration.
-
-    Raises:
-        ConfigurationError: If one is missing or wrong.
-    """
+    """Check the scheduler, interval and frequency of a configuration."""
     if "scheduler" not in entries:
         raise ConfigurationError(
             f"A learning-rate scheduler's dictionary needs the key 'scheduler', but has {list(entries)}."
@@ -83,11 +79,7 @@ def _check_entries(entries: dict[str, Any]) -> None:
 
 
 def _check_automatic(entries: dict[str, Any]) -> None:
-    """Check what the trainer needs to step a scheduler.
-
-    Raises:
-        ConfigurationError: If a scheduler of a plateau watches nothing.
-    """
+    """Check what the trainer needs to step a scheduler."""
     # A step without the value would be torch's error, far from the cause.
     if entries["reduce_on_plateau"] and entries["monitor"] is None:
         raise ConfigurationError(

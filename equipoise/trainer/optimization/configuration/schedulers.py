@@ -64,13 +64,7 @@ class Schedulers:
         self._step("epoch", self._state.current_epoch, plateau=True)
 
     def _step(self, interval: str, index: int, *, plateau: bool) -> None:
-        """Step the schedulers of an interval that are due.
-
-        Args:
-            interval: "step" or "epoch".
-            index: The number of the batch or epoch.
-            plateau: Whether to step the schedulers that watch a value, or the others.
-        """
+        """Step the schedulers of an interval that are due."""
         if not self._is_automatic:
             return
         for config in self._state.lr_scheduler_configs:
@@ -96,11 +90,7 @@ class Schedulers:
             self._progress.count()
 
     def _watched(self, config: LRSchedulerConfig) -> Any:
-        """Return the value that a scheduler watches; None if it is still to come, or is missing and may be.
-
-        Raises:
-            ConfigurationError: If it is missing and may not be.
-        """
+        """Return the value that a scheduler watches; None if it is still to come, or is missing and may be."""
         name = config.monitor or ""
         metrics = self._logs.callback_metrics
         # Between two validations, schedulers of batches continue with the last value.

@@ -198,7 +198,6 @@ class AutomaticStep(ModuleStep):
 
 
 def _second_backward(batch_idx: int) -> StepError:
-    """Return the error for a batch that a strategy would count twice."""
     return StepError(
         f"The strategy calls `step.backward` a second time for the batch {batch_idx}, which would count twice in its"
         " accumulation window. Call `step.begin_micro_batch` before each of several parts of a batch. A gradient that"

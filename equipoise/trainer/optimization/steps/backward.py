@@ -34,14 +34,7 @@ _MOST_SEEDS = 8
 
 
 class _Seed(NamedTuple):
-    """The gradient with which a backward begins, for a part's share of its window.
-
-    Attributes:
-        share: The share.
-        dtype: The dtype of the losses that it fits.
-        device: Their device.
-        tensor: The gradient.
-    """
+    """The gradient with which a backward begins, for a part's share of its window."""
 
     share: float
     dtype: torch.dtype | None
@@ -153,7 +146,6 @@ class Backward:
         return self._seed(loss, share)
 
     def _run(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the backward of a loss with all that belongs to it."""
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         if self._before is not None:
@@ -169,7 +161,6 @@ class Backward:
         self._follow()
 
     def _follow(self) -> None:
-        """Do what comes after the backward."""
         if self._collect is not None:
             self._collect()
         if self._after is not None:
@@ -178,7 +169,6 @@ class Backward:
             self._after()
 
     def _seed(self, loss: Tensor, share: float | Tensor) -> Tensor:
-        """Return the share as a tensor like the loss."""
         if isinstance(share, Tensor):
             return share.to(loss).expand_as(loss)
         key = (share, loss.dtype, loss.device)
@@ -193,11 +183,7 @@ class Backward:
 
 
 def _check_scalar(loss: Tensor) -> None:
-    """Check that a loss has one element.
-
-    Raises:
-        StepError: If it has not.
-    """
+    """Check that a loss has one element."""
     if loss.numel() != 1:
         raise StepError(
             f"The loss must be a scalar, but is of shape {list(loss.shape)}. Reduce it over the samples, for"
@@ -206,11 +192,7 @@ def _check_scalar(loss: Tensor) -> None:
 
 
 def _explain(loss: Tensor, error: RuntimeError) -> None:
-    """Raise an error that names the cause, or add a note, if the loss caused the error of a backward.
-
-    Raises:
-        StepError: If the loss is no scalar or has no graph.
-    """
+    """Raise an error that names the cause, or add a note, if the loss caused the error of a backward."""
     try:
         _check_scalar(loss)
     except StepError as cause:

@@ -72,7 +72,6 @@ class BatchWeight:
         return size
 
     def _equal_weight(self) -> int:
-        """Return the weight of a batch whose number of samples is unknown, and warn once."""
         if self._has_warned:
             return 1
         self._has_warned = True

@@ -26,8 +26,6 @@ class _Key(NamedTuple):
 
 
 class _PartValue(NamedTuple):
-    """A value that one part logged, and the weight of the part."""
-
     logged: Logged
     weight: Weight
 
@@ -81,7 +79,6 @@ def _with_keys(part: Sequence[Logged]) -> Iterator[tuple[_Key, Logged]]:
 
 
 def _total_size(values: Sequence[_PartValue]) -> int | None:
-    """Return the sum of the batch sizes that the user gave; None if there are none."""
     sizes = []
     for value in values:
         size = value.logged.batch_size
@@ -116,7 +113,6 @@ def _reduced(values: Sequence[_PartValue], device: torch.device) -> Tensor:
 
 
 def _on_device(value: Tensor, device: torch.device) -> Tensor:
-    """Return a logged value on a device."""
     is_number = value.ndim == 0 and value.device.type == "cpu"
     if is_number and device.type != "cpu":
         # A copy from the host would wait for the device.

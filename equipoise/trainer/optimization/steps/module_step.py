@@ -110,7 +110,6 @@ class ModuleStep:
             raise
 
     def _call(self, method: Callable[..., Any], part: Any) -> Any:
-        """Call the method of the module or of a replica in the context of the precision."""
         if self._forward_context is None:
             return method(part, *self.indices)
         with self._forward_context():

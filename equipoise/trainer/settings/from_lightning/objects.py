@@ -35,11 +35,7 @@ def translate_objects(options: dict[str, Any]) -> None:
 
 
 def _translate_strategy(options: dict[str, Any]) -> None:
-    """Replace a strategy of Lightning by ours, and add the arguments that it holds.
-
-    Raises:
-        ConfigurationError: If it has no counterpart, or contradicts an argument.
-    """
+    """Replace a strategy of Lightning by ours, and add the arguments that it holds."""
     strategy = options.get("strategy")
     if not is_lightning_strategy(strategy):
         return
@@ -84,11 +80,7 @@ def _number_of_machines(num_nodes: Any) -> int:
 
 
 def _translate_plugins(options: dict[str, Any]) -> None:
-    """Replace plugins of Lightning by the arguments that mean the same; a CheckpointIO and an environment remain.
-
-    Raises:
-        ConfigurationError: If one has no counterpart, or contradicts an argument.
-    """
+    """Replace plugins of Lightning by the arguments that mean the same; a CheckpointIO and an environment remain."""
     if options.get("plugins") is None:
         return
     plugins = sort_plugins(options["plugins"])
@@ -107,7 +99,6 @@ def _translate_plugins(options: dict[str, Any]) -> None:
 
 
 def _translate_quantization(options: dict[str, Any]) -> None:
-    """Replace a precision of few bits by the callback that quantises weights."""
     words = quantization_in_our_words(options.get("precision"))
     if words is None:
         return
@@ -117,7 +108,6 @@ def _translate_quantization(options: dict[str, Any]) -> None:
 
 
 def _remaining(plugins: PluginsInUse) -> list[Any] | None:
-    """Return the plugins that the trainer uses as they are."""
     remaining = [plugin for plugin in (plugins.checkpoint_io, plugins.environment) if plugin is not None]
     return remaining or None
 
