@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 
-__all__ = ["Around", "EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
+__all__ = ["NO_RESULT", "Around", "EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
 
 T = TypeVar("T")
 # Runs the forward of a step on a batch. It receives a function that computes the forward, and the batch, and returns
@@ -33,6 +33,10 @@ class StepResult(NamedTuple):
     weight: Weight | None
     outputs: Any
     logged: Sequence[Any] = ()
+
+
+# That of a process without a batch, and of a step that was left out.
+NO_RESULT = StepResult(None, 0, None)
 
 
 class PartwiseStep(Protocol):

@@ -9,7 +9,7 @@ from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.state.portable_state import ShardedState
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.strategies.distributed.process_strategy import ProcessRun
-from equipoise.strategies.distributed.window_totals import Apart, OnHost
+from equipoise.strategies.distributed.window_totals import Apart
 from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["NOT_REPEATED", "ShardedRecovery", "ShardedRun"]
@@ -51,7 +51,7 @@ class ShardedRun(ProcessRun):
 
     sharded: ShardedModule
     steps: ShardedSteps
-    weight: Apart | OnHost
+    weight: Apart
     portable: ShardedState
     recovery: ShardedRecovery
     by_hand: bool

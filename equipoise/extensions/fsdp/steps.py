@@ -28,9 +28,9 @@ from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot.preserve_state import preserve_state
-from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
+from equipoise.parallel.step_protocols import NO_RESULT, EvaluationStep, StepResult, TrainingStep
 from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
-from equipoise.strategies.distributed.window_totals import TotalWeight
+from equipoise.strategies.distributed.window_totals import Apart
 
 __all__ = ["ShardedSteps"]
 
@@ -41,8 +41,6 @@ _BATCH = 2
 
 # After so many steps of a pass, those that compute a batch together compare theirs again.
 _COMPARED_EVERY = 100
-
-_NO_RESULT = StepResult(None, 0, None)
 
 
 class ShardedSteps:
@@ -63,7 +61,7 @@ class ShardedSteps:
         sharded: ShardedModule,
         processes: Processes,
         device: torch.device,
-        weight: TotalWeight,
+        weight: Apart,
         *,
         compare_each: bool,
         comparison: LayerComparison | None = None,
@@ -122,7 +120,7 @@ class ShardedSteps:
             return self._run_by_hand(step, parts[0])
 
         # 1. The forward, on the batch or a stand-in.
-        result = _NO_RESULT
+        result = NO_RESULT
         graph: Tensor | None = None
         with explained(self._sharded):
             with self._calls.watched():
@@ -168,9 +166,9 @@ class ShardedSteps:
 
     def _end_without_batches(self, step: TrainingStep) -> StepResult:
         """End a window whose gradients come from a checkpoint, as no process has had a batch since."""
-        self._weight.send(step.total_with(_NO_RESULT))
-        step.backward(_NO_RESULT)
-        return _NO_RESULT
+        self._weight.send(step.total_with(NO_RESULT))
+        step.backward(NO_RESULT)
+        return NO_RESULT
 
     def _run_by_hand(self, step: TrainingStep, batch: Any) -> StepResult:
         """Run a step of manual optimisation, in which the user runs backwards and steps optimisers."""

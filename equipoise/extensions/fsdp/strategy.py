@@ -55,7 +55,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessStrategy
-from equipoise.strategies.distributed.window_totals import Apart, OnHost, average_gradients, reading_waits
+from equipoise.strategies.distributed.window_totals import Apart, average_gradients
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
@@ -360,7 +360,7 @@ class FSDPStrategy(ProcessStrategy):
             # Torch has moved parameters and buffers. The states of a metric are neither.
             if isinstance(part, Metric):
                 part.to(device)
-        weight = OnHost(device) if reading_waits(device) else Apart(device)
+        weight = Apart(device)
         groups = ExitStack()
         portable = ShardedState(module, self._group, self._folders(groups))
         sharded.on_copied = portable.adopt

@@ -12,7 +12,6 @@ from equipoise.interop.torch.optimizers import has_any_step_hooks, is_of_torch
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import overrides
-from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -123,7 +122,7 @@ def _why_not_in_hooks(context: "RunContext") -> str | None:
     for name in _METHODS:
         if context.hooks.bind_module(name) is not None:
             return f"{type(context.module).__name__}.{name} runs when all gradients are there"
-    if is_armed(context):
+    if context.recovers:
         return "OOMRecovery repeats steps, but parameters would have changed in the failed one"
     for callback in context.state.callbacks:
         if is_a(callback, GradientAccumulationScheduler):

@@ -1,10 +1,11 @@
 """Checks that processes have the same module, and BatchNorm layers that compute over all processes."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
@@ -12,14 +13,7 @@ from equipoise.parallel.communication.object_exchange import gather_objects
 
 __all__ = ["check_same_modules", "share_batch_statistics"]
 
-# The name, shape, dtype and `requires_grad` of a parameter or buffer.
-_Description = tuple[str, tuple[int, ...], str, bool]
-
-_BATCH_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def check_same_modules(module: nn.Module) -> None:
@@ -42,8 +36,7 @@ def check_same_modules(module: nn.Module) -> None:
             )
 
     # 2. All processes compare the same descriptions, so all of them raise or none.
-    description_here = _describe(module)
-    descriptions = gather_objects(description_here)
+    descriptions = gather_objects(_describe(module))
     first = descriptions[0]
     for rank, description in enumerate(descriptions):
         if description == first:
@@ -55,39 +48,22 @@ def check_same_modules(module: nn.Module) -> None:
         )
 
 
-def _describe(module: nn.Module) -> list[_Description]:
-    """Return a description of each parameter and buffer."""
-    tensors: dict[str, Tensor] = {}
-    tensors.update(module.named_parameters())
-    tensors.update(module.named_buffers())
+def _describe(module: nn.Module) -> list[str]:
+    """Return the name, shape, dtype and kind of each parameter and buffer."""
     descriptions = []
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        dtype = str(tensor.dtype)
-        description = (name, shape, dtype, tensor.requires_grad)
-        descriptions.append(description)
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kind = "" if tensor.requires_grad else ", frozen or a buffer"
+        descriptions.append(f"{name} of shape {list(tensor.shape)}, {dtype}{kind}")
     return descriptions
 
 
-def _first_difference(
-    left: list[_Description],
-    right: list[_Description],
-) -> tuple[str, str]:
-    """Return a text for the first difference on either side: two tensors, or the numbers of tensors."""
+def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:
+    """Return the first difference on either side: descriptions of two tensors, or the numbers of tensors."""
     for one, two in zip(left, right, strict=False):
         if one != two:
-            return _text_of(one), _text_of(two)
+            return one, two
     return f"{len(left)} tensors", f"{len(right)} tensors"
-
-
-def _text_of(description: _Description) -> str:
-    name, shape, dtype, trainable = description
-    sizes = list(shape)
-    short_dtype = dtype.removeprefix("torch.")
-    text = f"{name} of shape {sizes}, {short_dtype}"
-    if not trainable:
-        text += ", frozen or a buffer"
-    return text
 
 
 def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[[], None]:
@@ -113,8 +89,7 @@ def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     # The loop changes the modules, so it runs over copies of the lists.
     for parent in list(module.modules()):
-        children = list(parent.named_children())
-        for name, layer in children:
+        for name, layer in list(parent.named_children()):
             if isinstance(layer, _BATCH_NORMS):
                 synchronised = convert(layer)
                 setattr(parent, name, synchronised)

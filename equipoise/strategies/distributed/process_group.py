@@ -89,7 +89,7 @@ class ProcessGroup(ConnectedProcesses):
             return function()
         # 3. The others start here, and meet at a store of this process.
         with StoreServer() as store:
-            run = partial(_run_in_process, self, function, store.port)
+            run = partial(self.run_as, function=function, port=store.port)
             result: T = launch(run, self.world_size, known=known, is_consequence=follows_from_another)
         return result
 
@@ -112,7 +112,3 @@ class ProcessGroup(ConnectedProcesses):
 
     def _in_group(self, rank: Rank, port: int | None = None) -> AbstractContextManager[Any]:
         return in_group(rank, self.device, timeout=self._timeout, port=port, backend=self._backend)
-
-
-def _run_in_process(group: ProcessGroup, function: Callable[[], T], port: int, index: int) -> T:
-    return group.run_as(index, function, port)

@@ -11,7 +11,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.communication.tensor_copies import copy_from_first
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import Sizes, refuse_missing_batch, shard_of_process
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
@@ -172,9 +172,8 @@ class ProcessStrategy(Strategy):
         if parts:
             return super().forward_backward(step, parts, last)
         # Others have a batch in this step. Gradients of the step before must not be used again.
-        nothing = StepResult(None, 0, None)
-        step.backward(nothing)
-        return nothing
+        step.backward(NO_RESULT)
+        return NO_RESULT
 
 
 def same_in_all_processes(module: nn.Module) -> Callable[[], None]:

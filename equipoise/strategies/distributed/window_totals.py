@@ -1,13 +1,11 @@
-"""Total weight of an accumulation window over all processes: three ways to exchange it, and the mean by it.
+"""Total weight of an accumulation window over all processes: two ways to exchange it, and the mean by it.
 
 AlongGradients   in the first bucket of gradients, since on the CPU a small exchange costs as much as a large one
-Apart            in an exchange of its own, where the buckets cannot include it
-OnHost           through the hosts, where gradients are on a GPU: no process waits for the device to read that all
-                 weights are equal, and then the device has nothing to compute
+Apart            through the hosts, where the buckets cannot include it or gradients are on a GPU: no process waits for
+                 the device to read that all weights are equal, and then the device has nothing to compute
 """
 
 import math
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,17 +17,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.communication.process_group import host_group
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
-__all__ = ["AlongGradients", "Apart", "OnHost", "TotalWeight", "as_number", "average_gradients", "reading_waits"]
-
-
-class TotalWeight(Protocol):
-    """An exchange of Σw, once per window."""
-
-    def send(self, weight: Weight) -> None:
-        """Send this process's weight; every process does so at the same point of its step."""
-
-    def total(self) -> float | Tensor:
-        """Return Σw; a tensor where reading it would wait for a device."""
+__all__ = ["AlongGradients", "Apart", "as_number", "average_gradients", "reading_waits"]
 
 
 def reading_waits(device: torch.device) -> bool:
@@ -44,41 +32,47 @@ def as_number(total: Tensor) -> float | Tensor:
     return total.item()
 
 
-class _Exchange:
-    """One asynchronous exchange at a time."""
+class Apart:
+    """Σw in an exchange of its own, which the hosts have while the backward runs.
 
-    _work: "dist.Work | None" = None
-
-    def _wait(self) -> None:
-        """Wait until the running exchange has ended."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-
-class Apart(_Exchange):
-    """Σw in an exchange of its own, while the backward runs.
+    A weight that is a tensor on a device is not read. If any process has one, the devices exchange Σw at the end of the
+    window.
 
     Args:
         device: Where this process computes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._total = torch.zeros(())
+        self._device = device
+        self._weight: Weight = 0
+        # Σw of the weights that hosts can read, and the number of weights that are tensors on a device.
+        self._numbers = torch.zeros(2, dtype=torch.float64)
+        self._work: dist.Work | None = None
 
     def send(self, weight: Weight) -> None:
-        """See `TotalWeight`."""
+        """Send this process's weight; every process does so at the same point of its step."""
         # An optimiser may call its closure again, before the total was read.
         self._wait()
-        value = torch.as_tensor(weight, dtype=torch.float64)
-        self._total = value.to(self.device, copy=True)
-        self._work = dist.all_reduce(self._total, async_op=True)
+        self._weight = weight
+        on_device = isinstance(weight, Tensor) and reading_waits(weight.device)
+        self._numbers[0] = 0.0 if on_device else float(weight)
+        self._numbers[1] = float(on_device)
+        self._work = dist.all_reduce(self._numbers, group=host_group(), async_op=True)
 
     def total(self) -> float | Tensor:
-        """See `TotalWeight`."""
+        """Return Σw; a tensor where reading it would wait for a device."""
         self._wait()
-        return as_number(self._total)
+        total, weights_on_devices = self._numbers.tolist()
+        if not weights_on_devices:
+            return float(total)
+        weight = torch.as_tensor(self._weight, dtype=torch.float64).to(self._device, copy=True)
+        dist.all_reduce(weight)
+        return weight
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
 class AlongGradients:
@@ -99,7 +93,7 @@ class AlongGradients:
         self._gradient = torch.zeros_like(weight)
 
     def send(self, weight: Weight) -> None:
-        """See `TotalWeight`: this gradient is the first one to be ready."""
+        """Send this process's weight: this gradient is the first one to be ready."""
         # Tensors are not compared: that could wait for a device.
         is_tensor = isinstance(weight, Tensor) or isinstance(self._last_weight, Tensor)
         if is_tensor or weight != self._last_weight:
@@ -109,7 +103,7 @@ class AlongGradients:
         torch.autograd.backward(self._weight, self._gradient)
 
     def total(self) -> float:
-        """See `TotalWeight`."""
+        """Return Σw."""
         assert self._weight.grad is not None
         total: float = self._weight.grad.item()
         if not math.isfinite(total):
@@ -119,51 +113,6 @@ class AlongGradients:
         if abs(total - nearest) <= self._relative_tolerance * total:
             return nearest
         return total
-
-
-class OnHost(_Exchange):
-    """Σw through the hosts of all processes, by a process group beside that of the gradients.
-
-    A weight that is a tensor on the device is not read. If any process has one, the devices exchange Σw as well: at
-    the end of the window when this happens for the first time, from then on while the backward runs.
-
-    Args:
-        device: Where this process computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._devices = Apart(device)
-        # The same in all processes, since all read the same numbers.
-        self._uses_devices = False
-        self._weight: Weight = 0
-        # Σw of the weights that hosts can read, and the number of weights that are tensors on a device.
-        self._numbers = torch.zeros(2, dtype=torch.float64)
-
-    def send(self, weight: Weight) -> None:
-        """See `TotalWeight`."""
-        # An optimiser may call its closure again, before the total was read.
-        self._wait()
-        self._weight = weight
-        on_device = isinstance(weight, Tensor) and reading_waits(weight.device)
-        if on_device:
-            self._numbers[0] = 0.0
-        else:
-            self._numbers[0] = float(weight)
-        self._numbers[1] = float(on_device)
-        self._work = dist.all_reduce(self._numbers, group=host_group(), async_op=True)
-        if self._uses_devices:
-            self._devices.send(weight)
-
-    def total(self) -> float | Tensor:
-        """See `TotalWeight`."""
-        self._wait()
-        total, weights_on_devices = self._numbers.tolist()
-        if not weights_on_devices:
-            return float(total)
-        if not self._uses_devices:
-            self._uses_devices = True
-            self._devices.send(self._weight)
-        return self._devices.total()
 
 
 def average_gradients(window: AccumulationWindow, optimizer: Optimizer, total: float | Tensor, divided_by: int) -> bool:

@@ -14,7 +14,6 @@ from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
-from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -80,7 +79,7 @@ class Modes:
 
 def evaluator(context: "RunContext", name: str) -> Callable[[Any, Sequence[Any]], Any]:
     """Return the function that evaluates a batch: the strategy's, with recovery if a callback decides about that."""
-    if is_armed(context):
+    if context.recovers:
         from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
 
         return EvaluationRecovery(context, name)

@@ -24,14 +24,13 @@ from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
-from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
@@ -96,7 +95,7 @@ class AutomaticOptimization:
         window.share_reference(None if self._is_alone else strategy.processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.
-        recovers = is_armed(context) and not skip_backward
+        recovers = context.recovers and not skip_backward
         optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
         self._in_backward = None if skip_backward else self._inner_step(context)
@@ -354,7 +353,7 @@ def _computed_again(optimizer: Optimizer) -> StepError:
 
 
 def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
-    return StepResult(None, 0, None)
+    return NO_RESULT
 
 
 def _are_several(context: "RunContext") -> bool:

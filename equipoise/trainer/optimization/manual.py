@@ -19,7 +19,6 @@ from equipoise.trainer.optimization.configuration.optimizers import takes_no_clo
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
-from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -51,7 +50,7 @@ class ManualOptimization:
         self.step = _ManualStep(context)
         self.backward = _ManualBackward(context, self.step)
         self._forward_backward = strategy.forward_backward
-        if is_armed(context):
+        if context.recovers:
             from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
 
             self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)

@@ -21,7 +21,7 @@ from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.strategies.portable_state import gradients_of, load_gradients
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
@@ -173,9 +173,8 @@ class Recovery:
         if self._strategy.processes.world_size > 1:
             return self._compute((), True)
         # As if its step had returned None.
-        skipped = StepResult(None, 0, None)
-        self._step.backward(skipped)
-        return skipped
+        self._step.backward(NO_RESULT)
+        return NO_RESULT
 
     def _compute(self, parts: Sequence[Any], is_last: bool) -> StepResult:
         window = self._window

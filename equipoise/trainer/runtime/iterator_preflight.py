@@ -6,7 +6,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a, takes_iterator
-from equipoise.trainer.recovery.armed import is_armed
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -40,7 +39,7 @@ def check_iterator_step(context: "RunContext", name: str) -> None:
             f"{step} pulls its batches by itself, so strategy={strategy.name!r} cannot give each device or process its"
             f" part. Take strategy='single_device' with one device, or `{name}(self, batch, batch_idx)`."
         )
-    if is_armed(context):
+    if context.recovers:
         raise ConfigurationError(
             f"{step} cannot be done again after an error of memory, since the batches that it pulled are gone. Leave"
             f" OOMRecovery and other callbacks with `on_out_of_memory` out, or take `{name}(self, batch, batch_idx)`."

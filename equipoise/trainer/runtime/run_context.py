@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
+from equipoise.callbacks.callback import Callback
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.parallel.snapshot import random_state
 from equipoise.precision import Precision
@@ -21,7 +22,7 @@ from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyper
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.data.transfer.prefetch import Prefetch
-from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.hooks.hooks import Hooks, overrides
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
@@ -110,6 +111,11 @@ class RunContext:
             return False
         every = self.state.check_val_every_n_epoch
         return every is None or (self.state.current_epoch + 1) % every == 0
+
+    @property
+    def recovers(self) -> bool:
+        """True if a callback decides what happens when memory runs out."""
+        return any(overrides(callback, "on_out_of_memory", Callback) for callback in self.hooks.callbacks)
 
     def request_loaders(
         self, stage: str, limit: float, *, overfit: bool = False, steps: RunSteps | None = None
@@ -219,10 +225,6 @@ class RunContext:
             yield batch
             # The memory of the batch is free while the next one is read.
             del batch
-
-    def forward_context(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Return the precision's context around a step; None if there is none."""
-        return self.precision.forward_context
 
     def profile(self, action: str) -> AbstractContextManager[Any]:
         """Measure a block, if there is a profiler.

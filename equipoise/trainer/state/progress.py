@@ -5,9 +5,10 @@ started, processed, and completed with all its hooks. `current` counts since the
 since training began. The layout of `state_dict` is that of Lightning's checkpoints, so either reads the other's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import Any
 
 __all__ = ["BatchProgress", "Counts", "FitProgress", "Progress"]
@@ -60,23 +61,9 @@ class Counts:
         """Count the units that are ready as completed; optimiser steps are neither started nor processed."""
         self.completed = self.ready
 
-    def add(self, other: "Counts") -> "Counts":
-        """Return the sum, as a new object."""
-        return Counts(
-            ready=self.ready + other.ready,
-            started=self.started + other.started,
-            processed=self.processed + other.processed,
-            completed=self.completed + other.completed,
-        )
-
-    def subtract(self, other: "Counts") -> "Counts":
-        """Return the difference, as a new object."""
-        return Counts(
-            ready=self.ready - other.ready,
-            started=self.started - other.started,
-            processed=self.processed - other.processed,
-            completed=self.completed - other.completed,
-        )
+    def combine(self, operation: Callable[[int, int], int], other: "Counts") -> "Counts":
+        """Return the sum or difference of each count, as a new object."""
+        return Counts(*(operation(getattr(self, stage), getattr(other, stage)) for stage in _STAGES))
 
     def state_dict(self, stages: tuple[str, ...] = _STAGES) -> dict[str, int]:
         """Return the named counts."""
@@ -108,7 +95,7 @@ class Progress:
     @property
     def total(self) -> Counts:
         """Counts since training began."""
-        return self._before.add(self.current)
+        return self._before.combine(add, self.current)
 
     @property
     def completed(self) -> int:
@@ -130,7 +117,7 @@ class Progress:
 
     def forget_total(self) -> None:
         """Set the total to zero, and leave the current counts for those who still read them."""
-        self._before = Counts().subtract(self.current)
+        self._before = Counts().combine(sub, self.current)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current and the total counts."""
@@ -143,7 +130,7 @@ class Progress:
         total = Counts()
         total.load_state_dict(state["total"])
         self.current.load_state_dict(state["current"])
-        self._before = total.subtract(self.current)
+        self._before = total.combine(sub, self.current)
 
 
 class BatchProgress(Progress):

@@ -1,7 +1,7 @@
 """The run stage of a trainer: training, validating, sanity checking, testing, predicting."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
@@ -18,27 +18,16 @@ _FIRST_STAGE = {
 }
 
 
-class _Stage(property):
-    """Whether a stage runs. True enters it, and False leaves it.
+def _stage(stage: RunningStage, text: str) -> Any:
+    """Return a property: whether a stage runs. True enters it, and False leaves it."""
 
-    Args:
-        stage: The stage.
-        text: Its meaning, for users.
-    """
+    def runs(state: "Stages") -> bool:
+        return state.status.stage == stage
 
-    def __init__(self, stage: RunningStage, text: str) -> None:
-        def runs(state: "Stages") -> bool:
-            return state.status.stage == stage
+    def switch(state: "Stages", value: bool) -> None:
+        state.switch(stage, value)
 
-        def switch(state: "Stages", value: bool) -> None:
-            state.switch(stage, value)
-
-        super().__init__(runs, switch)
-        self.__doc__ = text
-
-    if TYPE_CHECKING:
-
-        def __get__(self, instance: Any, owner: type | None = None, /) -> bool: ...  # type: ignore[override]
+    return property(runs, switch, doc=text)
 
 
 @dataclass
@@ -89,11 +78,11 @@ class Stages:
         """True while `fit` runs, and after it; also during its sanity check and its validations."""
         return self.status.fn == TrainerFn.FITTING
 
-    training = _Stage(RunningStage.TRAINING, "True while training runs.")
-    validating = _Stage(RunningStage.VALIDATING, "True while validation runs, inside a fit or by itself.")
-    testing = _Stage(RunningStage.TESTING, "True while a test runs.")
-    predicting = _Stage(RunningStage.PREDICTING, "True while prediction runs.")
-    sanity_checking = _Stage(RunningStage.SANITY_CHECKING, "True while the few validation batches before training run.")
+    training = _stage(RunningStage.TRAINING, "True while training runs.")
+    validating = _stage(RunningStage.VALIDATING, "True while validation runs, inside a fit or by itself.")
+    testing = _stage(RunningStage.TESTING, "True while a test runs.")
+    predicting = _stage(RunningStage.PREDICTING, "True while prediction runs.")
+    sanity_checking = _stage(RunningStage.SANITY_CHECKING, "True while the few validation batches before training run.")
 
     def begin_validation(self) -> None:
         """Enter a validation inside a fit."""

@@ -19,7 +19,7 @@ from equipoise.interop.call_patches import patched_logging, patched_progress
 from equipoise.interop.lightning.classes import module_classes
 from equipoise.interop.lightning.finders import learning_rate_settings, results_of
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
-from equipoise.strategies.ddp.exchange.engine import has_one_backward
+from equipoise.strategies.ddp.exchange.native_engine import has_one_backward
 from tests.conftest import ignoring
 from tests.support.trainer_runs import loader, refuses, refuses_fit, trainer
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from equipoise import Callback
 from equipoise.memory.out_of_memory import Split
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.trainer.recovery.armed import is_armed
 from equipoise.trainer.recovery.captured_error import CapturedError
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from tests.support.contexts import training_context
@@ -96,5 +95,5 @@ class TestDecisions:
         assert None not in decisions
 
     def test_armed_are_runs_with_a_callback_that_decides(self) -> None:
-        assert is_armed(training_context(Empty(), callbacks=[Answers()]))
-        assert not is_armed(training_context(Empty(), callbacks=[Callback()]))
+        assert training_context(Empty(), callbacks=[Answers()]).recovers
+        assert not training_context(Empty(), callbacks=[Callback()]).recovers

@@ -16,7 +16,7 @@ from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.communication.process_group import group_store
 from equipoise.parallel.communication.tensor_copies import copy_from_first
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
 from equipoise.strategies.distributed.metric_sync import synchronise_metrics
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.portable_state import LoadState, SaveState
@@ -24,7 +24,6 @@ from equipoise.strategies.portable_state import LoadState, SaveState
 __all__ = ["PipelineRun", "ProcessParts"]
 
 # Result of a step in a replica without a batch.
-_NO_RESULT = StepResult(None, 0, None)
 
 
 @dataclass(frozen=True)
@@ -124,5 +123,5 @@ class PipelineRun:
         assert self.client is not None
         if step.begins_window:
             self.client.commands.send_to_all("begin_window")
-        step.backward(_NO_RESULT)
-        return _NO_RESULT
+        step.backward(NO_RESULT)
+        return NO_RESULT

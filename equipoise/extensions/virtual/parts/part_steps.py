@@ -27,7 +27,7 @@ from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.snapshot.buffers import Buffers
 from equipoise.parallel.snapshot.random_state import isolated
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
 
 __all__ = ["PartSteps"]
 
@@ -149,7 +149,7 @@ class PartSteps:
         groups = self._groups_of_optimizers()
         if not parts:
             # Others have a batch in this step, and the first step fixes the weight to which others are relative.
-            step.backward(StepResult(None, 0, None))
+            step.backward(NO_RESULT)
         with isolated():
             for number in range(self._first, self._end):
                 index = number - self._first

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.exchange.engine import Engine, has_one_backward
-from equipoise.strategies.ddp.exchange.native_engine import NativeEngine
+from equipoise.strategies.ddp.exchange.native_engine import NativeEngine, has_one_backward
 from equipoise.strategies.ddp.exchange.torch_engine import TorchEngine
 
 __all__ = ["GradientExchange", "check_engine_options"]
@@ -58,12 +57,12 @@ class GradientExchange:
         engine.manual_backward(loss, *args, **kwargs)
 
     def collect(self) -> None:
-        """Complete the exchange of a window's last backward; see `Engine.collect`."""
+        """Complete the exchange of a window's last backward, before hooks read the exchanged gradients."""
         if self._engine is not None:
             self._engine.collect()
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
-        """End a window; see `Engine.finish`."""
+        """End a window; return whether the weights of all processes are 0."""
         assert self._engine is not None
         return self._engine.finish(window, optimizer)
 
@@ -80,7 +79,7 @@ class GradientExchange:
         if engine is not None:
             engine.close()
 
-    def _current_engine(self) -> Engine:
+    def _current_engine(self) -> TorchEngine | NativeEngine:
         """Return the engine, another one if parameters were frozen or unfrozen since the last step."""
         if self._engine is not None and self._trainable_parameters_differ():
             self.close()

@@ -4,17 +4,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equipoise.interop.lightning.classes import base_of
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.exchange.engine import NO_RESULT, has_one_backward
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
 from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
 from equipoise.strategies.distributed.window_totals import as_number, average_gradients
 
-__all__ = ["NativeEngine"]
+__all__ = ["NativeEngine", "has_one_backward"]
 
 
 class NativeEngine:
@@ -33,7 +34,7 @@ class NativeEngine:
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
-        """See `Engine`."""
+        """Compute the gradients of a batch; without parts, join the exchange only."""
         if not parts and not self._automatic:
             refuse_missing_batch_by_hand()
         result = step(parts[0]) if parts else NO_RESULT
@@ -45,12 +46,12 @@ class NativeEngine:
         return result
 
     def collect(self) -> None:
-        """See `Engine`."""
+        """Complete an exchange, after a backward and before its hooks, which read the exchanged gradients."""
         if self._reducer.is_open:
             self._reducer.finish()
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
-        """See `Engine`. The reducer has summed over the processes."""
+        """End a window; see `GradientExchange.finish`. The reducer has summed over the processes."""
         total = as_number(self._reducer.total())
         return average_gradients(window, optimizer, total, 1)
 
@@ -70,5 +71,11 @@ class NativeEngine:
         return self._reducer.break_off()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Release the module."""
         self._reducer.close()
+
+
+def has_one_backward(module: nn.Module) -> bool:
+    """Return whether the module leaves the backward to the trainer; an override may run it several times."""
+    stock_class = base_of(module, LightningModule)
+    return getattr(type(module), "backward", None) is stock_class.backward

@@ -13,13 +13,10 @@ from torch.optim import Optimizer
 
 from equipoise.errors import StepError
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.ddp.exchange.engine import NO_RESULT
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
 from equipoise.strategies.distributed.window_totals import (
     AlongGradients,
     Apart,
-    OnHost,
-    TotalWeight,
     average_gradients,
     reading_waits,
 )
@@ -62,7 +59,7 @@ class TorchEngine:
             self._wrapped.register_comm_hook(hook.state(), hook.function)
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
-        """See `Engine`."""
+        """Compute the gradients of a batch; without parts, join the exchange only."""
         if self._is_static and not last:
             raise StepError(
                 "static_graph=True does not go with accumulate_grad_batches: torch's wrapper would see other steps."
@@ -114,14 +111,14 @@ class TorchEngine:
         )
 
     def collect(self) -> None:
-        """See `Engine`: the wrapper completes the exchange within the backward."""
+        """Do nothing: the wrapper completes the exchange within the backward."""
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
-        """See `Engine`. The wrapper has averaged over the processes."""
+        """End a window; see `GradientExchange.finish`. The wrapper has averaged over the processes."""
         return average_gradients(window, optimizer, self._weight.total(), dist.get_world_size())
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Do nothing: the wrapper holds no hooks of ours."""
 
 
 class _Redirected(nn.Module):
@@ -149,11 +146,9 @@ def _is_idle(result: StepResult) -> bool:
 
 def _total_weight(
     parameters: Iterable[nn.Parameter], device: torch.device, *, in_buckets: bool
-) -> tuple[TotalWeight, nn.Parameter | None]:
+) -> tuple[AlongGradients | Apart, nn.Parameter | None]:
     """Return the exchange of Σw, and the parameter that it needs in the wrapped module."""
-    if reading_waits(device):
-        return OnHost(device), None
-    if not in_buckets:
+    if reading_waits(device) or not in_buckets:
         return Apart(device), None
     # A bucket holds gradients of one dtype: take that of the last parameter that is wide enough.
     dtype = torch.float32

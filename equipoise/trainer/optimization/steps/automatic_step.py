@@ -8,7 +8,7 @@ from torch import Tensor
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleStep, explain_error
@@ -141,7 +141,7 @@ class AutomaticStep(ModuleStep):
         if not isinstance(output, Tensor):
             if output is None:
                 self._count_skipped()
-                return StepResult(None, 0, None)
+                return NO_RESULT
             loss, weight = _loss_and_weight(output)
 
         # 3. The weight, if the window needs one.
