@@ -126,11 +126,7 @@ class PortableState:
 
 
 def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
-    """Return the gradients of all parameters of optimisers, in order.
-
-    Args:
-        optimizers: Any optimisers of torch.
-    """
+    """Return the gradients of all parameters of optimisers, in order."""
     gradients: list[Tensor | None] = []
     for optimizer in optimizers:
         gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))

@@ -19,11 +19,7 @@ _wants_own: ContextVar[bool] = ContextVar("wants_own_forwards", default=False)
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
-    """Return True if another forward stands in the place of a module's own.
-
-    Args:
-        module: The module.
-    """
+    """Return True if another forward stands in the place of a module's own."""
     function = getattr(vars(module).get("forward"), "__func__", None)
     return getattr(function, _MARK, False)
 

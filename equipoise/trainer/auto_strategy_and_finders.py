@@ -40,11 +40,6 @@ def _have_memory(devices: Sequence[torch.device]) -> bool:
 def search(trainer: Any, make: Callable[..., Any], request: Request) -> bool:
     """Let the finders among the callbacks search before a run.
 
-    Args:
-        trainer: The trainer.
-        make: Makes the trainers of the searches.
-        request: The request, of a fit or of another entry point.
-
     Returns:
         True if the run shall follow; False if a method of Lightning's Tuner wanted the search alone.
 

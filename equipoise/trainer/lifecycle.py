@@ -51,10 +51,6 @@ __all__ = ["run"]
 def run(parts: TrainerParts, request: Request) -> Any:
     """Carry out a request in every process; on any error everything is released, and the error is raised again.
 
-    Args:
-        parts: The objects of the trainer.
-        request: The arguments of the entry point.
-
     Returns:
         What the loop of the entry point returned.
     """

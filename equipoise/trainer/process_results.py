@@ -98,13 +98,7 @@ def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
 
 
 def collect(parts: TrainerParts, shared: list[Any], result: Any) -> ProcessResults:
-    """Return the results of a run: the changes of the shared objects of this process.
-
-    Args:
-        parts: The objects of the trainer.
-        shared: What `shared_objects` has returned, in this process.
-        result: What the loop has returned.
-    """
+    """Return the results of a run: the changes of the shared objects of this process."""
     # 1. The values of tensors, and the attributes of the other objects.
     attributes: list[Attributes | None] = []
     tensors = []
@@ -185,11 +179,6 @@ def _state_of_incomplete_module(shared: list[Any], attributes: list[Attributes |
 
 def apply_results(parts: TrainerParts, shared: list[Any], results: ProcessResults) -> Any:
     """Give the shared objects of this process the results of the process that ran.
-
-    Args:
-        parts: The objects of the trainer.
-        shared: What `shared_objects` has returned, in this process.
-        results: The results of the main process.
 
     Returns:
         What the loop has returned.

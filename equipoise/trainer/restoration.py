@@ -202,12 +202,6 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
 def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> str:
     """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`; a file of weights has none.
 
-    Args:
-        parts: The objects of the trainer.
-        context: The run.
-        checkpoint: The content of the file.
-        path: The path of the file.
-
     Returns:
         What was restored, for a message.
 

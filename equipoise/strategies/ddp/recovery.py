@@ -25,11 +25,7 @@ _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the
 
 
 class CollectiveGuard:
-    """Detects the collective operations that a process runs in its steps.
-
-    Args:
-        module: The user's module.
-    """
+    """Detects the collective operations that a process runs in its steps."""
 
     def __init__(self, module: nn.Module) -> None:
         synchronised = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
@@ -39,11 +35,6 @@ class CollectiveGuard:
 
     def run(self, compute: Callable[[], T], *, training: bool, in_micro_batches: bool) -> T:
         """Run the forward of a step on a batch or micro-batch.
-
-        Args:
-            compute: Function that computes the forward.
-            training: Whether the step trains.
-            in_micro_batches: Whether it computes a micro-batch.
 
         Returns:
             The result of the function.
@@ -69,12 +60,7 @@ class CollectiveGuard:
         return result
 
     def why_not(self, *, training: bool, leave_out: bool) -> str:
-        """Return why a step that ran out of memory cannot be repeated; empty if it can.
-
-        Args:
-            training: Whether the step trains.
-            leave_out: Whether the batch is to be left out.
-        """
+        """Return why a step that ran out of memory cannot be repeated; empty if it can."""
         if self._communicates[training]:
             return f"All processes communicate in the forward, so one cannot do its step again alone. {_WAY_OUT}"
         if leave_out and not self._has_completed_step[training]:
@@ -87,11 +73,6 @@ class CollectiveGuard:
 
 class DDPRecovery(RecoverySupport):
     """Repeats the steps of one process, while the other processes wait for its gradients.
-
-    Args:
-        module: The user's module.
-        exchange: The exchange of gradients.
-        shares: The shares of the processes.
 
     Attributes:
         guard: Detects communication in steps; None unless steps may be repeated.

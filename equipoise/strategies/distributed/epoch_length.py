@@ -101,11 +101,7 @@ def whole_steps(lengths: Sequence[float]) -> float:
 
 
 def certainty_of(loader: Any) -> Certainty:
-    """Return when the number of batches of a loader's pass is certain.
-
-    Args:
-        loader: Any iterable of batches.
-    """
+    """Return when the number of batches of a loader's pass is certain."""
     if isinstance(loader, Turns):
         return certainty_of(loader.loader)
     if type(loader) in (list, tuple):
@@ -135,11 +131,7 @@ def _certainty_of_sampler(sampler: Any) -> Certainty:
 
 
 def draw_order(loader: Any) -> None:
-    """Draw the order of a loader whose number of batches is certain once it is drawn.
-
-    Args:
-        loader: The loader.
-    """
+    """Draw the order of a loader whose number of batches is certain once it is drawn."""
     if isinstance(loader, Turns):
         loader = loader.loader
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -107,12 +107,7 @@ def why_not_by_shares(loader: Any) -> str:
 
 
 def step_size_of(loader: Any, count: int) -> int | None:
-    """Return the number of samples in a full step of all processes; None if it is unknown.
-
-    Args:
-        loader: The training loader, before it is shared.
-        count: The number of processes.
-    """
+    """Return the number of samples in a full step of all processes; None if it is unknown."""
     if _has_whole_steps(loader):
         size: int | None = loader.batch_sampler.size
         return size
@@ -222,12 +217,7 @@ def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed
 
 
 def order_of_processes(loader: DataLoader[Any], seed: int) -> Any:
-    """Return a sampler over the samples of all processes, in the order in which they share them out.
-
-    Args:
-        loader: The loader, the same in all processes.
-        seed: The seed of the order.
-    """
+    """Return a sampler over the samples of all processes, in the order in which they share them out."""
     order = _order_for_all(loader, seed)
     if order is not None:
         return order

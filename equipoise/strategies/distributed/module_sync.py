@@ -19,9 +19,6 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def check_same_modules(module: nn.Module) -> None:
     """Check that the module has the same parameters and buffers in all processes.
 
-    Args:
-        module: The user's module, in every process.
-
     Raises:
         ConfigurationError: If a parameter has no shape yet, or if processes differ. Then every process raises, and
             the message names the first difference.
@@ -68,10 +65,6 @@ def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:
 
 def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[[], None]:
     """Replace BatchNorm layers by torch's SyncBatchNorm, which shares parameters and buffers with them.
-
-    Args:
-        module: The user's module, on its device.
-        device: The device.
 
     Returns:
         A function that puts the layers back.

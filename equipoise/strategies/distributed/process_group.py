@@ -94,13 +94,7 @@ class ProcessGroup(ConnectedProcesses):
         return result
 
     def run_as(self, index: int, function: Callable[[], T], port: int) -> T:
-        """Run a function in a process that was started here.
-
-        Args:
-            index: Number of the process.
-            function: The function.
-            port: Port of the store where the processes meet.
-        """
+        """Run a function in a process that was started here."""
         # 1. This object is a copy from the main process, so it has no rank yet.
         rank = place_of_worker(index, self.world_size, self.devices[0])
         check_count(rank, self.devices, 1)

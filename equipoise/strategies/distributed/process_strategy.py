@@ -35,11 +35,7 @@ class ProcessRun:
     shares_statistics: bool = False
 
     def share_statistics(self, restore: Callable[[], None]) -> None:
-        """Note that layers compute batch statistics over all processes.
-
-        Args:
-            restore: Function that restores the layers.
-        """
+        """Note that layers compute batch statistics over all processes."""
         self.restores.append(restore)
         self.shares_statistics = True
 
@@ -178,9 +174,6 @@ class ProcessStrategy(Strategy):
 
 def same_in_all_processes(module: nn.Module) -> Callable[[], None]:
     """Give all processes the parameters and buffers of rank 0, and compute metrics over all of them.
-
-    Args:
-        module: The user's module, in every process.
 
     Returns:
         A function that restores the metrics.

@@ -80,11 +80,7 @@ class RunSteps:
     # Loaders.
 
     def note_states(self, *, one: bool) -> None:
-        """Note whether the processes of the strategy have one state; called before `keep`.
-
-        Args:
-            one: Its `has_one_state`.
-        """
+        """Note whether the processes of the strategy have one state; called before `keep`."""
         self._is_of_other_kind = self.has_one_state not in (None, one)
         self.has_one_state = one
 

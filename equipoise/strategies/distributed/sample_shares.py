@@ -191,13 +191,7 @@ class ProcessShares:
         return self._largest_step >= self._fewest_samples
 
     def run(self, function: Callable[[], _T], part: Any, batch_idx: int) -> _T:
-        """Run the forward of a step, measured while shares are measured, and slowed down if the device is simulated.
-
-        Args:
-            function: Function that computes the forward.
-            part: The batch of this process.
-            batch_idx: The number of the batch.
-        """
+        """Run the forward of a step, measured while shares are measured, and slowed down if the device is simulated."""
         if not self.is_measuring and self._simulated is None:
             return function()
         # 1. Find the size of the part. One that cannot be found is not measured.

@@ -66,11 +66,7 @@ class ReplicatedForward:
 
     @contextmanager
     def cover(self, step: TrainingStep | EvaluationStep) -> Iterator[None]:
-        """Compute calls of the module on all devices during a block.
-
-        Args:
-            step: The step whose calls these are.
-        """
+        """Compute calls of the module on all devices during a block."""
         attributes = vars(self._module)
         # The user may have set a function on the object.
         user_function = attributes.get("forward")

@@ -34,12 +34,7 @@ class ScalarOutputs:
         self._has_looked = False
 
     def watch(self, outputs: Sequence[Any], gathered: Any) -> None:
-        """Look at the first outputs with a graph; warn once if the loss takes a stacked scalar.
-
-        Args:
-            outputs: The outputs of the parts.
-            gathered: The same, gathered.
-        """
+        """Look at the first outputs with a graph; warn once if the loss takes a stacked scalar."""
         if self._has_looked or len(outputs) < 2 or not torch.is_grad_enabled():
             return
         self._has_looked = True

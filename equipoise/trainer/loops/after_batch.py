@@ -20,14 +20,7 @@ __all__ = ["AfterBatch"]
 
 
 class AfterBatch:
-    """Does what is due after a batch, and returns whether the epoch ends there. One object serves one epoch.
-
-    Args:
-        context: The run.
-        fit: The state of training.
-        schedulers: Step the learning-rate schedulers.
-        validate: Runs the validation. Its argument tells whether the batch ended an accumulation window.
-    """
+    """Does what is due after a batch, and returns whether the epoch ends there. One object serves one epoch."""
 
     def __init__(
         self, context: "RunContext", fit: FitState, schedulers: Schedulers, validate: Callable[[bool], None]

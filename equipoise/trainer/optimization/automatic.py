@@ -49,14 +49,6 @@ class AutomaticOptimization:
     It is bound for an epoch: callbacks may change the optimiser and the window between epochs. It is called with the
     parts of a batch, the number of the batch, and whether the accumulation window ends with it.
 
-    Args:
-        context: The run.
-        window: The accumulation window.
-        batch_weight: Finds the weight of a batch.
-        skip_backward: Whether to run the forward only.
-        count_skipped: Called when `training_step` has returned None.
-        step_class: Creates the training step. Default: None, a step that is not compiled.
-
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.

@@ -40,15 +40,7 @@ def detached(result: Any) -> StepResult:
 def outputs_in_order(
     micro_batches: Sequence[Any], results: Sequence[StepResult], sizes: Sequence[int], device: torch.device, dim: int
 ) -> PartialOutputs:
-    """Return the outputs of micro-batches in the order of the data. Each micro-batch has samples of every device.
-
-    Args:
-        micro_batches: The micro-batches, in the order in which they were computed.
-        results: The result of each.
-        sizes: The number of samples of each.
-        device: The device of the outputs.
-        dim: The dimension of the samples.
-    """
+    """Return the outputs of micro-batches in the order of the data. Each micro-batch has samples of every device."""
     # 1. The outputs of all parts. Where a strategy computes on several devices, it has noted the device of each part.
     entries: list[_Output] = []
     for number, (micro_batch, result, size) in enumerate(zip(micro_batches, results, sizes, strict=True)):

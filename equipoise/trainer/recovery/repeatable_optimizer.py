@@ -72,11 +72,7 @@ class RepeatableOptimizer(StrategyOptimizer):
         return self._check_repeat(captured, "A step that computes its gradients in a closure is not done again.")
 
     def step_or_repeat(self, step: Callable[[], Any]) -> Any:
-        """Step, and repeat the step if memory ran out, a callback agrees, and nothing has changed.
-
-        Args:
-            step: Function that steps the optimiser.
-        """
+        """Step, and repeat the step if memory ran out, a callback agrees, and nothing has changed."""
         optimizer = self.optimizer
         tensors: Sequence[Tensor] = optimizer_parameters(optimizer)
         had_state = bool(optimizer.state)

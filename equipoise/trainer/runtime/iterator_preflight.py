@@ -16,10 +16,6 @@ __all__ = ["accumulation_refused", "check_iterator_step"]
 def check_iterator_step(context: "RunContext", name: str) -> None:
     """Check that steps can be exact if they pull their batches by themselves.
 
-    Args:
-        context: The run.
-        name: The name of the step, such as "training_step".
-
     Raises:
         ConfigurationError: Naming the obstacle and a remedy.
     """

@@ -72,12 +72,7 @@ def interrupted_checkpoint(state: RunState) -> Path | str | None:
 
 
 def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
-    """Remove the checkpoint of an earlier interruption after a fit that came to its end.
-
-    Args:
-        state: The state of the fit.
-        is_main: Whether this is the main process.
-    """
+    """Remove the checkpoint of an earlier interruption after a fit that came to its end."""
     if slurm_job() is not None and state.fitting and is_main:
         remove_checkpoint(checkpoint_path(state))
 

@@ -45,9 +45,6 @@ def set_torch_flags(deterministic: bool | str | None, benchmark: bool | None) ->
 def select_plugins(plugins: Any) -> PluginsInUse:
     """Return the plugins by what they are for, and complete a CheckpointIO that wraps another one.
 
-    Args:
-        plugins: One, several, or None.
-
     Raises:
         ConfigurationError: If one has no meaning here; the message names the argument that replaces it.
     """
@@ -79,13 +76,7 @@ def select_precision(precision: Any, device_type: str) -> Precision:
 
 
 def module_init_context(device: torch.device, precision: Precision, *, empty: bool) -> ExitStack:
-    """Return a context in which torch creates tensors on a device, in the dtype of a precision.
-
-    Args:
-        device: The device.
-        precision: The precision.
-        empty: Whether tensors stay uninitialised.
-    """
+    """Return a context in which torch creates tensors on a device, in the dtype of a precision."""
     stack = ExitStack()
     stack.enter_context(precision.init_context())
     stack.enter_context(device)

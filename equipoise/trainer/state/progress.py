@@ -34,11 +34,7 @@ class Counts:
         self.completed = value
 
     def make_ready(self, number: int = 1) -> None:
-        """Count more units that are ready.
-
-        Args:
-            number: Number of units.
-        """
+        """Count more units that are ready."""
         self.ready += number
 
     def start(self) -> None:

@@ -22,14 +22,7 @@ __all__ = ["LightningNames", "precision_plugin"]
 
 
 def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..., None]) -> Precision:
-    """Return the plugin of Lightning for one of our precisions; users read its dtype, and modules clip by it.
-
-    Args:
-        name: The precision's name.
-        device_type: "cpu", "cuda", ...
-        scaler: The loss scaler, if there is one.
-        clip: Clips gradients, called with optimiser, value and algorithm.
-    """
+    """Return the plugin of Lightning for one of our precisions; users read its dtype, and modules clip by it."""
     plugin: Precision
     if name.endswith("-mixed"):
         mixed: Literal["16-mixed", "bf16-mixed"] = "16-mixed" if name == "16-mixed" else "bf16-mixed"
@@ -228,11 +221,7 @@ class FitLoopView:
 
 
 class LightningNames:
-    """The names under which Lightning's objects look for all this; the Trainer inherits them.
-
-    Args:
-        parts: The objects of the trainer.
-    """
+    """The names under which Lightning's objects look for all this; the Trainer inherits them."""
 
     def __init__(self, parts: "TrainerParts") -> None:
         self.parts = parts

@@ -69,11 +69,7 @@ class TrainerParts:
         self.replace_strategy(self.strategy)
 
     def replace_strategy(self, strategy: Strategy) -> None:
-        """Carry out the next runs under a strategy.
-
-        Args:
-            strategy: The strategy, connected to its devices.
-        """
+        """Carry out the next runs under a strategy."""
         self.strategy = strategy
         self.strategy_view = StrategyView(self.strategy, self.state, self)
         self._wrapped_optimizers = []
@@ -139,11 +135,7 @@ class TrainerParts:
         return self.context.module
 
     def source_of(self, stage: str) -> SourceView:
-        """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it.
-
-        Args:
-            stage: "train", "val", "test" or "predict".
-        """
+        """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it."""
         if self.context is None:
             return SourceView(None)
         return SourceView(self.context.sources[stage])

@@ -58,13 +58,7 @@ _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
 class StrategyView:
-    """`trainer.strategy`: the strategy, and beside its own members those of Lightning's strategies.
-
-    Args:
-        strategy: The strategy.
-        state: The state of the trainer.
-        parts: All objects of the trainer.
-    """
+    """`trainer.strategy`: the strategy, and beside its own members those of Lightning's strategies."""
 
     lightning_restore_optimizer = True
     handles_gradient_accumulation = False

@@ -22,12 +22,6 @@ class GradientExchange:
     """The exchange of a run, by the engine that fits the module's trainable parameters.
 
     The engine is constructed when the first batch is trained on, and replaced when parameters are frozen or unfrozen.
-
-    Args:
-        name: The engine that the user has chosen, "torch" or "native".
-        module: The user's module, on its device.
-        device: The device.
-        options: The options of the engine.
     """
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:

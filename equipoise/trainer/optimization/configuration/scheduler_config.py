@@ -25,10 +25,6 @@ _AUTOMATIC_KEYS = ("reduce_on_plateau", "monitor", "strict")
 def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConfig:
     """Return the configuration of one scheduler, with the defaults of its form.
 
-    Args:
-        scheduler: A scheduler, or the dictionary of one.
-        module: The user's module.
-
     Raises:
         ConfigurationError: If an entry is missing or wrong.
     """

@@ -24,11 +24,6 @@ _MOST_NAMES = 4
 def check_several(returned: Sequence[Any], optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Check that one backward and one step of each optimiser is what the user means.
 
-    Args:
-        returned: What `configure_optimizers` has returned.
-        optimizers: The optimisers in it.
-        module: The user's module.
-
     Raises:
         ConfigurationRuntimeError: If it cannot be.
     """

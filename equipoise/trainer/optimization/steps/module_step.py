@@ -118,13 +118,7 @@ class ModuleStep:
     # The method on parts of a batch
 
     def run_on(self, replica: nn.Module, part: Any, size: int) -> StepResult:
-        """Run the method of a replica on one part of a batch. Logged values stay with the result.
-
-        Args:
-            replica: The module, or a copy of it.
-            part: The part.
-            size: Its number of samples.
-        """
+        """Run the method of a replica on one part of a batch. Logged values stay with the result."""
         # 1. The method of the replica.
         method = self._methods.get(replica)
         if method is None:

@@ -19,13 +19,6 @@ __all__ = ["WindowGradients"]
 class WindowGradients:
     """The gradients of the parameters of one optimiser.
 
-    Args:
-        context: The run.
-        window: The accumulation window.
-        optimizer: The optimiser whose gradients are zeroed.
-        optimizers: The optimisers as the strategy steps them.
-        may_split: Whether a batch may be split into micro-batches after an out-of-memory error.
-
     Attributes:
         are_weighed: Whether `finish` may weigh the gradients. Then the window must be reset after a step.
     """
