@@ -15,7 +15,7 @@ from equipoise.interop.lightning.loaders import seeds_workers
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking, iterator_of, with_collated_batches
 from equipoise.parallel.batches.sampling import Collate
 from equipoise.trainer.data.loader_state import separates_workers
-from equipoise.trainer.data.memory_rows import Rows, rows_of
+from equipoise.trainer.data.memory_rows import sample_size, take
 
 __all__ = ["open_loader"]
 
@@ -29,33 +29,29 @@ _MOST_FAILURES = 3
 
 def open_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over the batches of a loader, as `iter(loader)` does, but taken together where possible."""
-    rows = _rows_of_loader(loader)
-    if rows is None:
+    if not _takes_rows(loader):
         return iter(loader)
     collate: Any = loader.collate_fn
-    batches = _CollatedRows(loader.dataset, rows, collate)
+    batches = _CollatedRows(loader.dataset, collate)
     finish = collate.divide if isinstance(collate, Collate) else _unchanged
     return iterator_of(loader, with_collated_batches(loader, batches, finish))
 
 
-def _rows_of_loader(loader: Any) -> Rows | None:
-    """Return the rows of a loader's dataset; None if its batches are read sample by sample."""
+def _takes_rows(loader: Any) -> bool:
     if type(loader) is not DataLoader or loader.batch_sampler is None:
-        return None
+        return False
     collate: Any = loader.collate_fn
     # Loaders that processes share have a function around that of the user.
     if isinstance(collate, Collate):
         collate = collate.collate
     if collate is not default_collate or not collates_tensors_by_stacking():
-        return None
+        return False
     # A function of the user may change the dataset of a worker.
     init = loader.worker_init_fn
     if init is not None and not seeds_workers(init) and not separates_workers(init):
-        return None
-    rows = rows_of(loader.dataset)
-    if rows is not None and loader.num_workers and rows.sample_size > _LARGEST_SAMPLE_IN_WORKER:
-        return None
-    return rows
+        return False
+    size = sample_size(loader.dataset)
+    return size is not None and (not loader.num_workers or size <= _LARGEST_SAMPLE_IN_WORKER)
 
 
 class _CollatedRows:
@@ -63,13 +59,11 @@ class _CollatedRows:
 
     Args:
         dataset: The dataset.
-        rows: Its rows.
         collate: Collates samples that must be read one by one.
     """
 
-    def __init__(self, dataset: Any, rows: Rows, collate: Any) -> None:
+    def __init__(self, dataset: Any, collate: Any) -> None:
         self._dataset = dataset
-        self._rows = rows
         self._collate = collate
         # Number of latest batches that could not be taken together.
         self._failures = 0
@@ -86,7 +80,7 @@ class _CollatedRows:
             # Samples read one by one report what is wrong, or can be read nevertheless.
             self._failures += 1
             with suppress(Exception):
-                batch = self._rows.take(indices)
+                batch = take(self._dataset, indices)
                 self._failures = 0
                 return batch
         samples = self._samples(indices)

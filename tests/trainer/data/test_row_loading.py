@@ -1,16 +1,18 @@
 """Loaders of data in memory yield the batches that torch's own iteration yields, and draw the same random numbers."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     RandomSampler,
     StackDataset,
     Subset,
@@ -23,13 +25,91 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from equipoise.interop.lightning.loaders import seed_workers
 from equipoise.parallel.batches.sampling import NO_BATCH, Collate
-from equipoise.trainer.data import memory_rows, row_loading
+from equipoise.trainer.data import row_loading
+from equipoise.trainer.data.memory_rows import sample_size, take
 from equipoise.trainer.data.row_loading import open_loader
 from tests.support.trainer_runs import trainer
-from tests.trainer.data.test_memory_rows import assert_same, dataset
 from tests.trainer.optimization.test_accumulation import Net, make_batches
 
 SIZE = 17
+
+
+def tensors(seed: int = 0, size: int = SIZE) -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 3, 4, 5, generator=draw)
+    images[0, 0, 0, 0] = float("nan")
+    labels = torch.randint(9, (size,), generator=draw)
+    return images, labels, torch.rand(size, 1, generator=draw) < 0.5, torch.zeros(size, 0, dtype=torch.complex64)
+
+
+def dataset(seed: int = 0, size: int = SIZE) -> TensorDataset:
+    return TensorDataset(*tensors(seed, size))
+
+
+DATASETS = {
+    "tensors": dataset,
+    "one tensor": lambda: TensorDataset(tensors()[0]),
+    "subset": lambda: Subset(dataset(), [3, 5, 7, 7, 16, 0]),
+    "subset of a subset": lambda: Subset(Subset(dataset(), range(2, 15)), [0, 12, 4, 9, 2]),
+    "subset by a tensor": lambda: Subset(dataset(), torch.arange(9)),  # type: ignore[arg-type]
+    "joined": lambda: ConcatDataset([dataset(1, 40), Subset(dataset(2), [4, 2] * 20), dataset(3, 30)]),
+    "joined subsets of joined": lambda: ConcatDataset(
+        [Subset(ConcatDataset([dataset(1), dataset(2)]), [30, 1, 17] * 12), dataset(3, 30)]
+    ),
+    "stacked": lambda: StackDataset(tensors()[0], dataset(4)),
+    "stacked by name": lambda: StackDataset(image=tensors()[0], label=Subset(TensorDataset(tensors()[1]), range(SIZE))),
+}
+
+
+class OwnDataset(TensorDataset):
+    pass
+
+
+class OwnSubset(Subset[Any]):
+    pass
+
+
+class Numbers(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+OTHERS = {
+    "subclass": lambda: OwnDataset(*tensors()),
+    "subclass of Subset": lambda: OwnSubset(dataset(), [1, 2]),
+    "own dataset": Numbers,
+    "own dataset in a subset": lambda: Subset(Numbers(), [1, 2]),
+    "own dataset among others": lambda: ConcatDataset([dataset(), OwnDataset(*tensors())]),
+    "own dataset beside others": lambda: StackDataset(dataset(), Numbers()),
+    "parameter": lambda: TensorDataset(nn.Parameter(torch.zeros(3, 2))),
+    "tensor that requires a gradient": lambda: TensorDataset(torch.zeros(3, 2, requires_grad=True)),
+    "other memory format": lambda: TensorDataset(torch.zeros(3, 2, 4, 4).to(memory_format=torch.channels_last)),
+    "conjugated": lambda: TensorDataset(torch.zeros(3, 2, dtype=torch.complex64).conj()),
+    "sparse": lambda: TensorDataset(torch.eye(3).to_sparse()),
+    "other device": lambda: TensorDataset(torch.zeros(3, 2, device="meta")),
+    "list": lambda: [1, 2, 3],
+    "large samples of several parts": lambda: ConcatDataset([TensorDataset(torch.zeros(2, 2000))] * 2),
+    "tensor with a gradient beside others": lambda: StackDataset(torch.zeros(2), torch.zeros(2, requires_grad=True)),
+}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape
+        assert actual.stride() == expected.stride()
+        assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+        return
+    assert len(actual) == len(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        actual, expected = actual.values(), expected.values()
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
 
 
 class Arrays:
@@ -74,6 +154,11 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         64,
         sampler=[*range(50), *range(50, 80)],
     ),
+    "joined datasets of other dtypes": lambda: DataLoader(
+        ConcatDataset([TensorDataset(torch.ones(3, 2)), TensorDataset(torch.zeros(3, 2, dtype=torch.float64))]),
+        40,
+        sampler=[0, 4] * 20,
+    ),
     "workers": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=2),
     "workers that stay": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=1, persistent_workers=True),
 }
@@ -113,9 +198,9 @@ class Reads:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """Count of the batches of a TensorDataset."""
+    """Count of the batches of a loader."""
     counts = Reads()
-    take, samples = memory_rows._take_of_tensors, row_loading._CollatedRows._samples
+    samples = row_loading._CollatedRows._samples
 
     def counted_take(*arguments: Any) -> Any:
         batch = take(*arguments)
@@ -126,14 +211,44 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         counts.by_sample += 1
         return samples(self, indices)
 
-    monkeypatch.setattr(memory_rows, "_take_of_tensors", counted_take)
+    monkeypatch.setattr(row_loading, "take", counted_take)
     monkeypatch.setattr(row_loading._CollatedRows, "_samples", counted_samples)
     return counts
 
 
-def test_no_sample_is_read_by_itself(reads: Reads) -> None:
-    list(open_loader(DataLoader(dataset(), 4, shuffle=True, drop_last=True)))
-    assert (reads.at_once, reads.by_sample) == (4, 0)
+@pytest.mark.parametrize("name", DATASETS)
+def test_no_sample_is_read_by_itself(name: str, reads: Reads) -> None:
+    data = DATASETS[name]()
+    numbers = random.Random(3).choices(range(len(data)), k=240)
+    actual = list(open_loader(DataLoader(data, 120, sampler=numbers)))
+    assert_same(actual, list(DataLoader(data, 120, sampler=numbers)))
+    assert (reads.at_once, reads.by_sample) == (2, 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_other_datasets_have_no_rows(name: str) -> None:
+    assert sample_size(OTHERS[name]()) is None
+
+
+def test_methods_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset()
+    data.__getitems__ = lambda indices: [1 for _ in indices]  # type: ignore[attr-defined]
+    assert sample_size(data) is None
+    assert sample_size(dataset()) is not None
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: 1)
+    assert sample_size(dataset()) is None
+
+
+def test_joined_datasets_need_several_samples_of_each(reads: Reads) -> None:
+    list(open_loader(DataLoader(ConcatDataset([dataset(1), dataset(2)]), 30, sampler=[0, SIZE] * 15 + [1] * 30)))
+    assert (reads.at_once, reads.by_sample) == (1, 1)
+
+
+def test_rows_are_copies() -> None:
+    data = dataset()
+    take(data, [1, 2])[0].zero_()
+    assert data.tensors[0][1].abs().sum() > 0
 
 
 def test_small_batches_are_read_sample_by_sample(reads: Reads) -> None:
@@ -144,11 +259,11 @@ def test_small_batches_are_read_sample_by_sample(reads: Reads) -> None:
 def test_a_few_failures_end_the_attempts(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
-    def fail(dataset: Any, tensors: Any, indices: Any) -> Any:
+    def fail(dataset: Any, indices: Any) -> Any:
         attempts.append(indices)
         raise LookupError("no rows")
 
-    monkeypatch.setattr(memory_rows, "_take_of_tensors", fail)
+    monkeypatch.setattr(row_loading, "take", fail)
     assert_same(list(open_loader(DataLoader(dataset(), 4))), list(DataLoader(dataset(), 4)))
     assert (len(attempts), reads.by_sample) == (3, 5)
 
@@ -202,8 +317,8 @@ def test_seeded_workers_are_no_obstacle(reads: Reads, monkeypatch: pytest.Monkey
 
 def test_large_samples_of_workers_are_stacked_by_them() -> None:
     data = TensorDataset(torch.zeros(8, 2000))
-    assert row_loading._rows_of_loader(DataLoader(data, 4)) is not None
-    assert row_loading._rows_of_loader(DataLoader(data, 4, num_workers=1)) is None
+    assert row_loading._takes_rows(DataLoader(data, 4))
+    assert not row_loading._takes_rows(DataLoader(data, 4, num_workers=1))
 
 
 class ReadsItsLoader:
@@ -235,12 +350,17 @@ def test_errors_are_those_of_the_samples(indices: list[Any]) -> None:
     assert str(actual.value) == str(expected.value)
 
 
-def test_a_dataset_that_changes_within_a_pass() -> None:
+@pytest.mark.parametrize("change", ["tensors", "kind"])
+def test_a_dataset_that_changes_within_a_pass(change: str) -> None:
     data = dataset()
-    batches = open_loader(DataLoader(data, 4))
+    subset = Subset(data, range(SIZE))
+    batches = open_loader(DataLoader(subset, 4))
     next(batches)
-    data.tensors = tuple(tensor + 1 for tensor in data.tensors)
-    assert_same(next(batches), list(DataLoader(data, 4))[1])
+    if change == "tensors":
+        data.tensors = tuple(tensor + 1 for tensor in data.tensors)
+    else:
+        subset.dataset = Numbers()
+    assert_same(next(batches), list(DataLoader(subset, 4))[1])
 
 
 def test_batches_of_processes_may_be_empty() -> None:
