@@ -100,18 +100,18 @@ def take(dataset: Any, indices: Sequence[Any]) -> Any:
                 [0, 1]])]
     """
     _check_indices(indices)
-    if isinstance(dataset, Tensor):
-        return dataset.index_select(0, _as_tensor(indices))
-    # The dataset may have changed since the loader was opened: any other one is an error here.
-    parts = _parts_of(dataset)
-    if isinstance(dataset, TensorDataset):
+    kind = type(dataset)
+    if kind is TensorDataset:
         chosen = _as_tensor(indices)
-        return [tensor.index_select(0, chosen) for tensor in parts]
-    if isinstance(dataset, Subset):
+        return [tensor.index_select(0, chosen) for tensor in dataset.tensors]
+    if kind is Tensor:
+        return dataset.index_select(0, _as_tensor(indices))
+    if kind is Subset:
         return take(dataset.dataset, _selected(dataset.indices, indices))
-    if isinstance(dataset, ConcatDataset):
+    if kind is ConcatDataset:
         return _take_joined(dataset, indices)
-    batches = [take(part, indices) for part in parts]
+    # The dataset may have changed since the loader was opened: one of another class has no parts.
+    batches = [take(part, indices) for part in _parts_of(dataset)]
     if isinstance(dataset.datasets, dict):
         return dict(zip(dataset.datasets, batches, strict=True))
     return batches
