@@ -6,16 +6,16 @@ checkpoints and repeated steps see what they see without it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
 from equipoise.to_device import to_device
-from equipoise.trainer.data.transfer.plain_batches import foreign_type, host_tensors, with_copies
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
 
 __all__ = ["Prefetch", "PrefetchChoice"]
@@ -72,21 +72,25 @@ class Prefetch:
         if device.type != "cuda":
             return copy_batch(batch, device)
         # 1. Batches of which only their own classes know how they are copied.
-        foreign = foreign_type(batch)
-        if foreign is not None:
-            self._report(
-                f"the copy of a {foreign.__module__}.{foreign.__qualname__} in a batch is a matter of its class"
-            )
+        movable: list[Any] = []
+        apply_to_collection(batch, _Movable, movable.append)
+        kinds = [type(each) for each in movable if not isinstance(each, Tensor)]
+        if kinds:
+            name = f"{kinds[0].__module__}.{kinds[0].__qualname__}"
+            self._report(f"the copy of a {name} in a batch is a matter of its class")
             return copy_batch(batch, device)
         # 2. Batches that gain nothing.
-        tensors = host_tensors(batch)
+        tensors = list(filter(_may_be_copied, movable))
         if not self._gains(tensors):
             return copy_batch(batch, device)
-        # 3. All others.
+        # 3. All others. A tensor that occurs twice has two copies, as it has without prefetch.
         copies = self._copies(tensors, device)
         if copies is None:
             return copy_batch(batch, device)
-        return with_copies(batch, iter(copies), device)
+        copied = iter(copies)
+        return apply_to_collection(
+            batch, Tensor, lambda tensor: next(copied) if _may_be_copied(tensor) else to_device(tensor, device)
+        )
 
     def _gains(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a stream of its own is worth its time for these tensors."""
@@ -125,6 +129,21 @@ class Prefetch:
             rank_zero_warn(f"prefetch=True has no effect here: {reason}.")
         elif unasked:
             rank_zero_info(f"prefetch is off: {reason}.")
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    """What is copied by a method of its own, as tensors are."""
+
+    def to(self, device: torch.device) -> Any: ...
+
+
+def _may_be_copied(tensor: Tensor) -> bool:
+    """Return True for a plain tensor of the host, whose copy has no graph and no class of its own."""
+    if type(tensor) is not Tensor or not tensor.is_cpu:
+        return False
+    # The backward of a copy would run on the stream of the copy.
+    return tensor.layout is torch.strided and not tensor.requires_grad
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> list[Tensor]:

@@ -1,14 +1,21 @@
 """Prefetch where there is no CUDA device: it is off, and costs nothing. `tests/simulated` tests it where it is on."""
 
 import logging
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
 
 from equipoise import Trainer
+from equipoise.trainer.data.transfer import prefetch
 from equipoise.trainer.data.transfer.plain_copy import copy_batch
 from equipoise.trainer.data.transfer.prefetch import Prefetch
+from equipoise.tree import tensors_in
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
@@ -46,3 +53,61 @@ def test_a_batch_for_the_cpu_among_cuda_devices_is_copied_plainly() -> None:
     copier = Prefetch(True).copier([CUDA])
     assert copier is not copy_batch
     assert copier(batch, CPU) is batch
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Sample:
+    x: Tensor
+
+
+def tensor(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value)
+
+
+ONE = tensor()
+BATCHES = {
+    "tensor": tensor(),
+    "one tensor twice": [ONE, ONE],
+    "nested": [tensor(), {"x": tensor(2), "y": (tensor(3), "name")}, 4, None],
+    "named tuple": Pair(tensor(), [tensor(2)]),
+    "other containers": OrderedDict(x=Sample(tensor())),
+    "no tensor between": (tensor(), {"text": "abc", "array": np.ones(2), "size": torch.Size([2])}),
+}
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Copies that stay on the CPU."""
+    made: list[Tensor] = []
+
+    def copy(self: Prefetch, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        made.extend(each.clone() for each in tensors)
+        return made
+
+    monkeypatch.setattr(Prefetch, "_copies", copy)
+    return made
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_containers_are_those_of_the_plain_copy(name: str, copies: list[Tensor]) -> None:
+    result = Prefetch(True).copier([CUDA])(BATCHES[name], CUDA)
+    expected = move_data_to_device(BATCHES[name], CPU)
+    assert repr(result) == repr(expected)
+    assert type(result) is type(expected)
+    assert [id(each) for each in tensors_in(result)] == [id(each) for each in copies]
+    assert len(copies) == len(list(tensors_in(expected)))
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(tensor()), tensor().requires_grad_(), tensor().to_sparse()])
+def test_tensors_whose_copy_is_more_than_their_values(
+    value: Tensor, copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "to_device", lambda moved, device: moved)
+    result = Prefetch(True).copier([CUDA])([value, tensor(3)], CUDA)
+    assert result[0] is value
+    assert result[1] is copies[0]
