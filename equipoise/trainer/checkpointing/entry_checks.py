@@ -1,8 +1,8 @@
-"""Checks of single entries of a checkpoint: each takes a value and its place, and raises a `CheckpointError`."""
+"""Checks of entries of a checkpoint: of what kind each must be, and errors that name the first that is of another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,28 +12,24 @@ from equipoise.validation import is_number
 
 __all__ = [
     "LARGEST_COUNT",
-    "Check",
+    "Kind",
+    "Optional",
+    "Whole",
     "any_list",
+    "anything",
+    "check",
     "count",
     "damaged",
-    "fields",
-    "filled",
     "flag",
     "gradient",
-    "list_of",
     "loading",
     "mapping",
     "named_entries",
     "number_of_steps",
-    "optional",
     "positive_count",
     "random_state",
     "text",
-    "texts",
-    "unless_empty",
 ]
-
-Check = Callable[[Any, str], None]
 
 # Integers of torch have 64 bits.
 LARGEST_COUNT = 2**63
@@ -83,20 +79,61 @@ def damaged(place: str, expected: str, value: Any) -> CheckpointError:
     return CheckpointError(f"The checkpoint is damaged: {place} must be {expected}, not {found}. Take another one.")
 
 
-# Checks of one value
+class Kind(NamedTuple):
+    """A kind of values.
+
+    Attributes:
+        expected: Its name in errors.
+        fits: Tells whether a value is of it.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
 
 
-def _value(expected: str, fits: Callable[[Any], bool]) -> Check:
-    """Return a check of one value, by a function that tells whether it is what is expected."""
-
-    def check(value: Any, place: str) -> None:
-        if not fits(value):
-            raise damaged(place, expected, value)
-
-    return check
+class Whole(dict[str, Any]):
+    """The kinds of entries that a dictionary must have; those of an optional kind may be missing."""
 
 
-def _is_count(value: Any, least: int) -> bool:
+class Optional(NamedTuple):
+    """A kind, see `check`, to which None and an empty dictionary belong as well."""
+
+    kind: Any
+
+
+def check(kind: Any, value: Any, place: str) -> None:
+    """Check that an entry is of a kind.
+
+    Args:
+        kind: A `Kind`; a list that holds the kind of the items; a dictionary that holds the kinds of entries, which may
+            be missing unless it is a `Whole`, as other entries may be there; or an `Optional`.
+        value: The entry.
+        place: Its place, for the error; empty for the whole checkpoint.
+
+    Raises:
+        CheckpointError: If the entry, or one within it, is of another kind.
+    """
+    if isinstance(kind, Kind):
+        if not kind.fits(value):
+            raise damaged(place, kind.expected, value)
+    elif isinstance(kind, Optional):
+        if value is not None and value != {}:
+            check(kind.kind, value, place)
+    elif isinstance(kind, list):
+        check(any_list, value, place)
+        for index, item in enumerate(value):
+            check(kind[0], item, f"{place}[{index}]")
+    else:
+        check(mapping, value, place)
+        for name, kind_of_entry in kind.items():
+            if name in value:
+                # The outermost entries have no place before them.
+                check(kind_of_entry, value[name], f"{place}[{name!r}]" if place else name)
+            elif isinstance(kind, Whole) and not isinstance(kind_of_entry, Optional):
+                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < LARGEST_COUNT
 
 
@@ -107,97 +144,22 @@ def _is_number_of_steps(value: Any) -> bool:
     return is_number(value) and 0 <= value < LARGEST_COUNT
 
 
-count = _value("a non-negative integer", lambda value: _is_count(value, 0))
-positive_count = _value("a positive integer", lambda value: _is_count(value, 1))
-number_of_steps = _value("a number of steps", _is_number_of_steps)
-flag = _value("True or False", lambda value: type(value) is bool)
-text = _value("a text", lambda value: isinstance(value, str))
-mapping = _value("a dictionary", lambda value: isinstance(value, dict))
-any_list = _value("a list", lambda value: isinstance(value, list | tuple))
-gradient = _value("a tensor", lambda value: value is None or isinstance(value, Tensor))
-
-
-def named_entries(value: Any, place: str) -> None:
-    """Check a dictionary whose keys are texts."""
-    mapping(value, place)
-    for key in value:
-        text(key, f"a key of {place}")
-
-
-# Checks that contain other checks
-
-
-def list_of(check: Check) -> Check:
-    """Return a check of a list, with a check of its items."""
-
-    def check_all(value: Any, place: str) -> None:
-        any_list(value, place)
-        for index, item in enumerate(value):
-            check(item, f"{place}[{index}]")
-
-    return check_all
-
-
-texts = list_of(text)
-
-
-def optional(check: Check) -> Check:
-    """Return a check that accepts None as well."""
-
-    def check_unless_none(value: Any, place: str) -> None:
-        if value is not None:
-            check(value, place)
-
-    return check_unless_none
-
-
-def filled(check: Check) -> Check:
-    """Return a check that refuses an empty value as well."""
-
-    def check_filled(value: Any, place: str) -> None:
-        check(value, place)
-        if not value:
-            raise damaged(place, "a filled list", value)
-
-    return check_filled
-
-
-def unless_empty(check: Check) -> Check:
-    """Return a check that accepts an empty dictionary as well."""
-
-    def check_if_filled(value: Any, place: str) -> None:
-        mapping(value, place)
-        if value:
-            check(value, place)
-
-    return check_if_filled
-
-
-def random_state(value: Any, place: str) -> None:
-    """Check the state of random generators."""
-    named_entries(value, place)
-    with loading(place):
+def _is_random_state(value: Any) -> bool:
+    try:
         RandomState.from_state_dict(value)
+    except _FROM_DAMAGE:
+        return False
+    return True
 
 
-def fields(checks: dict[str, Check], *, required: bool = False) -> Check:
-    """Return a check of a dictionary.
-
-    Args:
-        checks: A check for each entry. Other entries may be of any type.
-        required: Whether all these entries must exist. Default: False.
-    """
-
-    def check_fields(value: Any, place: str) -> None:
-        mapping(value, place)
-        for name, check in checks.items():
-            if name in value:
-                # The outermost entries have no place before them.
-                entry_place = name
-                if place:
-                    entry_place = f"{place}[{name!r}]"
-                check(value[name], entry_place)
-            elif required:
-                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
-
-    return check_fields
+anything = Kind("anything", lambda value: True)
+count = Kind("a non-negative integer", _is_count)
+positive_count = Kind("a positive integer", lambda value: _is_count(value, 1))
+number_of_steps = Kind("a number of steps", _is_number_of_steps)
+flag = Kind("True or False", lambda value: type(value) is bool)
+text = Kind("a text", lambda value: isinstance(value, str))
+mapping = Kind("a dictionary", lambda value: isinstance(value, dict))
+named_entries = Kind("a dictionary of names", lambda value: isinstance(value, dict) and all(map(text.fits, value)))
+any_list = Kind("a list", lambda value: isinstance(value, list | tuple))
+gradient = Kind("a tensor", lambda value: value is None or isinstance(value, Tensor))
+random_state = Kind("the states of random generators", _is_random_state)

@@ -14,23 +14,22 @@ from equipoise.errors import CheckpointError
 from equipoise.interop.torch.optimizers import is_of_torch
 from equipoise.trainer.checkpointing.entry_checks import (
     LARGEST_COUNT,
+    Kind,
+    Optional,
+    Whole,
     any_list,
+    anything,
+    check,
     count,
     damaged,
-    fields,
-    filled,
     flag,
     gradient,
-    list_of,
     mapping,
     named_entries,
     number_of_steps,
-    optional,
     positive_count,
     random_state,
     text,
-    texts,
-    unless_empty,
 )
 
 __all__ = [
@@ -56,12 +55,12 @@ def check_layout(checkpoint: dict[str, Any]) -> None:
     Raises:
         CheckpointError: If an entry is of another type; the message names the first.
     """
-    _CHECKPOINT(checkpoint, "")
+    check(_CHECKPOINT, checkpoint, "")
 
 
 def check_version(checkpoint: dict[str, Any]) -> None:
     """Check the type of the version of Lightning in a checkpoint, on which its migration depends."""
-    text(checkpoint["pytorch-lightning_version"], "pytorch-lightning_version")
+    check(text, checkpoint["pytorch-lightning_version"], "pytorch-lightning_version")
 
 
 def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
@@ -80,7 +79,7 @@ def check_like(current: Mapping[str, Any], saved: Any, place: str) -> None:
     Example:
         >>> check_like({"lr": 0.1}, {"lr": 1, "new": None}, "lr_schedulers[0]")
     """
-    mapping(saved, place)
+    check(mapping, saved, place)
     for name, value in current.items():
         saved_value = saved.get(name)
         if value is not None and saved_value is not None:
@@ -91,7 +90,7 @@ def _check_kind(value: Any, saved_value: Any, place: str) -> None:
     """Check that a saved value is of the kind of the present one."""
     # True and False are integers, too, so they come first.
     if isinstance(value, bool):
-        flag(saved_value, place)
+        check(flag, saved_value, place)
         return
     for kinds, saved_kinds, expected in _KINDS:
         if not isinstance(value, kinds):
@@ -113,7 +112,7 @@ def check_optimizer_state(state: Mapping[str, Any], place: str) -> None:
         CheckpointError: If a value is a tensor for some parameters only, or a number of steps is none.
     """
     parameter_states = state.get("state", {})
-    mapping(parameter_states, f"{place}['state']")
+    check(mapping, parameter_states, f"{place}['state']")
     # Whether a value is a tensor, by its name, as for the first parameter that has it.
     are_tensors: dict[str, bool] = {}
     for index, entries in parameter_states.items():
@@ -123,7 +122,7 @@ def check_optimizer_state(state: Mapping[str, Any], place: str) -> None:
         for name, value in entries.items():
             value_place = f"{place}['state'][{index!r}][{name!r}]"
             if name == "step":
-                number_of_steps(value, value_place)
+                check(number_of_steps, value, value_place)
                 continue
             if value is None:
                 continue
@@ -198,76 +197,78 @@ _KINDS: tuple[tuple[Any, Any, str], ...] = (
 )
 
 
+def _are_sizes(value: Any) -> bool:
+    if value is None:
+        return True
+    return any_list.fits(value) and all(map(_NUMBER.fits, value))
+
+
 # The layout
 
 # Counters of the loops, under Lightning's names.
-_COUNTS = fields(dict.fromkeys(("ready", "started", "processed", "completed"), count))
-_PROGRESS = fields({"total": _COUNTS, "current": _COUNTS, "is_last_batch": flag})
-_OPTIMIZER = fields({"optimizer": fields({"step": _PROGRESS, "zero_grad": _PROGRESS})})
-_FIT_LOOP = fields(
-    {
-        "state_dict": mapping,
-        "epoch_progress": _PROGRESS,
-        "epoch_loop.state_dict": fields({"_batches_that_stepped": count}),
-        "epoch_loop.batch_progress": _PROGRESS,
-        "epoch_loop.scheduler_progress": _PROGRESS,
-        "epoch_loop.automatic_optimization.optim_progress": _OPTIMIZER,
-        "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
-        "epoch_loop.val_loop.batch_progress": _PROGRESS,
-    }
-)
-_EVALUATION = fields({"batch_progress": _PROGRESS})
+_COUNTS = dict.fromkeys(("ready", "started", "processed", "completed"), count)
+_PROGRESS = {"total": _COUNTS, "current": _COUNTS, "is_last_batch": flag}
+_FIT_LOOP = {
+    "state_dict": mapping,
+    "epoch_progress": _PROGRESS,
+    "epoch_loop.state_dict": {"_batches_that_stepped": count},
+    "epoch_loop.batch_progress": _PROGRESS,
+    "epoch_loop.scheduler_progress": _PROGRESS,
+    "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}},
+    "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
+    "epoch_loop.val_loop.batch_progress": _PROGRESS,
+}
+_EVALUATION = {"batch_progress": _PROGRESS}
 
 # The position of a process in an epoch.
-_RANDOM_STATE = fields({"global": random_state, "generators": any_list}, required=True)
-_POSITION = fields(
+_RANDOM_STATE = Whole({"global": random_state, "generators": any_list})
+_LOGGED = ("total", "step", "key", "options", "dataloader_idx", "metric", "weight", "dtype")
+_POSITION = Whole(
     {
         "random_state": _RANDOM_STATE,
         # Empty before the first epoch of a run.
-        "epoch_random_state": unless_empty(_RANDOM_STATE),
+        "epoch_random_state": Optional(_RANDOM_STATE),
         "order_drawn": flag,
         "ahead": any_list,
         "window": named_entries,
-        "gradients": list_of(gradient),
-        "logs": fields({"callback_metrics": mapping, "entries": list_of(named_entries)}),
+        "gradients": [gradient],
+        "logs": Whole({"callback_metrics": mapping, "entries": [Whole(dict.fromkeys(_LOGGED, anything))]}),
         "metrics": named_entries,
-        "metrics_of_validation": texts,
-        "validated": texts,
-        "monitors": mapping,
-        "before_validation": optional(fields({"random_state": _RANDOM_STATE, "metrics": named_entries})),
+        "metrics_of_validation": [text],
+        "validated": Optional([text]),
+        "loaders": Optional(Whole({"loaded_at": anything, "workers": any_list})),
+        "monitors": Optional(mapping),
+        "before_validation": Optional({"random_state": _RANDOM_STATE, "metrics": named_entries}),
     }
 )
-_LEFT = fields({"loop": _FIT_LOOP, "positions": filled(list_of(_POSITION))}, required=True)
 
 # The steps of the run.
-_SIZES = optional(list_of(optional(positive_count)))
-_STEPS = fields(
-    {"processes": optional(positive_count), "seed": count, "batch_sizes": _SIZES, "step_sizes": _SIZES}, required=True
-)
+_NUMBER = Kind("a positive integer or None", lambda value: value is None or positive_count.fits(value))
+_SIZES = Kind("a list of sizes or None", _are_sizes)
+_STEPS = Whole({"processes": _NUMBER, "seed": count, "batch_sizes": _SIZES, "step_sizes": _SIZES})
 
 # The entry of Equipoise, and the whole file.
-_EQUIPOISE = fields(
-    {
-        "run": text,
-        "position": optional(_POSITION),
-        "positions": list_of(_POSITION),
-        "left": optional(_LEFT),
-        "steps": optional(_STEPS),
-        "strategy": named_entries,
-        "switches": fields({"requires_grad": named_entries, "training": named_entries}),
-    }
-)
-_CHECKPOINT = fields(
-    {
-        "state_dict": named_entries,
-        "epoch": count,
-        "global_step": count,
-        "callbacks": mapping,
-        "optimizer_states": list_of(mapping),
-        "lr_schedulers": list_of(mapping),
-        "loops": fields(
-            {"fit_loop": _FIT_LOOP, "validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _EVALUATION}
-        ),
-        OUR_KEY: _EQUIPOISE,
-    }
-)
+_EQUIPOISE = {
+    "run": text,
+    "position": Optional(_POSITION),
+    "positions": [_POSITION],
+    "left": Optional(Whole({"loop": _FIT_LOOP, "positions": [_POSITION]})),
+    "steps": Optional(_STEPS),
+    "strategy": named_entries,
+    "switches": {"requires_grad": named_entries, "training": named_entries},
+}
+_CHECKPOINT = {
+    "state_dict": named_entries,
+    "epoch": count,
+    "global_step": count,
+    "callbacks": mapping,
+    "optimizer_states": [mapping],
+    "lr_schedulers": [mapping],
+    "loops": {
+        "fit_loop": _FIT_LOOP,
+        "validate_loop": _EVALUATION,
+        "test_loop": _EVALUATION,
+        "predict_loop": _EVALUATION,
+    },
+    OUR_KEY: _EQUIPOISE,
+}

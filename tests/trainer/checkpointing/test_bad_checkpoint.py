@@ -169,6 +169,25 @@ def test_counters_that_are_missing(saved: Path, tmp_path: Path) -> None:
     refuses(resume(path), "the counter 'epoch_progress' is missing", error=CheckpointError)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [("steps", "seed"), ("position", "random_state"), ("position", "logs", "entries"), ("run",)],
+    ids=str,
+)
+def test_entries_of_ours_that_are_missing(saved: Path, tmp_path: Path, entry: Any) -> None:
+    def remove(checkpoint: dict[str, Any]) -> None:
+        inner = checkpoint["equipoise"]
+        for key in entry[:-1]:
+            inner = inner[key]
+        del inner[entry[-1]]
+
+    path = changed(saved, tmp_path, remove)
+    if entry == ("run",):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=path)
+    else:
+        refuses(resume(path), f"lacks {entry[-1]!r}", error=CheckpointError)
+
+
 def test_optimisers_of_another_kind(saved: Path, tmp_path: Path) -> None:
     path = changed(saved, tmp_path, lambda checkpoint: checkpoint["optimizer_states"].clear())
     refuses(resume(path), "0 optimiser state(s)", "returned 1", error=CheckpointError)
@@ -293,7 +312,7 @@ def test_an_epoch_that_was_left_in_its_midst(tmp_path: Path, positions: Any) -> 
     assert state["equipoise"]["left"]["positions"]
     state["equipoise"]["left"]["positions"] = positions
     torch.save(state, path)
-    with pytest.raises(CheckpointError, match="positions"):
+    with pytest.raises(CheckpointError, match=r"positions|entry equipoise"):
         trainer(max_steps=3, default_root_dir=tmp_path, enable_checkpointing=False).fit(
             Small(), loader(4), ckpt_path=path
         )

@@ -19,27 +19,26 @@ REFUSED = [
     (checks.number_of_steps, "2", "place must be a number of steps, not '2'"),
     (checks.flag, 1, "place must be True or False, not 1"),
     (checks.mapping, [1], "place must be a dictionary, not a list"),
-    (checks.named_entries, {1: 2}, "a key of place must be a text, not 1"),
+    (checks.named_entries, {1: 2}, "place must be a dictionary of names, not a dict"),
     (checks.any_list, {}, "place must be a list, not a dict"),
-    (checks.texts, ["a", 2], "place[1] must be a text, not 2"),
     (checks.gradient, 0.5, "place must be a tensor, not 0.5"),
-    (checks.list_of(checks.count), [0, None], "place[1] must be a non-negative integer, not None"),
-    (checks.optional(checks.count), "x", "place must be a non-negative integer, not 'x'"),
-    (checks.filled(checks.any_list), [], "place must be a filled list, not a list"),
-    (checks.unless_empty(checks.fields({"a": checks.count}, required=True)), {"b": 1}, "place lacks 'a'"),
-    (checks.fields({"a": checks.count}), {"a": None}, "place['a'] must be a non-negative integer, not None"),
+    (checks.random_state, {"torch": 1}, "place must be the states of random generators, not a dict"),
+    ([checks.text], ["a", 2], "place[1] must be a text, not 2"),
+    (checks.Optional(checks.count), "x", "place must be a non-negative integer, not 'x'"),
+    (checks.Whole({"a": checks.count, "b": checks.Optional(checks.flag)}), {"c": 1}, "place lacks 'a'"),
+    ({"a": checks.count}, {"a": None}, "place['a'] must be a non-negative integer, not None"),
 ]
 
 
-@pytest.mark.parametrize(("check", "value", "words"), REFUSED)
-def test_other_values_are_named(check: checks.Check, value: Any, words: str) -> None:
+@pytest.mark.parametrize(("kind", "value", "words"), REFUSED)
+def test_other_values_are_named(kind: Any, value: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"The checkpoint is damaged: {words}")):
-        check(value, "place")
+        checks.check(kind, value, "place")
 
 
 def test_the_outermost_entries_have_no_place_before_them() -> None:
     with pytest.raises(CheckpointError, match="damaged: epoch must be"):
-        checks.fields({"epoch": checks.count})({"epoch": -1}, "")
+        checks.check({"epoch": checks.count}, {"epoch": -1}, "")
 
 
 class OfTheUser:
