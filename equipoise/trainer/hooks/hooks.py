@@ -6,12 +6,12 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from equipoise.callbacks.callback import Callback
 from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, with_buffers_kept, without_skipped_steps
@@ -19,12 +19,12 @@ from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a, with_index
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
+if TYPE_CHECKING:
+    from equipoise.trainer.state.run_state import RunState
+
 __all__ = ["Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
-
-# Callbacks that act together with those of other processes.
-_DECIDERS = (Checkpoint, Timer)
 
 # Modules whose callbacks read only the loss of a step's outputs.
 _READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
@@ -78,24 +78,12 @@ def _within(enter: Callable[[], AbstractContextManager[None]], method: Hook) -> 
     return run
 
 
-class HasCallbacks(Protocol):
-    """Part of a run's state that hooks read.
-
-    Attributes:
-        callbacks: The callbacks, in order. The list may change during a run.
-        profiler: Profiler that measures every hook. A `PassThroughProfiler` measures none.
-    """
-
-    callbacks: list[LightningCallback]
-    profiler: Profiler
-
-
 class Hooks:
     """Hooks of one run.
 
     Args:
         trainer: First argument of the callbacks' hooks.
-        state: Contains the callbacks and the profiler.
+        state: Contains the callbacks, which may change during a run, and the profiler.
         module: The user's module.
         datamodule: The user's data module, or None.
         strategy_name: Name of the strategy's class, for the profile.
@@ -107,7 +95,7 @@ class Hooks:
         self,
         *,
         trainer: object,
-        state: HasCallbacks,
+        state: "RunState",
         module: LightningModule,
         datamodule: LightningDataModule | None,
         strategy_name: str,
@@ -120,7 +108,7 @@ class Hooks:
         self.datamodule = datamodule
         self.fit = fit
         self._averaging = averaging
-        self.profiler: Profiler = state.profiler
+        self.profiler = state.profiler
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
         self.is_profiled = not is_a(self.profiler, PassThroughProfiler)
@@ -141,9 +129,7 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
-        callbacks = self._of_callbacks(name, self.callbacks)
-        module = self._of_module(name)
-        return self._fire(name, callbacks, module)
+        return self._fire(name, self._of_callbacks(name, self.callbacks), self._of_module(name))
 
     def bind_callbacks(self, name: str, *, monitoring: bool | None = None, copying: bool | None = None) -> Hook | None:
         """Bind the hook of the callbacks alone.
@@ -154,14 +140,12 @@ class Hooks:
                 Default: None, all callbacks.
             copying: True: only callbacks that copy the weights. False: all others. Default: None, all callbacks.
         """
-        chosen = []
-        for callback in self.callbacks:
-            if copying is not None and copying != copies_weights(callback):
-                continue
-            if monitoring is None or monitoring == is_a(callback, EarlyStopping, Checkpoint):
-                chosen.append(callback)
-        hooks = self._of_callbacks(name, chosen)
-        return self._fire(name, hooks, None)
+        chosen = self.callbacks
+        if copying is not None:
+            chosen = [callback for callback in chosen if copying == copies_weights(callback)]
+        if monitoring is not None:
+            chosen = [callback for callback in chosen if monitoring == is_a(callback, EarlyStopping, Checkpoint)]
+        return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
         """Bind the hook of the checkpoint callbacks after one of them, the last whose hook was complete.
@@ -173,11 +157,9 @@ class Hooks:
         keys = [state_key_of(callback) for callback in self.callbacks]
         if state_key not in keys:
             return None
-        index = keys.index(state_key)
-        later_callbacks = self.callbacks[index + 1 :]
-        checkpoints = [callback for callback in later_callbacks if isinstance(callback, Checkpoint)]
-        hooks = self._of_callbacks(name, checkpoints)
-        return self._fire(name, hooks, None)
+        later = self.callbacks[keys.index(state_key) + 1 :]
+        checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
+        return self._fire(name, self._of_callbacks(name, checkpoints), None)
 
     def bind_deciders(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks that act together with those of other processes.
@@ -185,13 +167,14 @@ class Hooks:
         These are checkpoints, timers, averages of the weights, and callbacks that set
         `equipoise.Callback.fires_without_batch`.
         """
-        chosen = []
-        for callback in self.callbacks:
-            decides = is_a(callback, *_DECIDERS) or copies_weights(callback)
-            if decides or getattr(callback, "fires_without_batch", False):
-                chosen.append(callback)
-        hooks = self._of_callbacks(name, chosen)
-        return self._fire(name, hooks, None)
+        chosen = [
+            callback
+            for callback in self.callbacks
+            if is_a(callback, Checkpoint, Timer)
+            or copies_weights(callback)
+            or getattr(callback, "fires_without_batch", False)
+        ]
+        return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_module(self, name: str) -> Hook | None:
         """Bind the hook of the module alone; None if the module does not override it."""
@@ -202,9 +185,7 @@ class Hooks:
         datamodule = self.datamodule
         if datamodule is None or not overrides(datamodule, name, LightningDataModule):
             return self.bind_module(name)
-        method = getattr(datamodule, name)
-        action = self._action_of_datamodule(name)
-        hook = self.profiled(method, action)
+        hook = self.profiled(getattr(datamodule, name), self._action_of_datamodule(name))
         return self._fire(name, [], hook)
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
@@ -225,6 +206,7 @@ class Hooks:
         current = CURRENT_HOOK
 
         def fire_step(batch: Any, batch_idx: int, *rest: int) -> Any:
+            """Run the step as the current hook; after an error this stays so, for messages, until the run has ended."""
             outer = state[current]
             state[current] = name
             if rest:
@@ -250,8 +232,7 @@ class Hooks:
         return f"[Strategy]{self._strategy_name}.{name}"
 
     def _action_of_datamodule(self, name: str) -> str:
-        class_name = type(self.datamodule).__name__
-        return f"[LightningDataModule]{class_name}.{name}"
+        return f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"
 
     # Hooks that are called once or a few times in a run
 
@@ -277,18 +258,14 @@ class Hooks:
             return None
         hook = self.profiled(method, f"[LightningModule]{self._module_name}.{name}")
         fire = self._fire(name, [], hook)
-        if fire is None:
-            return None
-        return fire(*args, **kwargs)
+        return fire(*args, **kwargs)  # type: ignore[misc]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the data module's method, if there is a data module, and return its result."""
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        action = self._action_of_datamodule(name)
-        hook = self.profiled(method, action)
-        return hook(*args, **kwargs)
+        return self.profiled(method, self._action_of_datamodule(name))(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:
         """Return True if a hook may read outputs of the step beside its loss, which may be on many devices.
@@ -301,8 +278,7 @@ class Hooks:
         for callback in self.callbacks:
             if not overrides(callback, name, Callback):
                 continue
-            hook = getattr(callback, name)
-            defined_in = str(hook.__module__)
+            defined_in = str(getattr(callback, name).__module__)
             if not defined_in.startswith(_READ_ONLY_THE_LOSS):
                 return True
         return False
@@ -404,6 +380,7 @@ class Hooks:
 
         # 3. Callbacks first, then the module.
         def fire(*args: Any, **kwargs: Any) -> Any:
+            """Call all hooks as the current hook, and return the module's result."""
             outer = state[current]
             state[current] = name
             for callback in callbacks:
