@@ -25,23 +25,27 @@ def is_limit(error: BaseException) -> bool:
 
 
 def limit_error(target: Path, cause: OSError, needed: int) -> CheckpointError:
-    """Return the error for a checkpoint that a limit keeps from being written.
+    """Return the error for a checkpoint or another file that a limit keeps from being written.
 
     Args:
-        target: The path of the checkpoint.
+        target: Its path, whose folder need not exist.
         cause: The error of the file system; see `is_limit`.
-        needed: The size of what this process has to write, in bytes.
+        needed: The size of what this process has to write, in bytes; 0: nothing is known of it.
     """
     code = cause.errno or 0
-    begin = f"The checkpoint {str(target)!r} cannot be written: {_SPACE.get(code) or _HANDLES[code]}."
+    begin = f"{str(target)!r} cannot be written: {_SPACE.get(code) or _HANDLES[code]}."
     kept = "Files that were there before are unchanged."
     if code in _HANDLES:
         return CheckpointError(
             f"{begin} {kept} Raise the limit, use fewer loader workers (`num_workers`), or call"
             " `torch.multiprocessing.set_sharing_strategy('file_system')` before the loaders start."
         )
-    free = shutil.disk_usage(target.parent).free
+    # The folder itself may be what found no place.
+    folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+    sizes = f"{shutil.disk_usage(folder).free:,} bytes are free on that disk"
+    if needed:
+        sizes = f"It needs {needed:,} bytes, and {sizes}"
     return CheckpointError(
-        f"{begin} It needs {needed:,} bytes, and {free:,} bytes are free on that disk. {kept} Free some space, keep"
-        " fewer checkpoints (`ModelCheckpoint(save_top_k=...)`), or choose another `dirpath`."
+        f"{begin} {sizes}. {kept} Free some space, keep fewer checkpoints (`ModelCheckpoint(save_top_k=...)`), or"
+        " choose another folder (`dirpath`)."
     )

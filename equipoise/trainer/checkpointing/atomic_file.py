@@ -1,4 +1,4 @@
-"""Write a file completely or not at all, and remove files that killed processes left; see `unfinished`."""
+"""Write a file completely or not at all, and remove files that killed processes left; see `unfinished_files`."""
 
 import os
 from collections.abc import Callable
@@ -15,21 +15,23 @@ def write_atomically(target: Path, write: Callable[[Any], None]) -> None:
     """Write a file; after a crash at any moment, the path holds the complete file or its earlier content.
 
     Args:
-        target: The path of the file. Its folder is created if it does not exist.
-        write: Writes the content to the binary file that is its argument.
+        target: The path of the file. Its folder is created if it does not exist. A file that is replaced hands on its
+            permissions.
+        write: Writes the content to the binary file that is its argument, by its methods `write` and `flush`.
 
     Raises:
         CheckpointError: If the disk is full, or a quota or a limit of the process is reached.
     """
+    file = _Counted()
     try:
-        _write_atomically(target, write)
+        _write_atomically(target, write, file)
     except OSError as error:
         if not is_limit(error):
             raise
-        raise limit_error(target, error, _size_of(write)) from error
+        raise limit_error(target, error, file.size) from error
 
 
-def _write_atomically(target: Path, write: Callable[[Any], None]) -> None:
+def _write_atomically(target: Path, write: Callable[[Any], None], file: "_Counted") -> None:
     # 1. A temporary file in the same folder.
     target.parent.mkdir(parents=True, exist_ok=True)
     replaces_folder = target.is_dir() and not target.is_symlink()
@@ -40,16 +42,18 @@ def _write_atomically(target: Path, write: Callable[[Any], None]) -> None:
         check_replaceable(target)
     clear_unfinished(target.parent)
     handle, name = create_locked_file(target)
-    file = _Checked(os.fdopen(handle, "wb"))
     try:
-        with file.file:
+        with os.fdopen(handle, "wb") as file.file:
             # 2. The content must be on the disk before the name is.
             write(file)
             file.flush()
+            if file.error is not None:
+                raise file.error
             os.fsync(handle)
 
             # 3. A temporary file is private; a checkpoint has the usual permissions.
-            set_permissions(name, 0o666 & ~umask())
+            mode = target.stat().st_mode if target.is_file() else 0o666 & ~umask()
+            set_permissions(name, mode)
             # While the file is open, its lock keeps others from clearing it.
             if not HAS_LOCKS:
                 file.file.close()
@@ -59,60 +63,40 @@ def _write_atomically(target: Path, write: Callable[[Any], None]) -> None:
                 put_in_place(Path(name), target)
             else:
                 os.replace(name, target)
-    except BaseException as error:
+    except BaseException:
         Path(name).unlink(missing_ok=True)
-        # Torch raises an error of its own when writing fails.
-        cause = file.error or error
-        if cause is not error and is_limit(cause):
-            raise cause from error
         raise
 
 
-class _Checked:
-    """A file that remembers the error of a failed write or flush.
+class _Counted:
+    """A file that counts its bytes, and goes on counting once it can write no more, so that the user learns the size.
 
-    Args:
-        file: The file itself.
+    Attributes:
+        file: The file itself; None before it is open.
+        size: The number of bytes that the content has, in the file or not.
+        error: The first error, which torch would hide behind one of its own.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    def __init__(self) -> None:
+        self.file: IO[bytes] | None = None
+        self.size = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all bytes."""
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
+        """Count bytes, and write them unless an earlier write has failed."""
+        count = len(data)
+        self.size += count
+        if self.file is not None and self.error is None:
+            try:
+                self.file.write(data)
+            except OSError as error:
+                self.error = error
+        return count
 
     def flush(self) -> None:
         """Pass all bytes to the operating system."""
-        try:
-            self.file.flush()
-        except OSError as error:
-            self.error = error
-            raise
-
-
-class _Counter:
-    """A file that only counts the bytes that are written to it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def write(self, data: Any) -> int:
-        """Count the bytes."""
-        self.count += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-
-def _size_of(write: Callable[[Any], None]) -> int:
-    """Return the number of bytes of a content, which is written once more to count them."""
-    counter = _Counter()
-    write(counter)
-    return counter.count
+        if self.file is not None and self.error is None:
+            try:
+                self.file.flush()
+            except OSError as error:
+                self.error = error

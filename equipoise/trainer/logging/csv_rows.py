@@ -11,21 +11,18 @@ a process that is killed meanwhile loses no rows.
 import csv
 import io
 import locale
-import os
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
 from equipoise.interop.remote.paths import AnyPath, to_path
-from equipoise.parallel.unfinished_files import set_permissions
+from equipoise.trainer.checkpointing.atomic_file import write_atomically
 from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
@@ -128,11 +125,8 @@ def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
         return
 
     # 2. Drop the rows after them, which this run will write again, and append.
-    header = lines[0]
-    rows = lines[1 : number_of_rows + 1]
-    _replace(path, [header, *rows])
-    reader = csv.reader([header.decode(_ENCODING)])
-    columns = next(reader)
+    _replace(path, b"".join(lines[: number_of_rows + 1]))
+    columns = next(csv.reader([lines[0].decode(_ENCODING)]))
 
     # 3. Hide the file from the logger, which deletes it when it begins.
     hidden = put_aside(path)
@@ -180,29 +174,15 @@ def _rewrite(path: AnyPath, columns: Sequence[str]) -> None:
     writer = csv.DictWriter(text, fieldnames=columns)
     writer.writeheader()
     writer.writerows(rows)
-    content = text.getvalue().encode(_ENCODING)
-    _replace(path, [content])
+    _replace(path, text.getvalue().encode(_ENCODING))
 
 
-def _replace(path: AnyPath, lines: Iterable[bytes]) -> None:
-    """Write a file completely or not at all."""
-    if not isinstance(path, Path):
-        path.write_bytes(b"".join(lines))
-        return
-    part = NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False)  # noqa: SIM115
-    try:
-        # 1. Write the lines to the disk, beside the file. Windows renames no file that is open.
-        with part:
-            part.writelines(lines)
-            part.flush()
-            os.fsync(part.fileno())
-        # 2. Take the place of the file, with its permissions.
-        set_permissions(part.name, path.stat().st_mode)
-        os.replace(part.name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(part.name)
-        raise
+def _replace(path: AnyPath, content: bytes) -> None:
+    """Write a file completely or not at all; writers of other file systems do so by themselves."""
+    if isinstance(path, Path):
+        write_atomically(path, lambda file: file.write(content))
+    else:
+        path.write_bytes(content)
 
 
 def put_aside(path: AnyPath) -> AnyPath:

@@ -195,7 +195,7 @@ write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])
 def test_a_file_that_may_not_grow(kept: Path) -> None:
     with Program(FULL, str(kept)) as program:
         message = program.finish()[1].splitlines()[-1]
-    assert message.startswith(f"equipoise.errors.CheckpointError: The checkpoint {str(kept)!r} cannot be written: ")
+    assert message.startswith(f"equipoise.errors.CheckpointError: {str(kept)!r} cannot be written: ")
     assert "the file is larger than this process may write" in message
 
 
@@ -234,3 +234,21 @@ def test_a_full_disk(kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -
     assert needed is not None, str(caught.value)
     assert 100_000 < int(needed[1].replace(",", "")) < 102_000
     assert str(kept) in str(caught.value)
+
+
+def test_a_full_disk_that_has_no_place_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: the disk is full\. [\d,]+ bytes are free"):
+        write_checkpoint({"state_dict": {}}, tmp_path / "new" / "x.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    write_checkpoint({"state_dict": {}}, path)
+    path.chmod(0o600)
+    write_checkpoint({"state_dict": {}, "more": 1}, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
