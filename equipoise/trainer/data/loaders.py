@@ -4,15 +4,16 @@ A stage ("train", "val", "test", "predict") has one `Loaders`: the user's loader
 limited.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_overridden
@@ -363,6 +364,12 @@ class Loaders:
                 " is turned off."
             )
             loader = with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
+        elif overfit and _may_draw_other_batches(loader.batch_sampler):
+            rank_zero_warn(
+                f"`overfit_batches` needs the same batches in every epoch: those that the {source.stage} loader's"
+                f" {type(loader.batch_sampler).__name__} draws first are repeated."
+            )
+            loader = with_sampler(loader, _FirstDrawn(loader.batch_sampler, seed_of_order()), batches=True)
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
         # A batch sampler may know whether it belongs to the data set.
@@ -406,6 +413,37 @@ def _may_shuffle(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return False
     return not isinstance(loader.sampler, SequentialSampler)
+
+
+def _may_draw_other_batches(batch_sampler: Any) -> bool:
+    """Return True for a batch sampler that may draw other batches in each pass; one that deals them says it itself."""
+    if batch_sampler is None or isinstance(batch_sampler, list | tuple) or hasattr(batch_sampler, "deal_step"):
+        return False
+    return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
+
+
+class _FirstDrawn(DrawnAlike):
+    """A batch sampler of the user, of which every pass has the batches of the first, also in a resumed run."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        super().__init__(sampler, seed)
+        self._drawing: Iterator[Any] | None = None
+        self._batches: list[Any] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: all epochs have one order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._drawing is None:
+            self._drawing = super().__iter__()
+        # Not all at once: some samplers have no end.
+        for index in itertools.count():
+            if index == len(self._batches):
+                drawn = list(itertools.islice(self._drawing, 1))
+                if not drawn:
+                    return
+                self._batches += drawn
+            yield self._batches[index]
 
 
 def extent_of(loader: Any, limit: float, source: Source) -> Extent:

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -274,6 +275,40 @@ def test_overfitting_reads_the_same_batches_in_every_epoch(overfit: float) -> No
     run = trainer(overfit_batches=overfit, max_epochs=3, num_sanity_val_steps=0)
     run.fit(Module(), loader(4, shuffle=True), loader(4))
     assert seen == {"training": [[0, 1], [2, 3]] * 3, "validation": [[0, 1], [2, 3]] * 3}
+
+
+class Shuffling(Sampler[list[int]]):
+    """Batches without end, in another order in each pass."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield torch.randint(8, (2,)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["of torch", "of the user"])
+def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_path: Path) -> None:
+    class Module(Small):
+        epochs: list[list[Any]]
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs = [*getattr(self, "epochs", []), []]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.epochs[-1].append(batch[0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    def fit(epochs: int, ckpt_path: Path | None = None) -> list[list[Any]]:
+        data = TensorDataset(torch.arange(16.0).view(8, 2))
+        batch_sampler = Shuffling() if kind == "of the user" else BatchSampler(RandomSampler(data), 2, drop_last=False)
+        module, run = Module(), trainer(overfit_batches=3, max_epochs=epochs)
+        run.fit(module, DataLoader(data, batch_sampler=batch_sampler), ckpt_path=ckpt_path)
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        return module.epochs
+
+    first, *others = fit(3)
+    assert len(first) == 3
+    assert others == [first] * 2
+    assert fit(4, tmp_path / "x.ckpt") == [first]
 
 
 def test_overfitting_says_that_it_does_not_shuffle() -> None:
