@@ -39,13 +39,17 @@ __all__ = [
 class Source:
     """Origin of a stage's loaders: an object that the user passed, or a method of the data module or the module.
 
+    Some modules ask for it as `_data_source` of a loop, so it has Lightning's names for what they read.
+
     Args:
         stage: "train", "val", "test" or "predict".
-        loaders: Loaders passed to `fit` and its siblings; None if a method returns them.
-        owner: The data module, if there is one, else the module.
+        loaders: Loaders passed to `fit` and its siblings; None if a method returns them. Default: None.
+        owner: The data module, if there is one, else the module. Default: None, there was no run yet.
     """
 
-    def __init__(self, stage: str, loaders: Any, owner: LightningModule | LightningDataModule) -> None:
+    def __init__(
+        self, stage: str, loaders: Any = None, owner: LightningModule | LightningDataModule | None = None
+    ) -> None:
         self.stage = stage
         self.loaders = loaders
         self.owner = owner
@@ -56,7 +60,25 @@ class Source:
 
     def is_defined(self) -> bool:
         """Return True if there are loaders."""
-        return self.loaders is not None or is_overridden(self.method, self.owner)
+        return self.loaders is not None or (self.owner is not None and is_overridden(self.method, self.owner))
+
+    def is_module(self) -> bool:
+        """Return True if a method of a module or data module returns the loaders."""
+        return self.loaders is None and self.owner is not None
+
+    @property
+    def name(self) -> str:
+        """Name of the method that returns the loaders; empty where they were passed."""
+        return self.method if self.is_module() else ""
+
+    @property
+    def instance(self) -> Any:
+        """The loaders that were passed, else the module or data module whose method returns them."""
+        return self.owner if self.loaders is None else self.loaders
+
+    def dataloader(self) -> Any:
+        """Return the loaders, by calling the method if they were not passed."""
+        return getattr(self.owner, self.method)() if self.is_module() else self.loaders
 
     def request(self, call: Callable[[str], Any]) -> Any:
         """Return the loaders as the user passed them, or as the method returns them.

@@ -18,7 +18,6 @@ from equipoise.notices import rank_zero_warn
 from equipoise.strategies.distributed.epoch_length import Extent
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
-from equipoise.trainer.data.source_view import SourceView
 from equipoise.trainer.evaluation.batch_steps import run_steps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
 from equipoise.trainer.state.progress import BatchProgress
@@ -52,7 +51,7 @@ class PredictionLoop(SentState):
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list, init=False)
     current_batch_indices: list[int] = field(default_factory=list, init=False)
     _predictions: list[list[Any]] = field(default_factory=list, init=False)
-    _source: Source | None = field(default=None, init=False, metadata=LOCAL)
+    _source: Source = field(default_factory=lambda: Source("predict"), init=False, metadata=LOCAL)
 
     @property
     def predictions(self) -> list[Any]:
@@ -67,9 +66,9 @@ class PredictionLoop(SentState):
         return self.progress
 
     @property
-    def _data_source(self) -> SourceView:
+    def _data_source(self) -> Source:
         """The origin of the loaders, under the name by which Lightning's objects ask for it."""
-        return SourceView(self._source)
+        return self._source
 
     def begin_run(self, source: Source) -> None:
         """Forget the loaders of earlier runs."""

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from equipoise.interop.lightning.self_log import LogOptions
-from equipoise.trainer.data.source_view import SourceView
+from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.hooks.hooks import overrides
 from equipoise.trainer.surface.state_fields import Reads, StateField
 
@@ -129,7 +129,7 @@ class _EvaluationView:
     max_batches = Reads[Any]("_loop.max_batches")
 
     @property
-    def _data_source(self) -> SourceView:
+    def _data_source(self) -> Source:
         return self._parts.source_of(self._loop.stage)
 
 
@@ -203,7 +203,7 @@ class FitLoopView:
         return self._parts.fit_loop.resumption is not None
 
     @property
-    def _data_source(self) -> SourceView:
+    def _data_source(self) -> Source:
         return self._parts.source_of("train")
 
     batch_idx = Reads[int]("epoch_loop.batch_idx")

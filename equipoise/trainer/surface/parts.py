@@ -16,7 +16,7 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.optimizers import wrap_optimizer
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.data.source_view import SourceView
+from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
 from equipoise.trainer.logging.logger_output import LoggerOutput
@@ -134,11 +134,11 @@ class TrainerParts:
             return None
         return self.context.module
 
-    def source_of(self, stage: str) -> SourceView:
+    def source_of(self, stage: str) -> Source:
         """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it."""
         if self.context is None:
-            return SourceView(None)
-        return SourceView(self.context.sources[stage])
+            return Source(stage)
+        return self.context.sources[stage]
 
     @property
     def global_step(self) -> int:
