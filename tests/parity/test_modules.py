@@ -1,8 +1,6 @@
-"""Modules of unusual build: nested, compiled, mocked, shared, with hooks on the instance."""
+"""Modules of unusual build: nested, compiled, shared; `tests/trainer/hooks` has the ways to override a hook."""
 
-from types import MethodType
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import torch
@@ -81,53 +79,6 @@ def compiled(module: Any) -> Any:
     return torch.compile(module, backend="eager")
 
 
-MOCKED = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_optimizer_step",
-    "on_validation_epoch_end",
-    "on_after_backward",
-)
-
-
-def mocked() -> Any:
-    """Hooks replaced by mocks, as tests of users do."""
-    module = Classifier()
-    for hook in MOCKED:
-        setattr(module, hook, Mock(return_value=None))
-    return module
-
-
-def mock_calls(trainer: Any) -> Any:
-    return {name: getattr(trainer.lightning_module, name).call_count for name in MOCKED}
-
-
-def on_the_instance() -> Any:
-    """Hooks and steps given to the instance."""
-    module = Classifier()
-    module.seen = []
-
-    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(outputs["loss"].item())
-
-    module.on_train_batch_end = MethodType(on_train_batch_end, module)
-    module.training_step = lambda batch, batch_idx: 0.5 * module.loss(batch)
-    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 0.01)
-    return module
-
-
-class Mixin:
-    """Hooks that come from a class that is no module."""
-
-    def on_train_epoch_start(self) -> None:
-        self.epochs = [*getattr(self, "epochs", []), self.current_epoch]  # type: ignore[attr-defined]
-        super().on_train_epoch_start()  # type: ignore[misc]
-
-
-class Mixed(Mixin, Classifier):
-    pass
-
-
 class Tied(Classifier):
     """Two layers share a weight, and one parameter is frozen."""
 
@@ -160,15 +111,6 @@ CASES = [
     Case(name="compiled", module=lambda: compiled(Silent()), watch=False),
     Case(name="compiled-part", module=CompiledPart),
     Case(name="compiled-forward", module=CompiledStep),
-    Case(
-        name="mocked-hooks",
-        module=mocked,
-        observe=mock_calls,
-        proves=lambda r: all(r["observed"].values()),
-        watch=False,
-    ),
-    Case(name="hooks-on-the-instance", module=on_the_instance, observe=lambda t: t.lightning_module.seen, watch=False),
-    Case(name="mixin", module=Mixed, observe=lambda t: t.lightning_module.epochs),
     Case(name="tied-and-frozen", module=Tied),
     Case(name="buffers", module=Buffers, options={"accumulate_grad_batches": 2}),
 ]

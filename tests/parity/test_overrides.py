@@ -170,16 +170,6 @@ class EndsEpochEarly(Classifier):
         return -1 if batch_idx == 3 else None
 
 
-class OnlyIndexFree(Classifier):
-    """Steps that do not ask for the batch index."""
-
-    def training_step(self, batch: Any) -> Any:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any) -> Any:
-        self.log("val_loss", self.loss(batch))
-
-
 def seen(name: str) -> Any:
     return lambda trainer: getattr(trainer.lightning_module, name)
 
@@ -216,7 +206,6 @@ CASES = [
     Case(name="training-step-returns-none-always", module=SkipsAll),
     Case(name="training-step-reads-optimizer", module=ReadsOptimizer),
     Case(name="training-step-returns-dictionary", module=ReturnsDictionary),
-    Case(name="training-step-without-index", module=OnlyIndexFree),
     Case(
         name="epoch-ended-by-minus-one",
         module=EndsEpochEarly,

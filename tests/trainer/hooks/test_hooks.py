@@ -1,4 +1,4 @@
-"""Overrides of a hook are called, however they are written, in Lightning's order; nothing else costs time."""
+"""Overrides of a hook are called, however they are written; nothing else costs time. `tests/parity` has the order."""
 
 import functools
 from collections.abc import Callable
@@ -8,14 +8,13 @@ from unittest.mock import Mock
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, Timer
-from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from equipoise import Callback, Trainer
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.state.run_state import RunState
 from tests.conftest import ignoring
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Small, loader, trainer
 
 pytestmark = ignoring("You have overridden `on_.*_batch_transfer` in")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
@@ -31,10 +30,6 @@ class TrainingData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         return loader(self.batches)
-
-
-def functions(cls: type) -> list[str]:
-    return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
 
 
 def hooks_of(module: L.LightningModule, *callbacks: L.Callback) -> Hooks:
@@ -284,54 +279,7 @@ def test_a_callback_that_comes_between_epochs_is_called_from_then_on(cls: Any) -
     assert epochs == [1, 1, 2, 2]
 
 
-# The order, and what the module is told
-
-
-def recording(base: type, names: list[str], lines: list[tuple[str, ...]]) -> type:
-    """A subclass that overrides the hooks; each writes down itself, and which hook the module takes it for."""
-
-    def override(name: str) -> Any:
-        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-            module = self if isinstance(self, L.LightningModule) else args[1]
-            lines.append((base.__name__, name, str(module._current_fx_name)))
-            return getattr(super(cls, self), name)(*args, **kwargs)
-
-        return hook
-
-    cls = type(base.__name__, (base,), {name: override(name) for name in names})
-    return cls
-
-
-class First(L.Callback): ...
-
-
-class Stopping(EarlyStopping): ...
-
-
-class Second(L.Callback): ...
-
-
-def hooks_that_fire(cls: Any) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = []
-    of_callbacks = ["setup", "teardown", *(name for name in functions(L.Callback) if name.startswith("on_"))]
-    of_modules = ["setup", "teardown", *(name for name in functions(ModelHooks) if name.startswith("on_"))]
-    first, stopping, second = (recording(base, of_callbacks, lines) for base in (First, Stopping, Second))
-    callbacks = [first(), stopping("val_loss"), second()]
-    module = recording(Validated, [*of_modules, "training_step", "validation_step", "test_step"], lines)()
-    run = trainer(cls, callbacks=callbacks, max_epochs=2, accumulate_grad_batches=2, val_check_interval=2)
-    run.fit(module, loader(4), loader(2))
-    run.validate(module, loader(1), verbose=False)
-    run.test(module, loader(1), verbose=False)
-    run.predict(module, loader(1))
-    return lines
-
-
-def test_hooks_fire_in_lightnings_order_under_lightnings_names() -> None:
-    theirs, ours = hooks_that_fire(L.Trainer), hooks_that_fire(Trainer)
-    assert ours == theirs
-    assert ("First", "on_train_batch_end", "on_train_batch_end") in ours
-    epoch_end = [who for who, name, _ in ours if name == "on_train_epoch_end"]
-    assert epoch_end == ["First", "Second", "Validated", "Stopping"] * 2
+# What the module is told
 
 
 @BOTH
