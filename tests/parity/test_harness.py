@@ -71,32 +71,16 @@ def test_ignored_places_do_not_count() -> None:
         assert_same(expected, actual, "title", ignore=["value"])
 
 
-class Nudge(Callback):
-    """Changes one weight by the smallest amount there is."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        weight = pl_module.net[0].weight.data.view(-1)
-        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
-
-
-class Draw(Callback):
-    """Draws one random number too many."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.rand(1)
-
-
-class LogMore(Callback):
-    """Logs what nobody asked for."""
+class Flawed(Callback):
+    """Changes one weight by the smallest amount there is, draws a number too many, logs a value, and leaves a mode."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.log("more", 1.0)
 
-
-class Leave(Callback):
-    """Leaves a module in another mode."""
-
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        weight = pl_module.net[0].weight.data.view(-1)
+        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+        torch.rand(1)
         pl_module.net[2].eval()
 
 
@@ -107,20 +91,16 @@ class Fail(Callback):
         raise ArithmeticError("not in Lightning")
 
 
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("run", ["plain", "watched"])
-@pytest.mark.parametrize(
-    ("flaw", "place"), [(Nudge, "weights"), (Draw, "generators"), (LogMore, "files"), (Leave, "modes")]
-)
-def test_a_flaw_in_one_of_the_two_runs_is_found_out(
-    flaw: Any, place: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flaw_in_one_of_the_two_runs_is_found_out(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trainer(**options: Any) -> Any:
-        return (flawed(flaw) if watched(options) == (run == "watched") else L.Trainer)(**options)
+        return (flawed(Flawed) if watched(options) == (run == "watched") else L.Trainer)(**options)
 
     monkeypatch.setattr(equipoise, "Trainer", trainer)
-    with pytest.raises(AssertionError, match=rf"flawed \({run}\): Equipoise differs from Lightning[\s\S]*\n  {place}"):
+    with pytest.raises(AssertionError, match=rf"flawed \({run}\): Equipoise differs from Lightning") as caught:
         check(Case(name="flawed"), tmp_path)
+    for place in ("weights", "generators", "files", "modes", "metrics"):
+        assert f"\n  {place}" in str(caught.value)
 
 
 def flawed(flaw: type[Callback]) -> Any:
