@@ -29,7 +29,7 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from equipoise.trainer.diagnostics.limits_note import add_note_on_limits
+from equipoise.trainer.diagnostics.run_notes import add_run_notes
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
@@ -132,7 +132,7 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
             return result if collect is None else collect(result)
         except BaseException as error:
             with uninterrupted():
-                _add_notes(error)
+                add_run_notes(error)
                 _release_after(parts, request, error)
             raise
 
@@ -358,19 +358,6 @@ def _tear_down(parts: TrainerParts, context: RunContext) -> None:
         logger.finalize("success")
     state.profiler.describe()
     state.finish()
-
-
-def _add_notes(error: BaseException) -> None:
-    """Add what helps to understand an error; a run without one does not load most of the code for it."""
-    add_note_on_limits(error)
-    try:
-        from equipoise.trainer.diagnostics.error_notes import add_note_on_loading
-        from equipoise.trainer.diagnostics.mesh_note import add_note_on_mesh
-    except (ImportError, OSError):
-        # A process that may open no more files loads no module, and its error is the one to see.
-        return
-    add_note_on_loading(error)
-    add_note_on_mesh(error)
 
 
 def _release_after(parts: TrainerParts, request: Request, error: BaseException) -> None:

@@ -8,10 +8,9 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -125,30 +124,18 @@ def _explaining(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> Ite
 
 
 def _place_that_cannot_be_pickled(value: Any, place: str = "") -> str | None:
-    """Return the place and class of the first object, in nested containers, that cannot be pickled; None if all can.
-
-    Args:
-        value: The object.
-        place: Its place; empty: the checkpoint itself.
-    """
+    """Return the place and class of the first object, in nested containers, that cannot be pickled; None if all can."""
     if isinstance(value, Tensor) or _can_be_pickled(value):
         return None
-
-    # 1. An object in it.
-    children: list[tuple[Any, Any]] = []
+    children: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        children = list(value.items())
+        children = value.items()
     elif isinstance(value, list | tuple):
-        children = list(enumerate(value))
+        children = enumerate(value)
     for key, child in children:
-        child_place = repr(key)
-        if place:
-            child_place = f"{place}[{key!r}]"
-        result = _place_that_cannot_be_pickled(child, child_place)
+        result = _place_that_cannot_be_pickled(child, f"{place}[{key!r}]" if place else repr(key))
         if result is not None:
             return result
-
-    # 2. The object itself.
     return f"{place or 'the checkpoint'}, a {type(value).__name__},"
 
 
@@ -171,11 +158,10 @@ def is_plain(value: Any) -> bool:
     """Return whether a value consists of plain containers, numbers, strings and tensors."""
     # Derived classes are not plain, so types are compared exactly.
     kind = type(value)
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
     if kind in (list, tuple):
         return all(map(is_plain, value))
-    if kind is dict:
-        keys_are_plain = all(map(is_plain, value))
-        return keys_are_plain and all(map(is_plain, value.values()))
     return kind is Tensor or kind in _PLAIN
 
 
@@ -195,13 +181,10 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
             # Without it, the folder is no checkpoint any more.
             (place / INDEX).unlink()
         place.remove()
-        return
-    if is_sharded_checkpoint(place) and not place.is_symlink():
+    elif is_sharded_checkpoint(place) and not place.is_symlink():
         remove_folder(place)
-        return
-    filesystem = get_filesystem(place)
-    if filesystem.exists(os.fspath(place)):
-        filesystem.rm(os.fspath(place), recursive=True)
+    elif place.exists():
+        get_filesystem(place).rm(os.fspath(place), recursive=True)
 
 
 def time_of(path: str | os.PathLike[str]) -> int | None:
@@ -253,13 +236,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
     """
     check_is_file(path)
     path_text = os.fspath(path)
-    read: Callable[[IO[bytes]], Any] = partial(_read_data, values=values)
-    if not weights_only:
-        read = _read_objects
-    with explaining_reads(path, weights_only=weights_only):
-        filesystem = get_filesystem(path_text)
-        with filesystem.open(path_text, "rb") as file:
-            checkpoint: dict[str, Any] = read(file)
+    with explaining_reads(path, weights_only=weights_only), get_filesystem(path_text).open(path_text, "rb") as file:
+        checkpoint: dict[str, Any] = _read_data(file, values=values) if weights_only else _read_objects(file)
     check_contents(checkpoint, path)
     return checkpoint
 
@@ -345,12 +323,7 @@ def _read_objects(file: IO[bytes]) -> Any:
     with pl_legacy_patch(), warnings.catch_warnings():
         # Torch warns of its own reader of old files.
         warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
-        return torch.load(file, map_location=_on_cpu, weights_only=False)
-
-
-def _on_cpu(storage: Any, location: str) -> Any:
-    """Leave a storage on the CPU, as the devices of the writing run may not exist here."""
-    return storage
+        return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
@@ -388,13 +361,10 @@ def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only:
     reason = str(error)
     if not isinstance(error, CheckpointError):
         # In one line: messages of torch have several.
-        words = f"{type(error).__name__}: {error}".split()
-        reason = " ".join(words)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
     reason = reason.rstrip(".")
-    size = ""
     place = to_path(path)
-    if isinstance(place, Path):
-        size = f" ({place.stat().st_size} bytes)"
+    size = f" ({place.stat().st_size} bytes)" if isinstance(place, Path) else ""
     advice = "It is damaged, truncated or no checkpoint at all. Take an earlier one."
     if not weights_only:
         advice = "It is damaged, or the code that it names has changed. Without weights_only=False it is read as data."

@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["warn_of_objects_read", "warn_of_objects_written"]
 
 
-def _hyperparameter_entries() -> set[str]:
-    """Return the entries of a checkpoint in which Lightning saves hyperparameters."""
-    names: set[str] = set()
-    for owner in (LightningModule, LightningDataModule):
-        key = owner.CHECKPOINT_HYPER_PARAMS_KEY
-        names.update((key, f"{key}_type", f"{key}_name"))
-        names.add(owner.CHECKPOINT_HYPER_PARAMS_TYPE)
-    return names
-
-
-_HYPERPARAMETERS = _hyperparameter_entries()
+# The entries of a checkpoint in which Lightning saves hyperparameters.
+_HYPERPARAMETERS = {
+    f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}{suffix}"
+    for owner in (LightningModule, LightningDataModule)
+    for suffix in ("", "_type", "_name")
+} | {owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in (LightningModule, LightningDataModule)}
 
 # Torch has deprecated the typed ones.
 _WITH_CONTENT = (Tensor, torch.UntypedStorage, getattr(torch, "TypedStorage", torch.UntypedStorage))
@@ -84,9 +79,7 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
     """
     from equipoise.safe_loading.stand_in import stand_ins_in
 
-    unused = _HYPERPARAMETERS
-    if not fitting:
-        unused = _HYPERPARAMETERS | _OF_TRAINING
+    unused = _HYPERPARAMETERS if fitting else _HYPERPARAMETERS | _OF_TRAINING
     entries = {key: value for key, value in checkpoint.items() if key not in unused}
     objects = stand_ins_in(entries)
     if objects:
@@ -98,24 +91,14 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
 
 def _listed(objects: dict[str, str]) -> str:
     """Return the first objects as a text: places and classes."""
-    descriptions = []
-    for place, class_name in objects.items():
-        # "['callbacks']['mine']" is shown as "'callbacks'['mine']".
-        short_place = place.removeprefix("[").replace("]", "", 1)
-        descriptions.append(f"{short_place} ({class_name})")
-    text = ", ".join(descriptions[:_MOST_LISTED])
-    count = len(descriptions) - _MOST_LISTED
-    if count > 0:
-        text += f" and {count} more"
-    return text
+    # "['callbacks']['mine']" is shown as "'callbacks'['mine']".
+    texts = [f"{place.removeprefix('[').replace(']', '', 1)} ({name})" for place, name in objects.items()]
+    more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""
+    return ", ".join(texts[:_MOST_LISTED]) + more
 
 
 class _WithoutTensors(pickle.Pickler):
-    """Pickles objects without the content of tensors.
-
-    Attributes:
-        has_objects: True if it has met something else than plain data and ordered dictionaries.
-    """
+    """Pickles objects without the content of tensors, and notes whether it has met other than plain data."""
 
     has_objects = False
 
@@ -130,9 +113,7 @@ class _WithoutTensors(pickle.Pickler):
         # A tensor that wraps others is read as an object of its class.
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
-        if isinstance(value, _WITH_CONTENT):
-            return "tensor"
-        return None
+        return "tensor" if isinstance(value, _WITH_CONTENT) else None
 
 
 def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:

@@ -5,8 +5,9 @@ facts that the trainer knows better than torch.
 """
 
 import re
-from collections.abc import Iterator
-from types import FrameType, TracebackType
+from collections.abc import Iterable, Iterator
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.tree import entries_of
 
-__all__ = ["add_note_on_loading", "add_notes"]
+__all__ = ["add_notes"]
 
 # Number of entries of a batch that a note describes.
 _MOST_ENTRIES = 6
@@ -34,13 +35,10 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
     # 1. Find the layer, and the facts about the batch that bear on this error.
     message = str(error)
     notes = [_layer(error.__traceback__, module)]
-    needs_tensors = isinstance(error, TypeError) and "must be Tensor, not" in message
-    if needs_tensors:
+    if isinstance(error, TypeError) and "must be Tensor, not" in message:
         notes.append(_no_tensors(batch))
-    is_out_of_range = isinstance(error, IndexError) and _OUT_OF_RANGE.search(message)
-    if is_out_of_range:
+    if isinstance(error, IndexError) and _OUT_OF_RANGE.search(message):
         notes.append(_integers(batch))
-
     if isinstance(error, TypeError | AttributeError) and isinstance(batch, str | bytes | int | float):
         notes.append(_no_batch(batch))
 
@@ -51,42 +49,18 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
             error.add_note(note)
 
 
-def add_note_on_loading(error: BaseException) -> None:
-    """Add a note to an error that a loader has raised, if samples cannot be stacked to a batch.
-
-    Args:
-        error: Any error of a run.
-    """
-    message = str(error)
-    if "stack expects each tensor to be equal size" not in message:
-        return
-    # The message of an error of a worker process contains its traceback.
-    is_in_collate = "collate" in message
-    for frame in _frames(error.__traceback__):
-        function = frame.f_code.co_name
-        if function.startswith("collate"):
-            is_in_collate = True
-    if is_in_collate:
-        error.add_note(
-            "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
-            " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
-        )
-
-
 def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
     """Return a text with the submodule whose forward has raised the error, and with the tensors that it received."""
     # 1. Find the innermost forward.
-    innermost: FrameType | None = None
-    layer: nn.Module | None = None
-    for frame in _frames(traceback):
-        if frame.f_code.co_name != "forward":
-            continue
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            innermost = frame
-            layer = owner
-    if innermost is None or layer is None:
+    forwards = [
+        frame
+        for frame, _ in walk_tb(traceback)
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
+    ]
+    if not forwards:
         return None
+    innermost = forwards[-1]
+    layer = innermost.f_locals["self"]
 
     # 2. Find its name. The module itself has none, and the traceback shows its line anyway.
     names = {submodule: name for name, submodule in module.named_modules()}
@@ -95,38 +69,17 @@ def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
         return None
 
     # 3. Describe its arguments.
-    descriptions = _tensor_arguments(innermost)
-    received = ""
-    if descriptions:
-        listed = ", ".join(descriptions)
-        received = f" It was called with {listed}."
+    code = innermost.f_code
+    arguments = {name: innermost.f_locals.get(name) for name in code.co_varnames[1 : code.co_argcount]}
+    descriptions = [f"{name} of {_described(value)}" for name, value in arguments.items() if isinstance(value, Tensor)]
+    received = f" It was called with {', '.join(descriptions)}." if descriptions else ""
     return f"Raised in the submodule {name!r}: {_one_line(layer)}.{received}"
-
-
-def _tensor_arguments(frame: FrameType) -> list[str]:
-    """Return descriptions of the arguments of a call that are tensors, without `self`."""
-    code = frame.f_code
-    argument_names = code.co_varnames[1 : code.co_argcount]
-    descriptions = []
-    for name in argument_names:
-        value = frame.f_locals.get(name)
-        if isinstance(value, Tensor):
-            descriptions.append(f"{name} of {_described(value)}")
-    return descriptions
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _one_line(layer: nn.Module) -> str:
     text = repr(layer)
     # A module with submodules has several lines.
-    if "\n" in text:
-        return type(layer).__name__
-    return text
+    return type(layer).__name__ if "\n" in text else text
 
 
 def _no_tensors(batch: Any) -> str | None:
@@ -140,8 +93,7 @@ def _no_tensors(batch: Any) -> str | None:
             f"The batch is {_described(batch)}: layers take its entries, such as `batch[0]`. Without a `predict_step`,"
             " `predict` hands the whole batch to `forward`."
         )
-    first_kinds = kinds[:_MOST_ENTRIES]
-    listed = "; ".join(first_kinds)
+    listed = "; ".join(kinds[:_MOST_ENTRIES])
     return (
         f"The batch does not hold tensors alone: {listed}. Convert them in the dataset or in the loader's `collate_fn`."
     )
@@ -157,49 +109,34 @@ def _no_batch(batch: Any) -> str:
 
 def _other_entries(batch: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the paths and descriptions of the entries of a batch that are no tensors and hold none."""
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(batch, dict):
-        for key, value in batch.items():
-            yield from _other_entries(value, f"{path}[{key!r}]")
-    elif isinstance(batch, tuple | list) and not _is_list_of_values(batch):
-        for index, value in enumerate(batch):
-            yield from _other_entries(value, f"{path}[{index}]")
+        items = batch.items()
+    elif isinstance(batch, tuple | list) and batch and not isinstance(batch[0], str | int | float):
+        items = enumerate(batch)
     elif not isinstance(batch, Tensor):
         yield path, _described(batch)
-
-
-def _is_list_of_values(batch: Any) -> bool:
-    """Return whether a list holds texts or numbers, or nothing; the text describes it as one entry."""
-    return not batch or isinstance(batch[0], str | int | float)
+    for key, value in items:
+        yield from _other_entries(value, f"{path}[{key!r}]")
 
 
 def _integers(batch: Any) -> str | None:
     """Return a text with the ranges of the integers in a batch, which may be labels or indices."""
     ranges = []
     for path, tensor in entries_of(batch):
-        if tensor.numel() and _is_integral(tensor):
-            least = int(tensor.min())
-            most = int(tensor.max())
-            ranges.append(f"batch{path} from {least} to {most}")
+        is_integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        if tensor.numel() and is_integral:
+            ranges.append(f"batch{path} from {int(tensor.min())} to {int(tensor.max())}")
     if not ranges:
         return None
-    first_ranges = ranges[:_MOST_ENTRIES]
-    listed = "; ".join(first_ranges)
-    return f"Integers in the batch: {listed}. Labels must lie below the number of classes."
-
-
-def _is_integral(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return False
-    return tensor.dtype != torch.bool
+    return f"Integers in the batch: {'; '.join(ranges[:_MOST_ENTRIES])}. Labels must lie below the number of classes."
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        shape = list(value.shape)
-        return f"shape {shape}, {value.dtype}"
+        return f"shape {list(value.shape)}, {value.dtype}"
     kind = type(value).__name__
     if isinstance(value, tuple | list):
         kinds_of_items = {type(item).__name__ for item in value}
-        joined = " and ".join(sorted(kinds_of_items))
-        return f"a {kind} of {len(value)} {joined}"
+        return f"a {kind} of {len(value)} {' and '.join(sorted(kinds_of_items))}"
     return f"of type {kind}"

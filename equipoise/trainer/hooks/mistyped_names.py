@@ -1,10 +1,11 @@
 """Warn of mistyped hooks and steps: methods that nothing calls, such as `on_trian_start` and `validaton_step`."""
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -25,68 +26,52 @@ _MIN_SIMILARITY_OF_STEPS = 0.9
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-class _Suspect(NamedTuple):
-    """A method that is named like a hook and is none.
-
-    Attributes:
-        kind: The class of the object that has the method.
-        base: The class that declares the hooks of such objects.
-        method: The method.
-    """
-
-    kind: type
-    base: type
-    method: FunctionType
-
-
 def warn_of_mistyped_hooks(context: "RunContext") -> None:
     """Warn of methods that look like a hook, in the module, the data module and the callbacks of a run.
 
-    A method that the classes call themselves, or that resembles no hook, is a method of the user's own.
+    A method that the user's code names elsewhere, or that resembles no hook, is a method of the user's own.
 
     Args:
         context: The run.
     """
-    # 1. Find methods that look like a hook and are none.
-    kinds = _kinds_with_hooks(context)
-    suspects: list[_Suspect] = []
-    for kind, base in kinds:
-        suspects += _unknown_hooks(kind, base)
-    if not suspects:
-        return
-
-    # 2. Leave out methods that the user's code calls, and warn of the others.
-    used_names = set(_names_in(kind for kind, _ in kinds))
-    for suspect in suspects:
-        if suspect.method.__name__ not in used_names:
-            _warn_of_similar_hook(suspect)
-
-
-def _kinds_with_hooks(context: "RunContext") -> list[tuple[type, type]]:
-    """Return the classes of the objects that have hooks, each with the class that declares these hooks."""
+    # 1. Each class, with the class that declares the hooks of its objects.
     kinds: list[tuple[type, type]] = [(type(context.module), LightningModule)]
     if context.datamodule is not None:
         kinds.append((type(context.datamodule), LightningDataModule))
-    for callback in context.state.callbacks:
-        kinds.append((type(callback), Callback))
-    return kinds
+    kinds += [(type(callback), Callback) for callback in context.state.callbacks]
 
-
-def _warn_of_similar_hook(suspect: _Suspect) -> None:
-    """Warn of a method if a hook has a similar name."""
-    name = suspect.method.__name__
-    similar = similar_step(name)
-    if name.startswith("on_"):
-        hooks = get_close_matches(name, _hooks(suspect.base), n=1, cutoff=_MIN_SIMILARITY)
-        similar = hooks[0] if hooks else None
-    if similar is None:
+    # 2. Methods that are named almost like a hook. Few runs have any.
+    suspects = [
+        (kind, method, hook)
+        for kind, base in kinds
+        for method in _methods_of_user(kind)
+        if (hook := _meant(method.__name__, kind, base)) is not None
+    ]
+    if not suspects:
         return
-    warn_of_method(
-        suspect.method,
-        f"`{suspect.kind.__name__}.{name}` is called by no trainer, because no hook has that name; did you"
-        f" mean `{similar}`? If it is a method of your own, which you call from another file, ignore this"
-        " warning, or let the name begin with an underscore.",
-    )
+
+    # 3. Those that nobody calls.
+    used_names = set(_names_in(kind for kind, _ in kinds))
+    for kind, method, hook in suspects:
+        name = method.__name__
+        if name not in used_names:
+            warn_of_method(
+                method,
+                f"`{kind.__name__}.{name}` is called by no trainer, because no hook has that name; did you mean"
+                f" `{hook}`? If it is a method of your own, which you call from another file, ignore this warning, or"
+                " let the name begin with an underscore.",
+            )
+
+
+def _meant(name: str, kind: type, base: type) -> str | None:
+    """Return the hook that the name of a method resembles; None if it is one, or resembles none."""
+    # A library may call hooks that it defines.
+    if hasattr(base, name) or any(name in vars(parent) for parent in kind.__mro__ if not _is_users(parent)):
+        return None
+    if not name.startswith("on_"):
+        return similar_step(name) if base is LightningModule else None
+    hooks = [hook for hook in dir(base) if hook.startswith("on_")]
+    return next(iter(get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)), None)
 
 
 def similar_step(name: str) -> str | None:
@@ -95,63 +80,32 @@ def similar_step(name: str) -> str | None:
     Args:
         name: The name of a method.
     """
-    similar = get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)
-    return similar[0] if similar else None
+    return next(iter(get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)), None)
 
 
-def _unknown_hooks(kind: type, base: type) -> Iterator[_Suspect]:
-    """Yield the methods of a class that are named like a hook and are none."""
-    # A library may call hooks that it defines.
-    names_of_libraries: set[str] = set()
-    for parent in kind.__mro__:
-        if not _is_users(parent):
-            names_of_libraries.update(vars(parent))
-    for name, method in _methods_of_user(kind):
-        is_hook = hasattr(base, name) or name in names_of_libraries
-        may_be_meant = name.startswith("on_") or (base is LightningModule and similar_step(name) is not None)
-        if may_be_meant and not is_hook:
-            yield _Suspect(kind, base, method)
-
-
-def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    for parent in kind.__mro__:
-        if not _is_users(parent):
-            continue
+def _methods_of_user(kind: type) -> Iterator[FunctionType]:
+    for parent in filter(_is_users, kind.__mro__):
         attributes = vars(parent)
-        for name, value in attributes.items():
-            if isinstance(value, FunctionType):
-                yield name, value
+        yield from (value for value in attributes.values() if isinstance(value, FunctionType))
 
 
 def _is_users(kind: type) -> bool:
-    """Return True for a class of the user's, none of whose functions is in an installed package."""
-    package = kind.__module__.partition(".")[0]
-    if package in ("builtins", "equipoise"):
+    module = sys.modules.get(kind.__module__)
+    # What was defined in a notebook has no file.
+    file = getattr(module, "__file__", None) or ""
+    if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
         return False
-    attributes = vars(kind)
-    functions = [value for value in attributes.values() if isinstance(value, FunctionType)]
-    return not any(_is_installed(function) for function in functions)
-
-
-def _is_installed(function: FunctionType) -> bool:
-    filename = function.__code__.co_filename
-    return any(folder in filename for folder in _INSTALLED)
-
-
-def _hooks(base: type) -> list[str]:
-    return [name for name in dir(base) if name.startswith("on_")]
+    return not any(folder in file for folder in _INSTALLED)
 
 
 def _names_in(kinds: Iterable[type]) -> Iterator[str]:
     """Yield every name that the functions of classes, and of the files that define the classes, use."""
     for kind in kinds:
-        for _, method in _methods_of_user(kind):
+        for method in _methods_of_user(kind):
             yield from _names_of(method.__code__)
             # The user's code may add global names from another thread, so this reads a copy.
-            global_values = list(method.__globals__.values())
-            for value in global_values:
-                is_function = isinstance(value, FunctionType)
-                if is_function and value.__globals__ is method.__globals__:
+            for value in list(method.__globals__.values()):
+                if isinstance(value, FunctionType) and value.__globals__ is method.__globals__:
                     yield from _names_of(value.__code__)
 
 

@@ -1,0 +1,56 @@
+"""Notes on the error of a run, where its message says what is wrong and not what to do.
+
+They are loaded before a run: a process that may open no more files loads no module either.
+"""
+
+from traceback import walk_tb
+from types import FrameType
+
+from lightning.pytorch import LightningModule
+
+from equipoise.errors import CheckpointError
+from equipoise.interop.lightning.classes import is_a
+
+__all__ = ["add_run_notes"]
+
+# Messages of the operating system, and what helps.
+_LIMITS = {
+    "Too many open files": (
+        "This process may not open more files. Raise the limit (`ulimit -n`), use fewer loader workers"
+        " (`num_workers`), or call `torch.multiprocessing.set_sharing_strategy('file_system')` first, since workers"
+        " pass each tensor of a batch in a file of its own."
+    ),
+    "File too large": (
+        "A file that was being written reached the most that this process, or the file system, may write in one file"
+        " (`ulimit -f`). Raise that limit, or write to another folder (`default_root_dir`, `dirpath`, `save_dir`)."
+    ),
+}
+
+
+def add_run_notes(error: BaseException) -> None:
+    """Add notes on limits of the process, on samples that cannot be stacked, and on a device mesh that is not there.
+
+    Args:
+        error: Any error of a run.
+    """
+    message = str(error)
+    for sign, note in _LIMITS.items():
+        if sign in message and not isinstance(error, CheckpointError):
+            error.add_note(note)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # The message of an error of a worker process contains its traceback.
+    is_in_collate = "collate" in message or any(frame.f_code.co_name.startswith("collate") for frame in frames)
+    if "stack expects each tensor to be equal size" in message and is_in_collate:
+        error.add_note(
+            "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
+            " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
+        )
+    if "NoneType" in message and any(map(_asks_for_mesh, frames)):
+        error.add_note(
+            "`self.device_mesh` is None: only strategy='fsdp' makes one, with several devices, for modules that cut"
+            " their layers themselves: FSDPStrategy(tensor=2). Without one, leave that part of the module out."
+        )
+
+
+def _asks_for_mesh(frame: FrameType) -> bool:
+    return "device_mesh" in frame.f_code.co_names and is_a(frame.f_locals.get("self"), LightningModule)
