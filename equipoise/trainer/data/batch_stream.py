@@ -42,6 +42,7 @@ class BatchStream:
             `length` is what the loader promises, and one batch is read ahead from the last promised one on. A loader
             without length is read one batch ahead from the beginning.
         ahead: The batch that was read ahead.
+        indices: Indices of the samples in each batch of the present pass that was drawn; see `record_indices`.
         whole: Number of first batches that each process has. In later steps a process may be without one. Infinite if
             no process has been without a batch so far.
     """
@@ -70,6 +71,7 @@ class BatchStream:
         if not math.isinf(extent.promised):
             self.length = int(extent.num_batches)
         self.ahead: Any = NOTHING
+        self.indices: list[list[int]] = []
         self.whole = math.inf
         self._counts: SampleCounts | None = None
         self._iterator: Iterator[Any] | None = None
@@ -79,6 +81,16 @@ class BatchStream:
         counts.begin()
         if not self.combined and can_count(self.loader):
             self._counts = counts
+
+    def record_indices(self) -> bool:
+        """Record the indices of samples, if a batch sampler tells them; call this before the stream starts."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+            kind = type(loader).__name__
+            rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{kind}`")
+            return False
+        self.loader = with_sampler(loader, _Recorder(loader.batch_sampler, self.indices), batches=True)
+        return True
 
     def start(self) -> None:
         """Create the iterator; for a loader without length, fetch the first batch and warn if there is none."""
@@ -346,3 +358,21 @@ class _RemainingBatches:
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip)
+
+
+class _Recorder:
+    """A batch sampler that records the batches of another."""
+
+    def __init__(self, batch_sampler: Any, indices: list[list[int]]) -> None:
+        self.batch_sampler = batch_sampler
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        # Workers read ahead, so the list may be longer than the number of batches delivered.
+        self.indices.clear()
+        for batch in self.batch_sampler:
+            self.indices.append(list(batch))
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)

@@ -1,6 +1,5 @@
 """The prediction loop: every batch once, outputs in the order of the data."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,15 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
 from equipoise.interleave import interleave
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
-from equipoise.strategies.distributed.epoch_length import Extent
-from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
 from equipoise.trainer.evaluation.batch_steps import run_steps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
@@ -106,24 +101,22 @@ class PredictionLoop(SentState):
         keep_outputs = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
         self.progress.begin()
         loaders.set_epoch(self.state.progress.epoch.current.processed)
-        passes = [
-            _recorded_pass(loader, extent, loaders.report_wrong_length, record=bool(writers))
-            for loader, extent in zip(loaders.flat, loaders.extents, strict=True)
-        ]
-        check_dataloader_idx(context.module, "predict", several=len(passes) > 1)
-        self._predictions = [[] for _ in passes]
-        self.epoch_batch_indices = [[] for _ in passes]
+        streams = loaders.streams()
+        count = len(streams)
+        check_dataloader_idx(context.module, "predict", several=count > 1)
+        self._predictions = [[] for _ in streams]
+        self.epoch_batch_indices = [[] for _ in streams]
         context.strategy.sync_buffers()
         hooks.call_module("on_predict_model_eval")
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
         # 2. Predict loader after loader.
-        for index, (stream, indices) in enumerate(passes):
+        for index, stream in enumerate(streams):
             note_batch = None
-            if indices is not None:
-                note_batch = partial(self._note_indices, indices, self.epoch_batch_indices[index])
+            if writers and stream.record_indices():
+                note_batch = partial(self._note_indices, stream.indices, self.epoch_batch_indices[index])
             after = partial(_keep, self._predictions[index] if keep_outputs else None)
-            run_steps(context, "predict", stream, self.progress, index, len(passes), after=after, note_batch=note_batch)
+            run_steps(context, "predict", stream, self.progress, index, count, after=after, note_batch=note_batch)
         hooks.call("on_predict_epoch_end")
         # 3. Put the outputs of all processes together.
         results = self._gather_predictions(context)
@@ -153,42 +146,3 @@ def _keep(outputs: list[Any] | None, output: Any) -> None:
         rank_zero_warn("`predict_step` returned None. If that was on purpose, ignore this warning.")
     if outputs is not None:
         outputs.append(move_data_to_device(output, torch.device("cpu")))
-
-
-def _recorded_pass(
-    loader: Any, extent: Extent, on_wrong_length: Callable[[int, int, bool], None], *, record: bool
-) -> tuple[BatchStream, list[list[int]] | None]:
-    """Return a pass over a loader, and the list to which the indices of each batch's samples are appended.
-
-    Args:
-        loader: The loader.
-        extent: Number of batches.
-        on_wrong_length: See `BatchStream`.
-        record: Whether a callback reads the indices. The list is None if not, or if the loader is no DataLoader with a
-            batch sampler.
-    """
-    indices: list[list[int]] | None = None
-    if record and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        indices = []
-        loader = with_sampler(loader, _Recorder(loader.batch_sampler, indices), batches=True)
-    elif record:
-        rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`")
-    return BatchStream(loader, extent, on_wrong_length=on_wrong_length), indices
-
-
-class _Recorder:
-    """A batch sampler that records the batches of another."""
-
-    def __init__(self, batch_sampler: Any, indices: list[list[int]]) -> None:
-        self.batch_sampler = batch_sampler
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        # Workers read ahead, so the list may be longer than the number of batches delivered.
-        self.indices.clear()
-        for batch in self.batch_sampler:
-            self.indices.append(list(batch))
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
