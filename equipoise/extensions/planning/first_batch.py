@@ -15,7 +15,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.tracing.planned_batches import planned_batches
+from equipoise.extensions.planning.tracing.planned_batches import empty_loader, planned_batches
 from equipoise.interop.lightning.loaders import combine
 
 __all__ = ["read_ahead"]
@@ -91,6 +91,8 @@ def _answer(open_loaders: Callable[[], Any], sender: Connection) -> None:
     try:
         batch = _read(open_loaders())
         content = pickle.dumps((batch, None))
+    except ConfigurationError as error:
+        content = pickle.dumps((None, str(error).rstrip(".")))
     except Exception as error:
         first_line, _, _ = str(error).partition("\n")
         reason = f"its first batch cannot be read ahead ({type(error).__name__}: {first_line})"
@@ -116,5 +118,7 @@ def _read(loaders: Any) -> Any:
     if combined.iterables is combined.flattened[0]:
         batch = planned_batches(combined.flattened[0]).batches[0]
     else:
-        batch, _, _ = next(iter(combined))
+        batch, _, _ = next(iter(combined), (None, 0, 0))
+        if batch is None:
+            raise empty_loader()
     return move_data_to_device(batch, "cpu")

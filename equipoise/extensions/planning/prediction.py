@@ -164,7 +164,4 @@ def _first_batch(data: Any) -> Any:
         return data
     if not isinstance(data, (Iterable, Iterator)):
         return data
-    batches = planned_batches(data).batches
-    if not batches:
-        raise ConfigurationError("A plan needs one batch, but the loader is empty.")
-    return batches[0]
+    return planned_batches(data).batches[0]

@@ -4,6 +4,7 @@ Without a prediction it is `ddp`. Before the first fit, the memory of a step is 
 another strategy takes its place.
 """
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -16,7 +17,7 @@ from equipoise.extensions.planning.comparison import StrategyPlan, from_simplest
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.frozen_layers import has_frozen_layers
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, changes_layers
-from equipoise.extensions.tuning.first_batch import read_first_batch
+from equipoise.extensions.planning.first_batch import read_ahead
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.formats import format_bytes
 from equipoise.notices import rank_zero_warn
@@ -25,7 +26,7 @@ from equipoise.strategies.replicated.data_parallel import DataParallelStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["choose_strategy"]
+__all__ = ["choose_strategy", "open_loaders"]
 
 
 def choose_strategy(trainer: Any, request: Request, present: Strategy) -> Strategy:
@@ -84,8 +85,30 @@ def _predicted(trainer: Any, request: Request) -> MemoryPrediction:
     for name in NOT_PREDICTED:
         if trainer.constructor_arguments.get(name):
             raise ConfigurationError(f"a prediction does not follow {name}")
-    batch = read_first_batch(request, trainer)
+    batch = read_ahead(partial(open_loaders, request, trainer))
     return predict_step(trainer, request.module, batch, measure=False)
+
+
+def open_loaders(request: Request, trainer: Any) -> Any:
+    """Return the training loaders of a fit, in a copy of this process.
+
+    `prepare_data` is not called: it writes files, which a copy shares.
+
+    Args:
+        request: The fit.
+        trainer: What module and data module have as `trainer` in the copy.
+    """
+    request.module.trainer = trainer
+    loaders = request.loaders.get("train")
+    if loaders is not None:
+        return loaders
+    # They are those of a module, or of a data module.
+    owner: Any = request.module
+    if request.datamodule is not None:
+        owner = request.datamodule
+        owner.trainer = trainer
+    owner.setup("fit")
+    return owner.train_dataloader()
 
 
 def _others_for(module: LightningModule) -> list[Strategy]:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -18,7 +19,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, first_batch, predict_memory
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
 from equipoise.extensions.tuning import strategy_choice
-from equipoise.extensions.tuning.first_batch import read_first_batch
+from equipoise.extensions.tuning.strategy_choice import open_loaders
 from equipoise.extensions.tuning.trials.step_prediction import describe_elsewhere
 from equipoise.strategies import DDPStrategy, FSDPStrategy, Strategy
 from equipoise.trainer import auto_strategy_and_finders
@@ -199,7 +200,7 @@ def test_a_step_that_cannot_be_predicted(told: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"devices": 1}, {}], ids=["named", "one device", "CPU"])
 def test_when_nothing_is_predicted(options: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy_choice, "read_first_batch", lambda request, trainer: pytest.fail("It was read."))
+    monkeypatch.setattr(strategy_choice, "read_ahead", lambda open_loaders: pytest.fail("It was read."))
     Trainer(**{**OPTIONS, **options}).fit(Wide(8), loader())
     assert told == []
 
@@ -210,7 +211,7 @@ def test_when_nothing_is_predicted(options: dict[str, Any], told: list[str], mon
 def read(train: Any = None, module: Any = None, datamodule: Any = None, **options: Any) -> Any:
     loaders = {"train": train}
     request = Request(TrainerFn.FITTING, module or Wide(8), datamodule=datamodule, loaders=loaders)
-    return read_first_batch(request, Trainer(**OPTIONS), **options)
+    return first_batch.read_ahead(partial(open_loaders, request, Trainer(**OPTIONS)), **options)
 
 
 def test_what_is_read_is_the_batch_of_the_fit() -> None:
@@ -292,6 +293,13 @@ def test_what_cannot_be_read() -> None:
             read(DataLoader(dataset(torch.zeros(4))), seconds=seconds)
 
 
+@pytest.mark.parametrize("structure", [lambda empty: empty, lambda empty: {"first": loader(), "second": empty}])
+def test_an_empty_loader(structure: Callable[[Any], Any]) -> None:
+    empty = DataLoader(samples(), batch_size=65, drop_last=True)
+    with pytest.raises(ConfigurationError, match=r"needs a batch, but the loader is empty.* drop_last=True leaves none$"):
+        read(structure(empty))
+
+
 class Unreadable(list[int]):
     """A batch that can be pickled, but not read again."""
 
@@ -356,7 +364,7 @@ def test_it_is_chosen_by_the_next_fit_after_an_interrupt(
 
     trainer = Trainer(**OPTIONS)
     with monkeypatch.context() as patch:
-        patch.setattr(strategy_choice, "read_first_batch", interrupted)
+        patch.setattr(strategy_choice, "read_ahead", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(Wide(), loader())
     trainer.fit(Wide(), loader())

@@ -34,10 +34,7 @@ def batches_of(values: Mapping[str, Any]) -> PlannedBatches:
     data = build(values["data"], "data")
     data.prepare_data()
     data.setup("fit")
-    planned = planned_batches(data.train_dataloader())
-    if not planned.batches:
-        raise ConfigurationError("A prediction reads one batch of the data, but the training loader is empty.")
-    return planned
+    return planned_batches(data.train_dataloader())
 
 
 def settings_of(values: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 
-__all__ = ["PlannedBatches", "planned_batches"]
+__all__ = ["PlannedBatches", "empty_loader", "planned_batches"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class PlannedBatches:
     """Batches for which a step is planned. The largest ones of each shape, if shapes differ.
 
     Attributes:
-        batches: The batches; none if the loader is empty.
+        batches: The batches, at least one.
         row_tokens: Tokens of a row of each batch; empty if the loader has no budget of tokens.
     """
 
@@ -49,12 +50,27 @@ def planned_batches(loader: Any) -> PlannedBatches:
 
     Args:
         loader: Any iterable of batches.
+
+    Raises:
+        ConfigurationError: If it has no batch.
     """
     name_batches = getattr(getattr(loader, "batch_sampler", None), "planned_batches", None)
     if name_batches is None:
         # The rest of the loader is not read.
-        return PlannedBatches(list(islice(loader, 1)))
-    named = name_batches()
-    batches = [loader.collate_fn([loader.dataset[index] for index in samples]) for samples, _ in named]
-    row_tokens = [tokens for _, tokens in named if tokens is not None]
+        batches = list(islice(loader, 1))
+        row_tokens = []
+    else:
+        named = name_batches()
+        batches = [loader.collate_fn([loader.dataset[index] for index in samples]) for samples, _ in named]
+        row_tokens = [tokens for _, tokens in named if tokens is not None]
+    if not batches:
+        raise empty_loader()
     return PlannedBatches(batches, row_tokens)
+
+
+def empty_loader() -> ConfigurationError:
+    """Return the error of a loader that has no batch."""
+    return ConfigurationError(
+        "A step needs a batch, but the loader is empty: give it samples, or a smaller batch size where drop_last=True"
+        " leaves none."
+    )
