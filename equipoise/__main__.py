@@ -201,10 +201,10 @@ def _run_added(name: str, arguments: Sequence[str]) -> int:
     """Run a command of an extension, with the configuration that `fit` would run if it reads one; return its code."""
     command = find_command(name)
     if not command.reads_configuration:
-        return command.run(arguments, []) or 0
+        return command(arguments, [])
     overrides, folders = _take_folders(arguments)
     _app()
-    return command.run([_quoted(argument) for argument in overrides], folders) or 0
+    return command([_quoted(argument) for argument in overrides], folders)
 
 
 def _usage() -> str:

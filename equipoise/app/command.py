@@ -7,6 +7,7 @@ explain = "my_package.command:COMMAND"
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from equipoise.errors import ConfigurationError
@@ -34,7 +35,9 @@ class Command:
     Attributes:
         summary: What it does, for a line of the help.
         run: Function `run(overrides, folders)`: the arguments, and the folders with configurations, the one with the
-            primary `config.yaml` first. `equipoise.app.compose_values` composes them. It may return an exit code.
+            primary `config.yaml` first. `equipoise.app.compose_values` composes them. It may return an exit code. Or
+            the place of the function, as "my_package.command:run", which is imported when the command runs, so that
+            help and completion stay quick.
         flags: Its flags; those with a value end with "=". Default: none.
         usage: Its arguments in the help. Default: "[key=value ...]".
         examples: Further lines of the help, each with arguments and their meaning. Default: none.
@@ -46,11 +49,18 @@ class Command:
     """
 
     summary: str
-    run: Callable[[Sequence[str], Sequence[Path]], int | None]
+    run: Callable[[Sequence[str], Sequence[Path]], int | None] | str
     flags: Sequence[str] = ()
     usage: str = "[key=value ...]"
     examples: Sequence[tuple[str, str]] = ()
     reads_configuration: bool = True
+
+    def __call__(self, arguments: Sequence[str], folders: Sequence[Path]) -> int:
+        """Run the command, and return its exit code."""
+        run: Any = self.run
+        if isinstance(run, str):
+            run = resolve_name(run)
+        return run(arguments, folders) or 0
 
 
 def find_command(name: str) -> Command:

@@ -1,22 +1,12 @@
-"""`equipoise compare` for the help and the shell; the command itself is imported when it runs."""
-
-from collections.abc import Sequence
-from pathlib import Path
+"""`equipoise compare` for the help and the shell."""
 
 from equipoise.app.command import Command
 
 __all__ = ["COMMAND"]
 
-
-def _run(arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    from equipoise.extensions.comparison.command import show_comparison
-
-    show_comparison(arguments, folders)
-
-
 COMMAND = Command(
     summary="run the module under each strategy: speed, memory by device",
-    run=_run,
+    run="equipoise.extensions.comparison.command:show_comparison",
     flags=("--json", "--largest", "--output=", "--steps=", "--strategies=", "--timeout="),
     examples=(
         (

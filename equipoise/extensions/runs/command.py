@@ -25,7 +25,7 @@ from equipoise.extensions.runs.run import Run, Unreadable
 from equipoise.formats import format_path, printable
 from equipoise.tables.whole_table import print_table
 
-__all__ = ["show_runs", "write_page_of_sweep"]
+__all__ = ["page_of_sweep", "show_runs"]
 
 _TAKES = "equipoise runs takes FOLDERS, --sort=COLUMN, --json and --html=PATH"
 # Columns of a terminal; the page has more, and JSON has all.
@@ -34,11 +34,12 @@ _MOST_METRICS = 3
 _STYLES = {"finished": "green", "failed": "red", "interrupted": "yellow", "running": "cyan", "unknown": "dim"}
 
 
-def show_runs(arguments: Sequence[str]) -> None:
+def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> None:
     """Run the command.
 
     Args:
         arguments: Folders, and flags.
+        configurations: Folders of configurations, of which the command needs none.
 
     Raises:
         ConfigurationError: If an argument is wrong, or a folder does not exist.
@@ -61,8 +62,18 @@ def show_runs(arguments: Sequence[str]) -> None:
             print(f"Page: {format_path(str(path))}")
 
 
-def write_page_of_sweep(folder: Path) -> Path | None:
-    """Write `runs.html` into the folder of a sweep; see `page_of_sweep`."""
+def page_of_sweep(folder: Path) -> Path | None:
+    """Write `runs.html`, the jobs of a sweep side by side.
+
+    Args:
+        folder: The folder of the sweep.
+
+    Returns:
+        The page; None if there are fewer than two runs.
+
+    Raises:
+        OSError: If the page cannot be written.
+    """
     runs, unreadable = _read([folder], None)
     if len(runs) < 2:
         return None

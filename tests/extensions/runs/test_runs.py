@@ -18,8 +18,8 @@ from rich.console import Console
 import equipoise
 from equipoise import RunReport
 from equipoise.__main__ import main
+from equipoise.extensions.runs.command import page_of_sweep
 from equipoise.extensions.runs.configuration import flat_configuration
-from equipoise.extensions.runs.entry import page_of_sweep
 from tests.extensions.runs.conftest import WriteRun
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
 

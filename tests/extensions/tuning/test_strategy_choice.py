@@ -296,7 +296,7 @@ def test_what_cannot_be_read() -> None:
 @pytest.mark.parametrize("structure", [lambda empty: empty, lambda empty: {"first": loader(), "second": empty}])
 def test_an_empty_loader(structure: Callable[[Any], Any]) -> None:
     empty = DataLoader(samples(), batch_size=65, drop_last=True)
-    with pytest.raises(ConfigurationError, match=r"needs a batch, but the loader is empty.* drop_last=True leaves none$"):
+    with pytest.raises(ConfigurationError, match=r"batch, but the loader is empty.* drop_last=True leaves none$"):
         read(structure(empty))
 
 

@@ -1,6 +1,7 @@
 """Serve the page of runs until the user interrupts it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from equipoise.app.command import read_flags
 from equipoise.errors import ConfigurationError
@@ -14,11 +15,12 @@ _TAKES = "equipoise watch takes FOLDERS and --port=NUMBER"
 _DEFAULT_PORT = 8265
 
 
-def watch(arguments: Sequence[str]) -> None:
+def watch(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> None:
     """Run the command.
 
     Args:
         arguments: Folders, and flags.
+        configurations: Folders of configurations, of which the command needs none.
 
     Raises:
         ConfigurationError: If an argument is wrong, a folder does not exist, or the port is taken.

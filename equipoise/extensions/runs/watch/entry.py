@@ -1,22 +1,12 @@
-"""`equipoise watch` for the help and the shell; the rest is imported when it runs."""
-
-from collections.abc import Sequence
-from pathlib import Path
+"""`equipoise watch` for the help and the shell."""
 
 from equipoise.app.command import Command
 
 __all__ = ["COMMAND"]
 
-
-def _run(arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    from equipoise.extensions.runs.watch.command import watch
-
-    watch(arguments)
-
-
 COMMAND = Command(
     summary="a page in the browser with the values of runs while they train",
-    run=_run,
+    run="equipoise.extensions.runs.watch.command:watch",
     flags=("--port=",),
     usage="[FOLDER ...] [flags]",
     reads_configuration=False,
