@@ -4,6 +4,7 @@
 explain = "my_package.command:COMMAND"
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "list_of_names",
     "present",
     "read_flags",
+    "report",
     "seconds",
     "whole_number",
 ]
@@ -82,6 +84,11 @@ def added_commands() -> Iterator[tuple[str, Command | ConfigurationError]]:
             yield name, find_command(name)
         except ConfigurationError as error:
             yield name, error
+
+
+def report(activity: str) -> None:
+    """Print what a command does now: to the error output, as the output is that of the command."""
+    print(f"equipoise: {activity} ...", file=sys.stderr, flush=True)
 
 
 # Flags.

@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from equipoise.app.command import report
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.comparison.bench.process import run_trial
 from equipoise.extensions.comparison.candidates.candidate import Attempt, Candidate, batch_size_of
@@ -14,7 +15,6 @@ from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.recommendation import notes_on
-from equipoise.extensions.comparison.results.tables import ComparisonDisplay
 from equipoise.memory.profile.places import names_of_devices
 
 __all__ = ["Trials"]
@@ -67,7 +67,7 @@ class Trials:
         self._attempts: list[tuple[Attempt, Row]] = []
         for candidate in candidates:
             attempt = candidate.attempt(values, devices, user_overrides)
-            row = Row(candidate.label, attempt.overrides, attempt.devices)
+            row = Row(candidate.label, attempt.overrides, attempt.devices, attempt.reason)
             self._attempts.append((attempt, row))
             self.comparison.rows.append(row)
 
@@ -78,30 +78,25 @@ class Trials:
             ConfigurationError: If the configuration is wrong, so that the trial on one device cannot run.
             StepError: If a step fails on one device for another reason than memory.
         """
-        display = ComparisonDisplay(self.comparison)
-        with display.shown():
-            display.begin("predicting the peaks")
-            predicted = self._predict()
-            for attempt, row in self._attempts:
-                if attempt.reason is not None:
-                    row.refuse(attempt.reason)
-                else:
-                    display.begin(f"measuring {row.label}")
-                    row.begin(predicted.get(row.label))
-                    self._run_one(attempt, row)
+        report("predicting the peaks")
+        self._predict()
+        for attempt, row in self._attempts:
+            if row.reason is None:
+                report(f"measuring {row.label}")
+                self._run_one(attempt, row)
 
-    def _predict(self) -> dict[str, dict[str, int]]:
-        """Return the predicted peaks of the strategies that run, by label; empty if there is no prediction."""
-        attempts = [attempt for attempt, _ in self._attempts if attempt.reason is None]
+    def _predict(self) -> None:
+        """Note the predicted peaks of the strategies that run, or why there are none."""
+        attempts = [attempt for attempt, row in self._attempts if row.reason is None]
         if not attempts:
-            return {}
+            return
         result = self._run(predict_peaks, self._values, attempts, folder="prediction")
         if "reason" in result:
             note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
             self.comparison.notes = [*self.comparison.notes, note]
-            return {}
-        peaks: dict[str, dict[str, int]] = result["peaks"]
-        return peaks
+            return
+        for _, row in self._attempts:
+            row.predicted = result["peaks"].get(row.label)
 
     def _run_one(self, attempt: Attempt, row: Row) -> None:
         """Run a strategy, and search its largest batch."""
@@ -117,7 +112,6 @@ class Trials:
         has_run = row.reason is None
         if self._options.searches_largest and (has_run or measured.get("is_memory")):
             self._search_largest(attempt.candidate, row, has_run=has_run)
-        row.end()
 
     def _measure(self, attempt: Attempt, steps: int, weights: Path | None) -> dict[str, Any]:
         self._count += 1
@@ -143,14 +137,13 @@ class Trials:
         if candidate.has_processes:
             multiple = len(self._devices)
         bound = self._options.bound or _MOST_TIMES * size
-        largest, is_bound = largest_that_runs(
+        row.largest_batch, row.is_bound = largest_that_runs(
             lambda tried: self._runs(candidate, tried),
             running_size,
             failed_size,
             bound,
             multiple,
         )
-        row.note_largest(largest, is_bound=is_bound)
 
     def _runs(self, candidate: Candidate, size: int) -> bool:
         """Return True if a batch size runs."""

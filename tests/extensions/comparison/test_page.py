@@ -44,12 +44,9 @@ def test_a_chart_without_bars() -> None:
 
 def test_the_page() -> None:
     hostile = "<script>alert(1)</script>"
-    dp = Row("dp & co", ["strategy=dp"])
-    dp.begin({"cpu (1)": 21})
+    dp = Row("dp & co", ["strategy=dp"], predicted={"cpu (1)": 21})
     dp.note({"peaks": {"cpu (0)": 10, "cpu (1)": 20}, "seconds": 1.0, "samples_per_second": 12.0})
-    dp.end()
-    ddp = Row("ddp", ["strategy=ddp"])
-    ddp.refuse(hostile)
+    ddp = Row("ddp", ["strategy=ddp"], reason=hostile)
     comparison = Comparison(hostile, ["cpu (0)", "cpu (1)"], 8, 5, ["One note."], [dp, ddp], "interrupted")
     recommendation = {"strategy": "dp & co", "reason": "It is fast.", "overrides": ["strategy=dp"]}
     page = parse(comparison_page(comparison, recommendation, {"seed": 0}))
@@ -67,7 +64,6 @@ def test_the_page() -> None:
 
 
 def test_nothing_has_run() -> None:
-    row = Row("dp")
-    row.refuse("one device")
+    row = Row("dp", reason="one device")
     page = comparison_page(Comparison("Net", ["cpu"], None, 5, rows=[row]), None, {})
     assert "No strategy has run." in parse(page).text

@@ -17,7 +17,6 @@ def comparison(**figures: tuple[float | None, int]) -> Comparison:
     for label, (rate, peak) in figures.items():
         row = Row(label, [f"strategy={label}"])
         row.note({"peaks": {"cpu (0)": peak, "cpu (1)": 1}, "seconds": 1.0, "samples_per_second": rate})
-        row.end()
         rows.append(row)
     return Comparison("Net", ["cpu (0)", "cpu (1)"], 8, 5, rows=rows)
 
@@ -45,10 +44,8 @@ def test_the_recommended_one(figures: dict[str, tuple[float, int]], chosen: str,
 
 
 def test_nothing_to_recommend() -> None:
-    results = comparison(a=(None, 1))
-    assert recommend(results) is None
-    results.rows[0].refuse("no")
-    assert recommend(results) is None
+    assert recommend(comparison(a=(None, 1))) is None
+    assert recommend(Comparison("Net", ["cpu"], 8, 5, rows=[Row("a", reason="no")])) is None
 
 
 def test_figures_of_a_row() -> None:
@@ -76,7 +73,7 @@ def test_predicted_peaks_stand_beside_measured_ones(tmp_path: Path) -> None:
     assert "predicted" not in path.read_text() + results.to_json(None)
     assert "predicted" not in row_texts(results.rows[0], results)
 
-    results.rows[1].begin({"cpu (0)": 89, "cpu (1)": 2})
+    results.rows[1].predicted = {"cpu (0)": 89, "cpu (1)": 2}
     results.write_csv(path)
     with path.open() as file:
         rows = list(csv.DictReader(file))

@@ -3,23 +3,12 @@
 import csv
 import io
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Comparison", "Row", "RowState"]
-
-
-class RowState(Enum):
-    """States of a row."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    NOT_RUN = "not run"
+__all__ = ["Comparison", "Row"]
 
 
 @dataclass
@@ -30,7 +19,6 @@ class Row:
         label: Name of the strategy, with what sets it apart.
         overrides: The overrides that choose it.
         devices: Names of its devices.
-        state: Its state.
         reason: The reason why it has no figures. Default: None.
         peaks: The peak of each device in a step, in bytes, by name.
         predicted: The same as predicted, where there is a prediction. Default: None.
@@ -46,7 +34,6 @@ class Row:
     label: str
     overrides: Sequence[str] = ()
     devices: Sequence[str] = ()
-    state: RowState = RowState.WAITING
     reason: str | None = None
     peaks: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, int] | None = None
@@ -56,18 +43,6 @@ class Row:
     distance: float | None = None
     largest_batch: int | None = None
     is_bound: bool = False
-    _started: float | None = None
-    _elapsed: float | None = None
-
-    def begin(self, predicted: dict[str, int] | None = None) -> None:
-        """Note that its trial has begun.
-
-        Args:
-            predicted: The predicted peaks, by the names of the measured ones. Default: None, no prediction.
-        """
-        self.predicted = predicted
-        self.state = RowState.RUNNING
-        self._started = time.monotonic()
 
     def note(self, measured: dict[str, Any]) -> None:
         """Note the result of its trial.
@@ -86,29 +61,10 @@ class Row:
         self.idle = measured.get("idle")
         self.distance = measured.get("distance")
 
-    def end(self) -> None:
-        """Note that nothing more will be measured."""
-        self._elapsed = self.elapsed
-        self.state = RowState.DONE
-        if self.seconds is None:
-            self.state = RowState.NOT_RUN
-
-    def note_largest(self, size: int | None, *, is_bound: bool) -> None:
-        """Note the largest batch that ran; see the attributes."""
-        self.largest_batch = size
-        self.is_bound = is_bound
-
-    def refuse(self, reason: str) -> None:
-        """Note why it does not run."""
-        self.state = RowState.NOT_RUN
-        self.reason = reason
-
     @property
-    def elapsed(self) -> float | None:
-        """Seconds since its trial began, up to its end; None before it began."""
-        if self._elapsed is not None or self._started is None:
-            return self._elapsed
-        return time.monotonic() - self._started
+    def is_measured(self) -> bool:
+        """True if it has figures."""
+        return self.seconds is not None
 
     @property
     def fullest(self) -> int | None:
@@ -128,7 +84,7 @@ class Row:
             "strategy": self.label,
             "overrides": list(self.overrides),
             "devices": list(self.devices),
-            "state": self.state.value,
+            "state": "done" if self.is_measured else "not run",
             "reason": self.reason,
             "samples_per_second": self.samples_per_second,
             "seconds": self.seconds,
@@ -169,7 +125,7 @@ class Comparison:
     @property
     def measured(self) -> list[Row]:
         """The rows with figures."""
-        return [row for row in self.rows if row.state is RowState.DONE]
+        return [row for row in self.rows if row.is_measured]
 
     @property
     def has_predictions(self) -> bool:
@@ -177,15 +133,11 @@ class Comparison:
         return any(row.predicted is not None for row in self.rows)
 
     def interrupt(self) -> None:
-        """Note that the rows that have not ended will not. What is measured of them stays."""
+        """Note that rows without figures will have none. What is measured stays."""
         self.outcome = "interrupted"
         for row in self.rows:
-            if row.state not in (RowState.WAITING, RowState.RUNNING):
-                continue
-            if row.seconds is None:
-                row.refuse("the comparison was interrupted")
-            else:
-                row.end()
+            if not row.is_measured and row.reason is None:
+                row.reason = "the comparison was interrupted"
 
     def to_json(self, recommendation: dict[str, Any] | None) -> str:
         """Return the results as JSON.

@@ -1,8 +1,5 @@
-"""Tables of a comparison: one that is redrawn while strategies run, and one at the end."""
+"""The table of a comparison, and what stands below it."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich import box
@@ -10,13 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.extensions.comparison.results.comparison import Comparison, Row, RowState
-from equipoise.formats import format_bytes, format_count, format_duration, format_path
-from equipoise.tables.live_table import LiveTable
+from equipoise.extensions.comparison.results.comparison import Comparison, Row
+from equipoise.formats import format_bytes, format_count, format_path
 from equipoise.tables.whole_table import print_table
 
 __all__ = [
-    "ComparisonDisplay",
     "comparison_table",
     "meaning_of_columns",
     "print_comparison",
@@ -24,12 +19,6 @@ __all__ = [
     "row_texts",
 ]
 
-_STYLES = {
-    RowState.WAITING: "dim",
-    RowState.RUNNING: "cyan",
-    RowState.DONE: "green",
-    RowState.NOT_RUN: "yellow",
-}
 # Between the peaks of two devices.
 _BETWEEN = " | "
 # On a terminal they stand in lines of their own, if there are more devices or columns than these.
@@ -37,46 +26,11 @@ _MOST_IN_A_LINE = 2
 _USUAL_COLUMNS = 5
 
 
-class ComparisonDisplay:
-    """Shows the strategies that run: a table on a terminal, else a line for each one that begins.
-
-    Everything goes to the error output, so that the output is that of the command.
-
-    Args:
-        comparison: The results.
-    """
-
-    def __init__(self, comparison: Comparison) -> None:
-        self._comparison = comparison
-        self._console = Console(stderr=True)
-        self._activity = ""
-        self._live = LiveTable(self._table, self._console, is_shown=sys.stderr.isatty())
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the rows during a block."""
-        with self._live.shown():
-            yield
-
-    def _table(self) -> Table:
-        table = comparison_table(self._comparison, is_live=True)
-        table.caption = self._activity
-        return table
-
-    def begin(self, activity: str) -> None:
-        """Show what begins now."""
-        self._activity = f"{activity} ..."
-        if not self._live.is_shown:
-            self._console.print(Text(f"equipoise: {self._activity}"), soft_wrap=True)
-
-
-def comparison_table(comparison: Comparison, *, is_live: bool = False) -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """Return the table of all strategies.
 
     Args:
         comparison: The results.
-        is_live: Whether strategies still run: with the time that each has taken, without columns that come last.
-            Default: False.
     """
     # 1. The title, which states what a step is.
     size = ""
@@ -95,29 +49,17 @@ def comparison_table(comparison: Comparison, *, is_live: bool = False) -> Table:
     texts = [row_texts(row, comparison) for row in comparison.rows]
     is_stacked = len(texts[0]) > _USUAL_COLUMNS or len(comparison.devices) > _MOST_IN_A_LINE
     table.add_column("strategy", no_wrap=True)
-    if is_live:
-        table.add_column("state", no_wrap=True)
     for head in texts[0]:
         table.add_column(head, justify="right")
     # 3. The rows.
     for row, row_cells in zip(comparison.rows, texts, strict=True):
         cells: list[str | Text] = [row.label]
-        if is_live:
-            cells.append(_state(row))
         for text in row_cells.values():
             if is_stacked:
                 text = text.replace(_BETWEEN, "\n")
             cells.append(Text(text, no_wrap=True))
         table.add_row(*cells)
     return table
-
-
-def _state(row: Row) -> Text:
-    """Return the state of a row, with the time that it has taken."""
-    state = row.state.value
-    if row.elapsed is not None:
-        state = f"{state} {format_duration(row.elapsed)}"
-    return Text(state, _STYLES[row.state])
 
 
 def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
@@ -155,7 +97,7 @@ def meaning_of_columns(comparison: Comparison) -> str:
 
 
 def _rate(row: Row) -> str:
-    if row.state is RowState.NOT_RUN:
+    if not row.is_measured:
         return "not run"
     if row.samples_per_second is None:
         return "-"

@@ -1,13 +1,12 @@
 """`equipoise savings`: measure one step of the configured module under each memory saver."""
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from equipoise.app.command import present, read_flags, seconds
+from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.bench.process import run_trial
@@ -100,7 +99,7 @@ class _Trials:
         result = Result(saver.name, trial.overrides, reason=trial.reason)
         if trial.reason is not None:
             return result
-        print(f"equipoise: measuring {saver.name} ...", file=sys.stderr, flush=True)
+        report(f"measuring {saver.name}")
         folder = self._folder / f"trial-{len(self.results)}"
         measured = run_trial(measure, trial, folder=folder, paths=self._paths, timeout=self._timeout)
 

@@ -1,15 +1,13 @@
 """`equipoise plan`: predict the memory of the configured training under every strategy."""
 
 import json
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from equipoise.app.batch_size import check_has_number
-from equipoise.app.command import present, read_flags, seconds
+from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.command.page import plan_page
@@ -51,18 +49,18 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         devices = describe_devices(_devices_of(values["trainer"]))
 
         # 2. The plan, in a process of its own.
+        report("tracing a step without memory")
         try:
-            with _progress("tracing a step without memory ..."):
-                result = call_bounded(
-                    make_plan,
-                    values,
-                    devices,
-                    page is not None,
-                    timeout=flags.get("--timeout", _TIMEOUT),
-                    paths=[str(folder.parent) for folder in folders],
-                    option=" (--timeout=SECONDS)",
-                    explain=reason_of,
-                )
+            result = call_bounded(
+                make_plan,
+                values,
+                devices,
+                page is not None,
+                timeout=flags.get("--timeout", _TIMEOUT),
+                paths=[str(folder.parent) for folder in folders],
+                option=" (--timeout=SECONDS)",
+                explain=reason_of,
+            )
         except CallError as error:
             reason = str(error).rstrip(".")
             if not error.is_raised:
@@ -83,20 +81,6 @@ def _file(name: str, text: str | None) -> AnyPath:
     if not text or to_path(text).is_dir():
         raise ConfigurationError(f"{name} takes the name of a file, such as {name}=plan.html, not {text or ''!r}.")
     return to_path(text)
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[None]:
-    """Show what is done in a `with` block: moving on a terminal, as a line elsewhere."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        print(f"equipoise: {text}", file=sys.stderr, flush=True)
-        yield
-        return
-    with console.status(f"equipoise: {text}"):
-        yield
 
 
 def _write(page: str, path: AnyPath) -> None:

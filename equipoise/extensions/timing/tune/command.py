@@ -1,13 +1,12 @@
 """`equipoise tune`: find what limits the configured run, measure the remedies, and print or apply them."""
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from equipoise.app.batch_size import check_has_number
-from equipoise.app.command import present, read_flags, seconds
+from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values, main
 from equipoise.app.config.checks import import_paths
 from equipoise.app.output import remove_if_empty
@@ -64,7 +63,7 @@ def _tune(
     check_has_number(values, "equipoise tune")
     paths = [str(folder.parent) for folder in folders]
     rounds = Rounds(compose, temporary, paths, flags.get("--seconds", _SECONDS))
-    _report("looking for what limits the run")
+    report("looking for what limits the run")
     rounds.find()
 
     # 2. The candidates.
@@ -74,7 +73,7 @@ def _tune(
             candidates = candidates_for(rounds.limit, rounds.facts, values, rounds.first["device"])
     if candidates:
         labels = ", ".join(candidate.label for candidate in candidates)
-        _report(f"measuring {labels}")
+        report(f"measuring {labels}")
         rounds.measure(candidates)
 
     # 3. The results.
@@ -86,7 +85,3 @@ def _tune(
     if best is None:
         return ()
     return best.candidate.overrides
-
-
-def _report(activity: str) -> None:
-    print(f"equipoise: {activity} ...", file=sys.stderr, flush=True)
