@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
+from equipoise.extensions.report.page.markup import cut
 from equipoise.extensions.report.page.record import LearningRateSearch, Outcome, PipelineStep, RunEvent, RunRecord
 from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.report.read_trainer import (
@@ -266,6 +267,4 @@ def _value(value: object) -> str:
         text = f"tensor of {tuple(value.shape)}"
     else:
         text = repr(value)
-    if len(text) > _LONGEST_VALUE:
-        text = text[:_LONGEST_VALUE] + "…"
-    return text
+    return cut(text, _LONGEST_VALUE)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import numpy
 
 from equipoise.extensions.report.page.charts import Line, line_chart
-from equipoise.extensions.report.page.markup import Markup, hint, join, section, table, tag
+from equipoise.extensions.report.page.markup import Markup, cut, hint, join, section, table, tag
 from equipoise.extensions.report.page.page import html_page, page_header
 from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.runs.columns import Column, columns_of, main_metrics
@@ -33,7 +33,6 @@ _MOST_POINTS = 30_000
 _MOST_DOTS = 400
 _MOST_UNREADABLE = 50
 _LONGEST_CELL = 80
-_LONGEST_LINE = 300
 _COLOURS = ("val", "s0", "s1", "s2", "s3", "s4", "train", "s5")
 _COLOURED = ("finished", "failed", "interrupted")
 # Texts for the place of curves.
@@ -59,7 +58,7 @@ def runs_page(
     title = f"{len(runs):,} runs"
     outcome = ""
     if len(runs) == 1:
-        title = _cut(runs[0].name)
+        title = cut(runs[0].name)
         outcome = runs[0].state
     header = page_header("Runs side by side", title, time or datetime.now(), outcome)
     return html_page(
@@ -98,7 +97,7 @@ def _sections(
     else:
         yield section("Runs", hint("There are none."))
     if unreadable:
-        rows = [(_cut(each.path), _cut(each.reason)) for each in unreadable[:_MOST_UNREADABLE]]
+        rows = [(cut(each.path), cut(each.reason)) for each in unreadable[:_MOST_UNREADABLE]]
         yield section("Not read", table(("File", "Reason"), rows), note=f"{len(unreadable)}")
 
 
@@ -131,13 +130,6 @@ def _sections_of_runs(runs: Sequence[Run], count: int, folder: Path) -> Iterator
     yield _origins_section(runs)
 
 
-def _cut(text: object, longest: int = _LONGEST_LINE) -> str:
-    line = str(text)
-    if len(line) > longest:
-        return f"{line[: longest - 1]}…"
-    return line
-
-
 def _key(number: int) -> Markup:
     """Return the key to the lines of a run."""
     return tag("i", class_=f"key {_colour(number)}")
@@ -161,7 +153,7 @@ def _runs_table(runs: Sequence[Run], metrics: Sequence[str], folder: Path) -> It
 
     # 2. The rows.
     names = ["Run", "State", *(column.head for column in columns)]
-    heads = [tag("th", _cut(name, _LONGEST_CELL), scope="col") for name in names]
+    heads = [tag("th", cut(name, _LONGEST_CELL), scope="col") for name in names]
     rows = []
     for number, run in enumerate(runs):
         cells = [*_first_cells(number, run, folder)]
@@ -183,26 +175,26 @@ def _runs_table(runs: Sequence[Run], metrics: Sequence[str], folder: Path) -> It
 
 def _first_cells(number: int, run: Run, folder: Path) -> Iterator[Markup]:
     """Yield the name of a run with the key to its lines, and its state with its error."""
-    yield tag("td", _key(number), _link(run, folder), data_value=_cut(run.name))
+    yield tag("td", _key(number), _link(run, folder), data_value=cut(run.name))
     style = "pill"
     if run.state in _COLOURED:
         style += f" {run.state}"
     error = None
     if run.error:
-        error = tag("span", _cut(run.error), class_="cause")
+        error = tag("span", cut(run.error), class_="cause")
     pill = tag("span", run.state, class_=style)
     yield tag("td", pill, error, data_value=run.state)
 
 
 def _cell(run: Run, column: Column, *, is_number: bool) -> Markup:
     """Return a cell; its value for the script, where that is not its text."""
-    text = _cut(column.cell(run), _LONGEST_CELL)
+    text = cut(column.cell(run), _LONGEST_CELL)
     value = column.value(run)
     if isinstance(value, float):
         value = f"{value:.9g}"
     hidden = None
     if value is not None and str(value) != text:
-        hidden = _cut(value, _LONGEST_CELL)
+        hidden = cut(value, _LONGEST_CELL)
     style = None
     if is_number:
         style = "number"
@@ -211,7 +203,7 @@ def _cell(run: Run, column: Column, *, is_number: bool) -> Markup:
 
 def _link(run: Run, folder: Path) -> Markup:
     """Return the name of a run, as a link to its report if it has one."""
-    name = _cut(run.name)
+    name = cut(run.name)
     link = report_link(run, folder)
     if link is None:
         return tag("span", name)
@@ -238,7 +230,7 @@ def _curves_section(title: str, runs: Sequence[Run], metrics: Sequence[str], x: 
     figures = []
     for name, lines in lines_by_metric.items():
         figure = line_chart(
-            _cut(name, _LONGEST_CELL),
+            cut(name, _LONGEST_CELL),
             lines,
             x=x,
             y="number",
@@ -262,7 +254,7 @@ def _lines(name: str, runs: Sequence[Run], x: Unit) -> list[Line]:
         if not points:
             continue
         line = Line(
-            label=_cut(run.name, _LONGEST_CELL),
+            label=cut(run.name, _LONGEST_CELL),
             # The script of the page finds the lines of a row by the second class.
             style=f"{_colour(number)} run-{number}",
             points=points,
@@ -295,7 +287,7 @@ def _origins_section(runs: Sequence[Run]) -> Markup:
     A single run has a table of its facts.
     """
     if len(runs) == 1:
-        facts = [(fact.capitalize(), _cut(value)) for fact, value in runs[0].origin.items() if value]
+        facts = [(fact.capitalize(), cut(value)) for fact, value in runs[0].origin.items() if value]
         return section("What was run", table(("Fact", "Value"), facts))
     # 1. Facts in which runs differ are columns, all others are a sentence.
     columns = []
@@ -305,7 +297,7 @@ def _origins_section(runs: Sequence[Run]) -> Markup:
         if len(texts) > 1:
             columns.append(fact)
         elif any(texts):
-            common.append(f"{fact}: {_cut(texts.pop())}")
+            common.append(f"{fact}: {cut(texts.pop())}")
     note = None
     if common:
         note = hint(f"The same in all runs: {'; '.join(common)}.")
@@ -315,9 +307,9 @@ def _origins_section(runs: Sequence[Run]) -> Markup:
     heads += [fact.capitalize() for fact in columns]
     rows: list[list[object]] = []
     for number, run in enumerate(runs):
-        name = join(_key(number), _cut(run.name, _LONGEST_CELL))
+        name = join(_key(number), cut(run.name, _LONGEST_CELL))
         row: list[object] = [name, _first_difference(run, runs[0])]
-        row += [_cut(run.origin.get(fact, "")) for fact in columns]
+        row += [cut(run.origin.get(fact, "")) for fact in columns]
         rows.append(row)
     return section("What was run", table(heads, rows), note)
 
@@ -328,7 +320,7 @@ def _first_difference(run: Run, first: Run) -> str:
     lines = differences_between(run, first)
     if not lines:
         return "none"
-    text = _cut(lines[0])
+    text = cut(lines[0])
     if len(lines) > 1:
         text += f", and {len(lines) - 1} more"
     return text

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from equipoise.extensions.report.page.markup import Markup, join, tag
+from equipoise.extensions.report.page.charts import path_through, stretched
+from equipoise.extensions.report.page.markup import Markup, cut, join, tag
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_number
 
@@ -19,8 +20,6 @@ _LEAST_RUNS = 3
 _HEIGHT = 260
 _TOP = 30
 _BOTTOM = 230
-# Width of the inner picture with the lines, which is stretched.
-_ACROSS = 1000
 # Share of the width left and right of the first and last axis.
 _MARGIN = 0.06
 
@@ -124,19 +123,13 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
     shares = [_MARGIN + step * place for place in range(len(axes))]
     lines = []
     for number in range(count):
-        heights = [axis.heights[number] for axis in axes]
-        path = tag("path", d=_path(shares, heights))
+        positions: list[tuple[float, float | None]] = []
+        for share, axis in zip(shares, axes, strict=True):
+            height = axis.heights[number]
+            positions.append((share, None if height is None else _BOTTOM - height * (_BOTTOM - _TOP)))
+        path = tag("path", d=path_through(positions))
         # The script of the page finds the lines of a run by the last class.
         lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))
-    # Only lines lie in the picture that is stretched.
-    stretched = tag(
-        "svg",
-        *lines,
-        width="100%",
-        height=_HEIGHT,
-        viewBox=f"0 0 {_ACROSS} {_HEIGHT}",
-        preserveAspectRatio="none",
-    )
     # 2. The axes.
     drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)
@@ -145,7 +138,8 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
         "svg",
         title,
         *drawn,
-        stretched,
+        # Only lines lie in the picture that is stretched.
+        stretched(_HEIGHT, *lines),
         class_="parallel",
         role="img",
         width="100%",
@@ -166,28 +160,9 @@ def _axis(axis: _Axis, share: float) -> Markup:
 def _word(text: str, x: str, y: int, style: str | None = None) -> Markup:
     return tag(
         "text",
-        _short(text),
+        cut(text, _LONGEST_WORD),
         x=x,
         y=y,
         text_anchor="middle",
         class_=style,
     )
-
-
-def _short(word: str) -> str:
-    if len(word) > _LONGEST_WORD:
-        return f"{word[: _LONGEST_WORD - 1]}…"
-    return word
-
-
-def _path(shares: Sequence[float], heights: Sequence[float | None]) -> str:
-    """Return straight lines from axis to axis, interrupted where a run has no value."""
-    commands = []
-    is_drawing = False
-    for share, height in zip(shares, heights, strict=True):
-        if height is not None:
-            command = "L" if is_drawing else "M"
-            y = _BOTTOM - height * (_BOTTOM - _TOP)
-            commands.append(f"{command}{_ACROSS * share:.5g} {y:.4g}")
-        is_drawing = height is not None
-    return "".join(commands)

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import CHARACTER, Markup, heading, join, legend, tag, word_column
+from equipoise.extensions.report.page.markup import Markup, heading, join, legend, tag, word_column
 from equipoise.extensions.report.page.scales import Point, Scale, make_scale, thin
 from equipoise.formats import Unit, format_quantity
 
-__all__ = ["Boundary", "Line", "Mark", "line_chart", "text_anchor", "tick_words"]
+__all__ = ["Boundary", "Line", "Mark", "line_chart", "path_through", "stretched", "tick_words"]
 
 # Pixels above the topmost and below the lowest value.
 _TOP = 8
@@ -21,8 +21,6 @@ _BOTTOM = 24
 # Pixels from the axis across to the words below it, and of the row of words below those.
 _WORDS = 18
 _ROW = 15
-# Least width of a picture on a narrow screen in pixels.
-_NARROW = 230
 # Width of the inner picture in units of its own.
 _ACROSS = 1000
 # Significant digits of a value across; those of a step must tell neighbours apart.
@@ -226,8 +224,8 @@ def tick_words(across: Scale, y: int) -> Markup:
     words = []
     for index, tick in enumerate(across.ticks):
         share = across.place(tick)
-        # The style sheet hides these where there is little room.
-        style = "odd" if index % 2 else None
+        # The style sheet hides every second one where there is little room. The script has others for a part.
+        style = "tick odd" if index % 2 else "tick"
         word = format_quantity(tick, across.unit)
         words.append(
             tag(
@@ -235,14 +233,14 @@ def tick_words(across: Scale, y: int) -> Markup:
                 word,
                 x=_percent(share),
                 y=y,
-                text_anchor=text_anchor(share),
+                text_anchor=_text_anchor(share),
                 class_=style,
             )
         )
     return join(*words)
 
 
-def text_anchor(share: float) -> str:
+def _text_anchor(share: float) -> str:
     """Return the `text-anchor` with which a word at this share of the width stays inside the picture."""
     if share < 0.04:
         return "start"
@@ -254,8 +252,8 @@ def text_anchor(share: float) -> str:
 def _boundaries(boundaries: Sequence[Boundary], across: Scale, height: int) -> list[Markup]:
     """Draw a faint line from top to bottom for each boundary, and its word below the numbers of the axis."""
     drawn = []
-    in_narrow = _with_room(boundaries, across)
-    for boundary in boundaries:
+    # Of the words the last one is kept where there is little room.
+    for number, boundary in enumerate(reversed(boundaries)):
         share = across.place(boundary.x)
         x = _percent(share)
         line = tag("line", x1=x, x2=x, y1=_TOP, y2=height)
@@ -264,27 +262,11 @@ def _boundaries(boundaries: Sequence[Boundary], across: Scale, height: int) -> l
             boundary.text,
             x=x,
             y=height + _WORDS + _ROW,
-            text_anchor=text_anchor(share),
-            # The style sheet hides these on a narrow screen.
-            class_=None if boundary in in_narrow else "crowded",
+            text_anchor=_text_anchor(share),
+            class_="odd" if number % 2 else None,
         )
         drawn.append(tag("g", line, word, class_="boundary"))
     return drawn
-
-
-def _with_room(boundaries: Sequence[Boundary], across: Scale) -> list[Boundary]:
-    """Return the boundaries whose words do not overlap on a narrow screen; the last word is kept first."""
-    kept = []
-    free = math.inf
-    for boundary in sorted(boundaries, key=lambda boundary: boundary.x, reverse=True):
-        share = across.place(boundary.x)
-        length = CHARACTER * len(boundary.text)
-        before = {"start": 0.0, "middle": 0.5, "end": 1.0}[text_anchor(share)]
-        left = share * _NARROW - before * length
-        if left + length <= free:
-            kept.append(boundary)
-            free = left - CHARACTER
-    return kept
 
 
 def _mark(mark: Mark, across: Scale, height: int) -> Markup:
@@ -311,21 +293,14 @@ def _draw(line: Line, across: Scale, up: Scale, height: int, most_dots: int) -> 
     if len(dots) > most_dots:
         dots = dots[-1:]
     # Only the path lies in the stretched picture, which would make ellipses of the dots.
-    stretched = tag(
-        "svg",
-        tag("path", d=_path(positions)),
-        width="100%",
-        height=height,
-        viewBox=f"0 0 {_ACROSS} {height}",
-        preserveAspectRatio="none",
-    )
+    path = tag("path", d=path_through(positions))
     digits = _DIGITS.get(across.unit, _DEFAULT_DIGITS)
     # As the script reads numbers.
     xs = [f"{x:.{digits}g}" for x, _ in line.points]
     ys = [f"{y:.5g}".replace("inf", "Infinity") for _, y in line.points]
     return tag(
         "g",
-        stretched,
+        stretched(height, path),
         *(tag("circle", cx=_percent(x), cy=f"{y:.1f}", r=2.5) for x, y in dots),
         class_=f"line {line.style}",
         data_label=line.label,
@@ -347,8 +322,24 @@ def _positions(line: Line, across: Scale, up: Scale, height: int) -> list[tuple[
     return positions
 
 
-def _path(positions: Sequence[tuple[float, float | None]]) -> str:
-    """Return straight lines from point to point, interrupted at gaps."""
+def stretched(height: int, *content: Markup) -> Markup:
+    """Return an inner picture that is as wide as the one around it, whatever its own units are."""
+    return tag(
+        "svg",
+        *content,
+        width="100%",
+        height=height,
+        viewBox=f"0 0 {_ACROSS} {height}",
+        preserveAspectRatio="none",
+    )
+
+
+def path_through(positions: Sequence[tuple[float, float | None]]) -> str:
+    """Return straight lines from point to point, interrupted at gaps; for a path in a stretched picture.
+
+    Args:
+        positions: Shares of the width, and pixels from the top; None in a gap.
+    """
     commands = []
     drawing = False
     for x, y in positions:

@@ -6,7 +6,7 @@ Of several stages on a device later ones are paler.
 from dataclasses import dataclass
 
 from equipoise.extensions.report.page.charts import tick_words
-from equipoise.extensions.report.page.markup import Markup, heading, legend, tag, word_column
+from equipoise.extensions.report.page.markup import Markup, cut, heading, legend, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
 from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
@@ -93,7 +93,7 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     names = []
     for row in rows:
         name = _named(f"{row_kind} {row}", step, row)
-        names.append((_shortened(name), _baseline(row)))
+        names.append((cut(name, _LONGEST_NAME), _baseline(row)))
     body = tag("div", word_column(names, height + _BOTTOM), picture, class_="axes")
     return tag("figure", head, body, class_="chart")
 
@@ -201,9 +201,3 @@ def _opacity(earlier: int, stages_per_device: int) -> str | None:
     # The opacity falls evenly from the second stage to the last.
     fading = (_PALE - _PALEST) / max(1, stages_per_device - 2)
     return f"{_PALE - fading * (earlier - 1):.2f}"
-
-
-def _shortened(name: str) -> str:
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[: _LONGEST_NAME - 1]}…"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "CHARACTER",
     "Markup",
+    "cut",
     "heading",
     "hint",
     "join",
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # Width of a character in pixels.
-CHARACTER = 6.3
+_CHARACTER = 6.3
 
 # Elements without an end tag.
 _EMPTY = {"meta", "br", "img"}
@@ -41,6 +41,14 @@ def plain(text: object) -> str:
     lines = str(text).replace("\r\n", "\n")
     without_colours = _COLOURS.sub("", lines)
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", without_colours)
+
+
+def cut(text: object, longest: int = 300) -> str:
+    """Return a text of at most this number of characters; a longer one ends with "…"."""
+    line = str(text)
+    if len(line) > longest:
+        return f"{line[: longest - 1]}…"
+    return line
 
 
 def tag(name: str, /, *content: object, **attributes: Any) -> Markup:
@@ -111,7 +119,7 @@ def legend(entries: Iterable[Sequence[object]], *further: Markup) -> Markup:
 def word_column(words: Sequence[tuple[str, float]], height: int) -> Markup:
     """Draw words beside a figure, each with its baseline in pixels: a column as wide as the longest of them."""
     longest = max((len(word) for word, _ in words), default=0)
-    width = 10 + round(CHARACTER * longest)
+    width = 10 + round(_CHARACTER * longest)
     texts = []
     for word, baseline in words:
         # Words end 8 pixels before the figure.

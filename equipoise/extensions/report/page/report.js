@@ -63,6 +63,22 @@ function valuesOf(line) {
   return [line.dataset.x.split(" ").map(Number), line.dataset.y.split(" ").map(Number)];
 }
 
+// Round values from one to another, at most about six: as the page chooses them for the whole range.
+const clock = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+function ticksBetween(low, high, plot) {
+  const unit = plot.dataset.x, least = (high - low) / 6, power = 10 ** Math.floor(Math.log10(least));
+  if (plot.dataset.log && high >= 100 * low) {
+    const first = Math.ceil(Math.log10(low)), last = Math.floor(Math.log10(high));
+    return Array.from({ length: last - first + 1 }, (_, index) => 10 ** (first + index));
+  }
+  const sizes = unit === "seconds" && least >= 1 ? clock : [power, 2 * power, 5 * power, 10 * power];
+  // Rounding must lose neither a size nor a tick at an end.
+  const size = sizes.find((each) => each >= 0.999999 * least) ?? clock[clock.length - 1];
+  const step = unit === "step" ? Math.max(1, size) : size;
+  const first = Math.ceil(low / step - 1e-6), last = Math.floor(high / step + 1e-6);
+  return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
+}
+
 // A chart: values under the pointer; a range is enlarged by dragging over it.
 function prepareChart(plot) {
   const straight = plot.dataset.log ? Math.log : (x) => x, back = plot.dataset.log ? Math.exp : (x) => x;
@@ -75,7 +91,7 @@ function prepareChart(plot) {
 
   // What stands at a share of the width.
   const placed = [];
-  for (const piece of plot.querySelectorAll("text, circle, line:not(.rule)")) {
+  for (const piece of plot.querySelectorAll("text:not(.tick), circle, line:not(.rule)")) {
     for (const name of ["x", "cx", "x1", "x2"]) {
       if (piece.getAttribute(name)?.endsWith("%")) placed.push([piece, name, parseFloat(piece.getAttribute(name)) / 100]);
     }
@@ -106,6 +122,16 @@ function prepareChart(plot) {
       Object.assign(inner.viewBox.baseVal, { x: 1000 * from, width: 1000 * (to - from) });
     }
     plot.classList.toggle("zoomed", to - from < 1);
+    for (const word of plot.querySelectorAll(".tick.fresh")) word.remove();
+    for (const value of to - from < 1 ? ticksBetween(back(low), back(high), plot) : []) {
+      const word = document.createElementNS("http://www.w3.org/2000/svg", "text");
+      word.setAttribute("class", "tick fresh");
+      word.setAttribute("x", (100 * (straight(value) - low)) / (high - low) + "%");
+      word.setAttribute("y", Number(plot.dataset.bottom) + 18);
+      word.setAttribute("text-anchor", "middle");
+      word.textContent = words[plot.dataset.x](value).replace("step ", "");
+      plot.append(word);
+    }
     reset.hidden = !(to - from < 1);
   }
   reset.hidden = true;
