@@ -33,7 +33,8 @@ function bytes(value) {
 function span(value) {
   if (value < 60) return Number(value.toPrecision(3)) + " s";
   const seconds = Math.round(value), hours = Math.floor(seconds / 3600), minutes = Math.floor(seconds / 60) % 60;
-  return (hours ? hours + " h " : "") + minutes + " min" + (hours ? "" : " " + (seconds % 60) + " s");
+  const parts = hours ? [[hours, "h"], [minutes, "min"]] : [[minutes, "min"], [seconds % 60, "s"]];
+  return parts.filter(([count]) => count).map((part) => part.join(" ")).join(" ");
 }
 
 const words = { number, bytes, seconds: span, step: (value) => "step " + Math.round(value).toLocaleString("en") };
