@@ -23,10 +23,6 @@ _MOST_ROWS = 12
 def run_curves_equal(arguments: Sequence[str], folders: Sequence[Path]) -> int:
     """Run the command.
 
-    Args:
-        arguments: Two runs and flags: see `compare_runs`.
-        folders: None.
-
     Returns:
         The exit code: 0 if the runs are equal, 1 if they differ.
 

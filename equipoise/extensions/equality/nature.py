@@ -30,9 +30,6 @@ _LOGGED_SUMS = "logs.entries"
 def differs_by_nature(name: str) -> bool:
     """Return whether a logged value differs by nature.
 
-    Args:
-        name: Its name.
-
     Example:
         >>> differs_by_nature("step_time"), differs_by_nature("second_loss")
         (True, False)

@@ -150,11 +150,7 @@ def _by_step(checkpoints: Sequence[AnyPath]) -> Checkpoints:
 
 
 def in_words(steps: Iterable[int]) -> str:
-    """Return steps in words, such as "steps 1, 2, 3"; many are shortened.
-
-    Args:
-        steps: The steps, in any order.
-    """
+    """Return steps in words, such as "steps 1, 2, 3"; many are shortened."""
     texts = [str(step) for step in sorted(set(steps))]
     if len(texts) > _MOST_STEPS + 1:
         texts = [*texts[:_MOST_STEPS], "...", texts[-1]]

@@ -16,11 +16,7 @@ _LARGEST = 2**28
 
 
 def logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the last image of each name, of all loggers of TensorBoard.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Yield name and content of the last image of each name, of all loggers of TensorBoard."""
     for logger in trainer.loggers:
         if not is_a(logger, TensorBoardLogger) or is_remote(logger.log_dir):
             continue

@@ -51,7 +51,7 @@ class DevicePlan:
 
 
 class DevicePeaks:
-    """Peaks of the devices of a strategy with any batch.
+    """Peaks of the devices of a strategy with any batch of the loader, by its number of samples.
 
     Args:
         prediction: The prediction for one device.
@@ -64,11 +64,7 @@ class DevicePeaks:
         self._pairs = list(zip(devices, planned.loads, strict=False))
 
     def at(self, batch_size: int) -> list[PredictedPeak]:
-        """Return the peak of each device.
-
-        Args:
-            batch_size: Samples of a batch of the loader.
-        """
+        """Return the peak of each device."""
         # Devices with one and the same load, as those of processes, have one peak.
         by_load: dict[tuple[int, int], PredictedPeak] = {}
         peaks = []
@@ -80,22 +76,14 @@ class DevicePeaks:
         return peaks
 
     def fit(self, batch_size: int) -> bool:
-        """Return True if every device has room for its part of a batch.
-
-        Args:
-            batch_size: Samples of a batch of the loader.
-        """
+        """Return True if every device has room for its part of a batch."""
         peaks = self.at(batch_size)
         limits = [device.usable for device, _ in self._pairs]
         # One device without room is enough.
         return all(peak.nbytes <= limit for peak, limit in zip(peaks, limits, strict=True))
 
     def fullest(self, batch_size: int) -> int:
-        """Return the peak in bytes of the device with the least room.
-
-        Args:
-            batch_size: Samples of a batch of the loader.
-        """
+        """Return the peak in bytes of the device with the least room."""
         peaks = self.at(batch_size)
         rooms = []
         for (device, _), peak in zip(self._pairs, peaks, strict=True):
@@ -287,10 +275,6 @@ def from_simplest(plans: Sequence[StrategyPlan], devices: Sequence[PlannedDevice
     """Return the strategies that a user would take, the simplest first.
 
     Unequal devices are best used in unequal parts, so strategies that can do so come first there.
-
-    Args:
-        plans: The strategies.
-        devices: The devices.
     """
     order: Sequence[str] = ["single_device"]
     if len(devices) > 1:

@@ -117,11 +117,6 @@ def predict_memory(
 def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart]) -> MemoryPrediction:
     """Return the prediction of a part of each sample.
 
-    Args:
-        content: The packed step.
-        timeout: Seconds after which the process is ended.
-        part: Makes the part.
-
     Raises:
         ConfigurationError: If the part cannot be traced.
     """
@@ -134,10 +129,6 @@ def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], Planned
 
 def check_real_steps(module: nn.Module, reason: str) -> None:
     """Check that real steps of a module do not exhaust the host.
-
-    Args:
-        module: The module, whose parameters need no memory yet.
-        reason: The reason why they would run.
 
     Raises:
         ConfigurationError: If the module is too large.

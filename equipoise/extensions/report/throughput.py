@@ -56,12 +56,7 @@ class Throughput:
         self._batches_before = self.batches
 
     def add(self, size: int | None, now: float) -> None:
-        """Count a batch.
-
-        Args:
-            size: Its number of samples; None if unknown.
-            now: The time.
-        """
+        """Count a batch."""
         self.batches += 1
         if size is None:
             self.has_unknown_size = True

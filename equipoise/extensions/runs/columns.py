@@ -45,12 +45,7 @@ class Column:
 
 
 def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
-    """Return the columns behind name and state: what differs, the best and last value of metrics, then the costs.
-
-    Args:
-        keys: Keys of configurations.
-        metrics: Names of metrics.
-    """
+    """Return the columns behind name and state: what differs, the best and last value of metrics, then the costs."""
     columns = [Column(key, _value_of_key(key)) for key in keys]
     for name in metrics:
         if not _is_learning_rate(name):
@@ -88,11 +83,7 @@ def _value_of_metric(name: str, which: str) -> Callable[[Run], Value]:
 
 
 def main_metrics(runs: Sequence[Run]) -> list[str]:
-    """Return the names of metrics, the most important first: monitored, of validation, of a test, of training, others.
-
-    Args:
-        runs: The runs.
-    """
+    """Return the names of metrics, the most important first: monitored, of validation, of tests, of training, others."""
     counts: Counter[str] = Counter()
     monitored: set[str] = set()
     for run in runs:

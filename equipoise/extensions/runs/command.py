@@ -37,10 +37,6 @@ _STYLES = {"finished": "green", "failed": "red", "interrupted": "yellow", "runni
 def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> None:
     """Run the command.
 
-    Args:
-        arguments: Folders, and flags.
-        configurations: Folders of configurations, of which the command needs none.
-
     Raises:
         ConfigurationError: If an argument is wrong, or a folder does not exist.
     """
@@ -64,9 +60,6 @@ def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> 
 
 def page_of_sweep(folder: Path) -> Path | None:
     """Write `runs.html`, the jobs of a sweep side by side.
-
-    Args:
-        folder: The folder of the sweep.
 
     Returns:
         The page; None if there are fewer than two runs.

@@ -72,11 +72,7 @@ def folders_of(names: Sequence[str], takes: str) -> list[Path]:
 
 
 def find_runs(folders: Sequence[Path]) -> Iterator[FoundRun | Unreadable]:
-    """Yield the runs below folders, each once, and folders that cannot be listed. Links are not followed.
-
-    Args:
-        folders: The folders.
-    """
+    """Yield the runs below folders, each once, and folders that cannot be listed. Links are not followed."""
     # One folder may lie in another.
     paths: set[Path] = set()
     for folder in folders:

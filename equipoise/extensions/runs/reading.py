@@ -61,11 +61,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
-    """Return a run, None for a folder that is no run, and those of its files that could not be read.
-
-    Args:
-        run_files: Its folder and files.
-    """
+    """Return a run, None for a folder that is no run, and those of its files that could not be read."""
     readers = {
         "run.json": _read_run_file,
         "config.yaml": _read_configuration,

@@ -155,9 +155,6 @@ def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
 def times_less_often(share: float) -> int:
     """Return how many times less often something must happen to take a good share of the time.
 
-    Args:
-        share: The share that it takes now.
-
     Example:
         >>> times_less_often(0.5)
         9

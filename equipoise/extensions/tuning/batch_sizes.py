@@ -59,12 +59,6 @@ class _FirstBatch(Callback):
 def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: Any) -> None:
     """Search the largest batch size, give it to the module or data module, and keep it in the finder.
 
-    Args:
-        trainer: The trainer.
-        make: Makes the trainers of the trials.
-        request: The fit before which the search runs.
-        finder: A BatchSizeFinder.
-
     Raises:
         ConfigurationError: If a setting is impossible, if there is no attribute for the size, if loaders were passed,
             if the memory of a step cannot be predicted, or if not even the first size fits.

@@ -59,12 +59,6 @@ class _Samples(Callback):
 def find_evaluation_size(trainer: Any, make: MakeTrainer, request: Request, finder: Any) -> None:
     """Search the largest batch size of an evaluation, give it to the module or data module, and keep it in the finder.
 
-    Args:
-        trainer: The trainer.
-        make: Makes the trainers of the trials.
-        request: The evaluation before which the search runs.
-        finder: A BatchSizeFinder.
-
     Raises:
         ConfigurationError: If a setting is impossible, if there is no attribute for the size, if loaders were passed to
             a search that the Tuner asks for, or if no size fits.

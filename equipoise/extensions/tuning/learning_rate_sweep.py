@@ -20,12 +20,7 @@ _SMOOTHING = 0.98
 
 
 def learning_rate(settings: LearningRateSettings, step: int) -> float:
-    """Return the learning rate of a step of the search.
-
-    Args:
-        settings: The arguments of the search.
-        step: Number of the step, from 0.
-    """
+    """Return the learning rate of a step of the search."""
     if step == 0:
         return settings.smallest
     progress = (step + 1) / settings.steps

@@ -29,12 +29,6 @@ _ATTRIBUTES = ("lr", "learning_rate")
 def find_learning_rate(trainer: Any, make: MakeTrainer, request: Request, finder: Any) -> None:
     """Search a learning rate, give it to the module, and keep the results in the finder.
 
-    Args:
-        trainer: The trainer.
-        make: Makes the trainer of the search.
-        request: The fit before which the search runs.
-        finder: A LearningRateFinder.
-
     Raises:
         ConfigurationError: If a setting is impossible, or if the module has no attribute for the rate, has manual
             optimisation, or cannot be copied.

@@ -19,11 +19,6 @@ __all__ = ["tune"]
 def tune(trainer: Any, make: MakeTrainer, request: Request) -> bool:
     """Let each finder among the callbacks search before a run: one of a learning rate before a fit alone.
 
-    Args:
-        trainer: The trainer.
-        make: Makes the trainers of the searches.
-        request: The request, of a fit or of another entry point.
-
     Returns:
         True if the run shall follow; False if a method of Lightning's Tuner wanted the search alone.
 

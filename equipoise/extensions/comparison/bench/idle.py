@@ -64,11 +64,7 @@ class StepProfile:
         self._is_running = True
 
     def idle(self, strategy: Any) -> float | None:
-        """End the step and return the share; None where no device waits for another one.
-
-        Args:
-            strategy: The strategy of the step.
-        """
+        """End the step and return the share; None where no device waits for another one."""
         seconds = perf_counter() - self._begin
         own_seconds = thread_time() - self._begin_of_thread
         self.stop()

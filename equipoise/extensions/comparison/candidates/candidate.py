@@ -39,13 +39,7 @@ class Candidate:
     def attempt(
         self, values: Mapping[str, Any], devices: Sequence[str], user_overrides: Sequence[str] = ()
     ) -> "Attempt":
-        """Return a configuration with this strategy, without a change of the given one.
-
-        Args:
-            values: The configuration.
-            devices: Names of the devices.
-            user_overrides: Overrides of the user. Default: none.
-        """
+        """Return a configuration with this strategy, without a change of the given one."""
         # 1. The devices.
         own_values = deepcopy(dict(values))
         own_devices = list(devices)
@@ -163,11 +157,7 @@ class Attempt:
 
 
 def batch_size_of(values: Mapping[str, Any]) -> int | None:
-    """Return the value of `data.batch_size`; None if there is no such key with a number.
-
-    Args:
-        values: The configuration.
-    """
+    """Return the value of `data.batch_size`; None if there is no such key with a number."""
     data = values.get("data") or {}
     size = data.get("batch_size")
     # By type, because isinstance counts true and false among the integers.

@@ -22,11 +22,6 @@ __all__ = ["predict_peaks"]
 def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt], folder: Path) -> dict[str, Any]:
     """Trace the configured step, and return the predicted peaks.
 
-    Args:
-        values: The configuration.
-        attempts: The configurations with a strategy.
-        folder: Folder for files, of which a trace writes none.
-
     Returns:
         Under "peaks", by the label of a strategy, the bytes of each device by name, without strategies that cannot be
         predicted.

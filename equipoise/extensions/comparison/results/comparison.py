@@ -140,11 +140,7 @@ class Comparison:
                 row.reason = "the comparison was interrupted"
 
     def to_json(self, recommendation: dict[str, Any] | None) -> str:
-        """Return the results as JSON.
-
-        Args:
-            recommendation: The recommended row, with the reason; None if there is none.
-        """
+        """Return the results as JSON."""
         content = {
             "module": self.title,
             "outcome": self.outcome,
@@ -158,11 +154,7 @@ class Comparison:
         return json.dumps(content, indent=2)
 
     def write_csv(self, path: Path) -> None:
-        """Write a row for each strategy, with a column for the peak of each device.
-
-        Args:
-            path: The file. Its folder exists.
-        """
+        """Write a row for each strategy, with a column for the peak of each device."""
         text = io.StringIO()
         writer = csv.writer(text)
         # 1. The heads.

@@ -24,13 +24,7 @@ _LONGEST_NUMBER = 24
 def comparison_page(
     comparison: Comparison, recommendation: Mapping[str, Any] | None, configuration: Mapping[str, Any]
 ) -> str:
-    """Return the HTML of compare.html.
-
-    Args:
-        comparison: The results.
-        recommendation: The recommended row; None if there is none.
-        configuration: The configuration of the command.
-    """
+    """Return the HTML of compare.html."""
     now = datetime.now()
     header = page_header("Strategies compared", comparison.title, now, comparison.outcome)
     title = f"{comparison.title}: strategies compared"
@@ -77,12 +71,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
 
 
 def _pictures(comparison: Comparison, chosen: str | None) -> Markup:
-    """Draw the peaks and the rates.
-
-    Args:
-        comparison: The results.
-        chosen: Name of the recommended strategy; None if there is none.
-    """
+    """Draw the peaks and the rates."""
     if not any(row.peaks for row in comparison.rows):
         return section("Measured", hint("No strategy has run."))
 

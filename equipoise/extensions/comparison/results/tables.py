@@ -27,11 +27,7 @@ _USUAL_COLUMNS = 5
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return the table of all strategies.
-
-    Args:
-        comparison: The results.
-    """
+    """Return the table of all strategies."""
     # 1. The title, which states what a step is.
     size = ""
     if comparison.batch_size is not None:
@@ -85,11 +81,7 @@ def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
 
 
 def meaning_of_columns(comparison: Comparison) -> str:
-    """Return what the columns mean whose heads do not say it.
-
-    Args:
-        comparison: The results.
-    """
+    """Return what the columns mean whose heads do not say it."""
     return (
         "imbalance: the fullest device divided by the mean; idle: the share of the devices' time in which they wait;"
         f" distance: of the weights after {comparison.steps} steps from those of one device."
@@ -129,9 +121,6 @@ def _largest_text(row: Row) -> str:
 def reasons_in_words(comparison: Comparison) -> list[str]:
     """Return a sentence for each reason why strategies did not run, with all strategies that have the same one.
 
-    Args:
-        comparison: The results.
-
     Example:
         >>> rows = [Row("single_device"), Row("dp", reason="one device"), Row("ddp", reason="one device")]
         >>> reasons_in_words(Comparison("Net", ["cpu"], 8, 5, rows=rows))
@@ -145,13 +134,7 @@ def reasons_in_words(comparison: Comparison) -> list[str]:
 
 
 def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | None, files: list[str]) -> None:
-    """Print the closing table, the reasons, the notes and the recommendation.
-
-    Args:
-        comparison: The results.
-        recommendation: The recommended row; None if there is none.
-        files: Paths of what was written.
-    """
+    """Print the closing table, the reasons, the notes and the recommendation."""
     console = Console()
     # 1. The table.
     print_table(comparison_table(comparison), console)

@@ -35,10 +35,6 @@ class Result:
 def compare(measured: dict[str, Any], first: dict[str, Any] | None) -> str | None:
     """Return how the numbers of a trial differ from those of the first; None if there is none.
 
-    Args:
-        measured: The measurements of the trial.
-        first: Those of the first trial.
-
     Example:
         >>> compare({"digest": "a", "losses": [1.0, 0.5]}, {"digest": "b", "losses": [1.0, 0.4]})
         'losses within 2e-01'
@@ -68,12 +64,7 @@ def compare(measured: dict[str, Any], first: dict[str, Any] | None) -> str | Non
 
 
 def to_json(results: Sequence[Result], device: str | None) -> str:
-    """Return the results as JSON.
-
-    Args:
-        results: The results.
-        device: The device on which the steps ran; None if none did.
-    """
+    """Return the results as JSON."""
     return json.dumps({"device": device, "savers": [asdict(result) for result in results]}, indent=2)
 
 

@@ -137,11 +137,7 @@ SAVERS = (
 
 
 def combined(savers: list[Saver]) -> Saver:
-    """Return several savers as one.
-
-    Args:
-        savers: Savers that apply to the configuration.
-    """
+    """Return several savers as one."""
 
     def apply(trial: Trial) -> None:
         for saver in savers:

@@ -15,12 +15,7 @@ __all__ = ["measure"]
 
 
 def measure(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Build the objects, train, and return the measurements.
-
-    Args:
-        trial: The trial.
-        folder: Folder for files of the trial.
-    """
+    """Build the objects, train, and return the measurements."""
     # 1. Data and module, the same in all trials.
     values = trial.values
     data, module = build_data_and_module(values)

@@ -23,9 +23,6 @@ __all__ = ["batches_of", "predict_configured", "settings_of"]
 def batches_of(values: Mapping[str, Any]) -> PlannedBatches:
     """Return the batches of the training loader for which a step is planned.
 
-    Args:
-        values: The configuration.
-
     Raises:
         ConfigurationError: If there are no data, or the loader is empty.
     """
@@ -38,12 +35,7 @@ def batches_of(values: Mapping[str, Any]) -> PlannedBatches:
 
 
 def settings_of(values: Mapping[str, Any], devices: Sequence[PlannedDevice]) -> StepSettings:
-    """Return the settings of a step.
-
-    Args:
-        values: The configuration.
-        devices: The devices.
-    """
+    """Return the settings of a step."""
     trainer = values["trainer"]
     kinds = [device.kind for device in devices]
     device: Literal["cpu", "cuda"] = "cpu"
@@ -73,11 +65,6 @@ def predict_configured(
     """Return the prediction of a step, and the module that was traced.
 
     A step that cannot be traced runs with parts of the batch, if the module is small.
-
-    Args:
-        values: The configuration.
-        example: A batch.
-        settings: The settings of the step.
 
     Raises:
         ConfigurationError: If the step can neither be traced nor run.

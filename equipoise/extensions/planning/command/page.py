@@ -17,11 +17,7 @@ _STYLES = ("val", "s0", "s1", "s2", "s3", "s4", "s5", "train")
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
-    """Return the HTML of a plan.
-
-    Args:
-        plan: The plan, as the process of the command has made it.
-    """
+    """Return the HTML of a plan."""
     name = plan["title"]
     now = datetime.now()
     header = page_header("Memory plan", name, now)

@@ -34,11 +34,7 @@ def caption_of(plan: Plan) -> str:
 
 
 def rows_of(plan: Plan) -> list[list[str]]:
-    """Return a row for each strategy and device.
-
-    Args:
-        plan: The plan.
-    """
+    """Return a row for each strategy and device."""
     rows = []
     for entry in plan["strategies"]:
         for index, device in enumerate(entry["devices"]):
@@ -97,11 +93,7 @@ def _largest(plan: Plan, entry: Entry) -> str:
 
 
 def lines_of(plan: Plan) -> list[str]:
-    """Return sentences on what the figures rest on.
-
-    Args:
-        plan: The plan.
-    """
+    """Return sentences on what the figures rest on."""
     lines = []
     for entry in plan["strategies"]:
         if entry["reason"]:
@@ -132,11 +124,7 @@ def recommended(recommendation: Mapping[str, Any]) -> str:
 
 
 def alternatives_of(plan: Plan) -> list[str]:
-    """Return lines on overrides that need less memory.
-
-    Args:
-        plan: The plan.
-    """
+    """Return lines on overrides that need less memory."""
     lines = []
     for alternative in plan["alternatives"]:
         results = [_verdict(plan, entry) for entry in alternative["strategies"] if entry["devices"]]

@@ -17,11 +17,7 @@ __all__ = ["print_plan"]
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print a plan.
-
-    Args:
-        plan: The plan, as the process of the command has made it.
-    """
+    """Print a plan."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

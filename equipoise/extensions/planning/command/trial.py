@@ -171,11 +171,7 @@ def _strategies(configured: Any) -> list[Strategy]:
 
 
 def plain_plan(plan: StrategyPlan) -> dict[str, Any]:
-    """Return a plan as values that JSON can hold.
-
-    Args:
-        plan: The plan.
-    """
+    """Return a plan as values that JSON can hold."""
     devices = []
     for device in plan.devices:
         values = asdict(device)

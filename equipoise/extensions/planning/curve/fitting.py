@@ -86,12 +86,7 @@ def needs_confirmation(curve: MemoryCurve) -> bool:
 
 
 def reproduces(curve: MemoryCurve, recorded: RecordedStep) -> bool:
-    """Return True if a curve gives the bytes of every storage of another record.
-
-    Args:
-        curve: The curve.
-        recorded: A record with a third batch size.
-    """
+    """Return True if a curve gives the bytes of every storage of another record."""
     if len(recorded.records) != len(curve.holders):
         return False
     for holder, record in zip(curve.holders, recorded.records, strict=True):

@@ -75,12 +75,7 @@ class Replay:
         )
 
     def _peak_of_phase(self, start: PhaseStart, end: int) -> tuple[int, int]:
-        """Return the peak of a phase, and the number of events up to it.
-
-        Args:
-            start: The beginning of the phase.
-            end: Number of the events before its end.
-        """
+        """Return the peak of a phase, and the number of events up to it."""
         # 1. The bytes at the beginning.
         factors = self._factors(start.phase)
         of_step = factors @ self._alive(start.event)

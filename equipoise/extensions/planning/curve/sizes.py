@@ -44,12 +44,7 @@ class Size(NamedTuple):
     growths: tuple[Growth, ...] = ()
 
     def at(self, batch_size: int, span: Span) -> int:
-        """Return the bytes at a batch size.
-
-        Args:
-            batch_size: The batch size.
-            span: The batch sizes that were compared.
-        """
+        """Return the bytes at a batch size."""
         nbytes = self.factor
         distance = batch_size - span.first
         distance_between = span.second - span.first
@@ -61,12 +56,7 @@ class Size(NamedTuple):
 
 
 def size_between(first: TensorRecord, second: TensorRecord) -> Size:
-    """Return the size of a storage from its records at two batch sizes.
-
-    Args:
-        first: The record at the first batch size.
-        second: The record at the second one.
-    """
+    """Return the size of a storage from its records at two batch sizes."""
     if first.nbytes == second.nbytes:
         return Size(first.nbytes)
     lengths = _lengths(first, second)

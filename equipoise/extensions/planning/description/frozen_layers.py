@@ -8,9 +8,6 @@ __all__ = ["has_frozen_layers"]
 def has_frozen_layers(module: nn.Module) -> bool:
     """Return True if a linear layer of a network is not trained, as those of a base model beside adapters.
 
-    Args:
-        module: The network.
-
     Example:
         >>> has_frozen_layers(nn.Sequential(nn.Linear(2, 2).requires_grad_(False)))
         True

@@ -12,9 +12,6 @@ def repeated_blocks(module: nn.Module) -> list[str]:
 
     A block has several submodules and parameters. Of nested lists the outermost counts.
 
-    Args:
-        module: The network.
-
     Example:
         >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
         >>> repeated_blocks(nn.ModuleDict({"encoder": blocks}))

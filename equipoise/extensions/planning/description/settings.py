@@ -60,12 +60,7 @@ class StepSettings:
 
 
 def planned_callbacks(precision: str | int, callbacks: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the callbacks of a run that change layers or keep a copy of the weights, with those of its precision.
-
-    Args:
-        precision: The precision; see `Trainer`.
-        callbacks: The callbacks that the user has given.
-    """
+    """Return the callbacks of a run that change layers or keep a copy of the weights, with those of its precision."""
     complete = make_precision(precision, "cpu").complete
     if complete is not None:
         callbacks = complete(callbacks)
@@ -73,11 +68,7 @@ def planned_callbacks(precision: str | int, callbacks: Sequence[Any]) -> tuple[A
 
 
 def changes_layers(callback: Any) -> bool:
-    """Return True for a callback that changes the layers of a module; see `Callback.on_configure_model_end`.
-
-    Args:
-        callback: A callback of the trainer.
-    """
+    """Return True for a callback that changes the layers of a module; see `Callback.on_configure_model_end`."""
     # Callbacks of Lightning have no such hook, and ours inherit one that does nothing.
     hook = getattr(type(callback), "on_configure_model_end", None)
     return hook not in (None, Callback.on_configure_model_end)

@@ -35,10 +35,6 @@ def size_of_batch(batch: Any) -> int:
 def batch_of_size(batch: Any, size: int) -> Any:
     """Return a batch of the same kind with another number of samples, which are those of the batch in turn.
 
-    Args:
-        batch: A nested batch.
-        size: The number of samples.
-
     Raises:
         ConfigurationError: If the number of samples of `batch` cannot be found.
     """

@@ -17,12 +17,7 @@ def has_fake_tensors(module: nn.Module) -> bool:
 
 
 def exchange_tensors(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:
-    """Exchange the parameters and buffers of a module; what several submodules share stays shared.
-
-    Args:
-        module: The module.
-        exchange: Returns the tensor in place of another.
-    """
+    """Exchange the parameters and buffers of a module; what several submodules share stays shared."""
     exchanged: dict[int, Tensor] = {}
     # The old tensors, whose ids must not be used again meanwhile.
     old: list[Tensor] = []
@@ -47,12 +42,7 @@ def empty_like_real(tensor: Tensor) -> Tensor:
 
 
 def convert_without_memory(module: nn.Module, convert: Callable[[nn.Module], None]) -> None:
-    """Convert a module of tensors without memory, which `module.to(dtype)` refuses to convert as they are.
-
-    Args:
-        module: The module.
-        convert: Converts a module in place.
-    """
+    """Convert a module of tensors without memory, which `module.to(dtype)` refuses to convert as they are."""
     with usual_tensors():
         exchange_tensors(module, _on_meta)
         convert(module)

@@ -47,11 +47,7 @@ class Notes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return one sentence on an error of a step, with the user's line.
-
-    Args:
-        error: The error.
-    """
+    """Return one sentence on an error of a step, with the user's line."""
     place = line_of_error(error)
     if place and not isinstance(error, ConfigurationError):
         return f"{place}: {in_one_line(error)}"

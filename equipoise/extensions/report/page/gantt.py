@@ -49,11 +49,7 @@ class _Axes:
 
 
 def pipeline_chart(step: PipelineStep) -> Markup:
-    """Draw a figure.
-
-    Args:
-        step: The step, with at least one span.
-    """
+    """Draw a figure."""
     # 1. Choose the axis; times count from the first span.
     timeline = step.timeline
     begin = min(span.begin for span in timeline.spans)

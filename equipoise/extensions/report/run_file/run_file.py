@@ -41,10 +41,6 @@ class RunFile:
 def write_run_file(content: RunFile, folder: AnyPath) -> None:
     """Write the file, whole or not at all.
 
-    Args:
-        content: Its content.
-        folder: The folder in which it will lie.
-
     Raises:
         OSError: If the file cannot be written.
     """

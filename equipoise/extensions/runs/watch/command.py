@@ -18,10 +18,6 @@ _DEFAULT_PORT = 8265
 def watch(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> None:
     """Run the command.
 
-    Args:
-        arguments: Folders, and flags.
-        configurations: Folders of configurations, of which the command needs none.
-
     Raises:
         ConfigurationError: If an argument is wrong, a folder does not exist, or the port is taken.
     """

@@ -55,14 +55,7 @@ class Candidate:
 
 
 def candidates_for(limit: Limit, facts: Facts, values: Mapping[str, Any], device: str) -> list[Candidate]:
-    """Return the remedies of a limit that a configuration can express.
-
-    Args:
-        limit: The limit.
-        facts: The facts of the run.
-        values: The configuration, whose classes can be imported.
-        device: Type of the device.
-    """
+    """Return the remedies of a limit that a configuration can express."""
     part = limit.part
     candidates: list[Candidate] = []
     # What the sentence proposes comes first.

@@ -148,9 +148,6 @@ class Rounds:
     def measure(self, candidates: Sequence[Candidate]) -> None:
         """Measure candidates beside the run as it is, in turn.
 
-        Args:
-            candidates: The candidates.
-
         Raises:
             StepError: If the run as it is fails before it was measured in a round.
         """

@@ -33,23 +33,13 @@ class BatchSizeAttribute:
             )
 
     def set(self, module: LightningModule, size: int) -> None:
-        """Set the batch size.
-
-        Args:
-            module: The user's module, or a copy of it.
-            size: The batch size.
-        """
+        """Set the batch size."""
         for holder in self._holders(module):
             self._put(holder, size)
 
     @contextmanager
     def set_for_trial(self, module: LightningModule, size: int) -> Iterator[None]:
-        """Set the batch size of a copy of the module; at the end the data module has its own again.
-
-        Args:
-            module: The copy.
-            size: The batch size.
-        """
+        """Set the batch size of a copy of the module; at the end the data module has its own again."""
         holders = self._holders_in(self._datamodule)
         before = [self._value_in(holder) for holder in holders]
         self.set(module, size)

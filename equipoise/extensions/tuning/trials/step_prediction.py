@@ -44,9 +44,6 @@ def predict_step(trainer: Any, module: LightningModule, batch: Any, *, measure: 
 def devices_of(trainer: Any) -> list[PlannedDevice]:
     """Return the devices of a trainer as a plan describes them.
 
-    Args:
-        trainer: The trainer.
-
     Raises:
         ConfigurationError: If they cannot be read.
     """
