@@ -56,7 +56,7 @@ class Throughput:
         self._batches_before = self.batches
 
     def add(self, size: int | None, now: float) -> None:
-        """Count a batch."""
+        """Count a batch, whose size is None if it is unknown."""
         self.batches += 1
         if size is None:
             self.has_unknown_size = True

@@ -83,7 +83,7 @@ def _value_of_metric(name: str, which: str) -> Callable[[Run], Value]:
 
 
 def main_metrics(runs: Sequence[Run]) -> list[str]:
-    """Return the names of metrics, the most important first: monitored, of validation, of tests, of training, others."""
+    """Return the names of metrics, the most important first: monitored, of validation, test, training, others."""
     counts: Counter[str] = Counter()
     monitored: set[str] = set()
     for run in runs:

@@ -79,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the keys whose values differ between runs, those all runs have first; runs without one do not count."""
+    """Return the keys whose values differ between runs, those that all have first; runs without one do not count."""
     configurations = [run.configuration for run in runs if run.configuration]
     keys: dict[str, None] = {}
     for configuration in configurations:

@@ -20,7 +20,7 @@ _SMOOTHING = 0.98
 
 
 def learning_rate(settings: LearningRateSettings, step: int) -> float:
-    """Return the learning rate of a step of the search."""
+    """Return the learning rate of a step of the search, the first of which is step 0."""
     if step == 0:
         return settings.smallest
     progress = (step + 1) / settings.steps

@@ -68,7 +68,7 @@ def build_data_and_module(values: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def limit_to_steps(values: dict[str, Any], steps: int, folder: Path) -> None:
-    """Change the trainer's arguments, so that it takes some steps and does nothing else."""
+    """Change a configuration, so that the trainer takes some optimiser steps and does nothing else."""
     arguments = values["trainer"]
     arguments |= ONLY_STEPS
     arguments["max_steps"] = steps

@@ -252,8 +252,7 @@ def _text_anchor(share: float) -> str:
 def _boundaries(boundaries: Sequence[Boundary], across: Scale, height: int) -> list[Markup]:
     """Draw a faint line from top to bottom for each boundary, and its word below the numbers of the axis."""
     drawn = []
-    # Of the words the last one is kept where there is little room.
-    for number, boundary in enumerate(reversed(boundaries)):
+    for number, boundary in enumerate(boundaries, start=1):
         share = across.place(boundary.x)
         x = _percent(share)
         line = tag("line", x1=x, x2=x, y1=_TOP, y2=height)
@@ -263,7 +262,8 @@ def _boundaries(boundaries: Sequence[Boundary], across: Scale, height: int) -> l
             x=x,
             y=height + _WORDS + _ROW,
             text_anchor=_text_anchor(share),
-            class_="odd" if number % 2 else None,
+            # Where there is little room, every second word is hidden, and the last one stays.
+            class_="odd" if (len(boundaries) - number) % 2 else None,
         )
         drawn.append(tag("g", line, word, class_="boundary"))
     return drawn
