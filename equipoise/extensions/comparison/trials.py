@@ -8,7 +8,7 @@ from typing import Any
 from equipoise.app.command import report
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.comparison.bench.process import run_trial
-from equipoise.extensions.comparison.candidates.candidate import Attempt, Candidate, batch_size_of
+from equipoise.extensions.comparison.candidates import Attempt, Candidate, batch_size_of
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
 from equipoise.extensions.comparison.measuring.trial import measure

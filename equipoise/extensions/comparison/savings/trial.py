@@ -9,7 +9,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.savings.probe import STEPS, SaverProbe, digest_of
 from equipoise.extensions.comparison.savings.savers import Trial
-from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
+from equipoise.extensions.planning.description.layers import repeated_blocks
 
 __all__ = ["measure"]
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from equipoise.extensions.planning.description.frozen_layers import has_frozen_layers
-from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
+from equipoise.extensions.planning.description.layers import has_frozen_layers, repeated_blocks
 from equipoise.extensions.planning.description.settings import StepSettings
 
 __all__ = ["Alternative", "alternatives_to"]

@@ -11,7 +11,7 @@ from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.command.page import plan_page
-from equipoise.extensions.planning.command.table import print_plan
+from equipoise.extensions.planning.command.rows import print_plan
 from equipoise.extensions.planning.command.trial import make_plan
 from equipoise.extensions.planning.description.devices import describe_devices
 from equipoise.extensions.planning.tracing.obstacles import reason_of

@@ -1,11 +1,11 @@
-"""A plan in words: the rows of its table, what they rest on, and the recommendation."""
+"""A plan in words: its table, what it rests on, and the recommendation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from equipoise.formats import format_bytes, format_count
 
-__all__ = ["HEADS", "WORDS", "alternatives_of", "caption_of", "lines_of", "recommended", "rows_of"]
+__all__ = ["HEADS", "WORDS", "lines_of", "print_plan", "recommended", "rows_of"]
 
 # The process of the command writes a plan as a dictionary. An entry of it describes a strategy, with its devices.
 Plan = Mapping[str, Any]
@@ -22,7 +22,7 @@ _MOST_PARTS = 4
 _NO_LIMIT = 2**24
 
 
-def caption_of(plan: Plan) -> str:
+def _caption_of(plan: Plan) -> str:
     """Return the line below the table."""
     size = f"{plan['batch_size']} samples"
     if plan["budget"]:
@@ -123,7 +123,7 @@ def recommended(recommendation: Mapping[str, Any]) -> str:
     return f"Nothing to recommend: {recommendation['reason']}."
 
 
-def alternatives_of(plan: Plan) -> list[str]:
+def _alternatives_of(plan: Plan) -> list[str]:
     """Return lines on overrides that need less memory."""
     lines = []
     for alternative in plan["alternatives"]:
@@ -140,3 +140,30 @@ def _verdict(plan: Plan, entry: Entry) -> str:
     if entry["fits"]:
         verdict = "fits"
     return f"{entry['strategy']} {format_bytes(peak)} ({verdict})"
+
+
+def print_plan(plan: Mapping[str, Any]) -> None:
+    """Print a plan."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from equipoise.tables.whole_table import print_table
+
+    # 1. The table.
+    table = Table(box=SIMPLE)
+    for head in HEADS:
+        justify: Any = "left" if head in WORDS else "right"
+        table.add_column(head, justify=justify, overflow="fold" if head == HEADS[-1] else "ellipsis")
+    for row in rows_of(plan):
+        table.add_row(*row)
+    console = Console()
+    print_table(table, console, repeated=2)
+
+    # 2. What the figures rest on, and what to do.
+    recommendation = plan["recommendation"]
+    lines = [_caption_of(plan), *lines_of(plan), recommended(recommendation)]
+    if recommendation["overrides"]:
+        lines.append(f"  {' '.join(recommendation['overrides'])}")
+    for line in [*lines, *_alternatives_of(plan)]:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -35,19 +35,19 @@ class BatchSizeAttribute:
     def set(self, module: LightningModule, size: int) -> None:
         """Set the batch size."""
         for holder in self._holders(module):
-            self._put(holder, size)
+            setattr(holder, self._name, size)
 
     @contextmanager
     def set_for_trial(self, module: LightningModule, size: int) -> Iterator[None]:
         """Set the batch size of a copy of the module; at the end the data module has its own again."""
         holders = self._holders_in(self._datamodule)
-        before = [self._value_in(holder) for holder in holders]
+        before = [getattr(holder, self._name) for holder in holders]
         self.set(module, size)
         try:
             yield
         finally:
             for holder, value in zip(holders, before, strict=True):
-                self._put(holder, value)
+                setattr(holder, self._name, value)
 
     def _holders(self, module: LightningModule) -> list[Any]:
         return [*self._holders_in(module), *self._holders_in(self._datamodule)]
@@ -57,18 +57,8 @@ class BatchSizeAttribute:
         holders = []
         if hasattr(owner, self._name):
             holders.append(owner)
+        # Lightning's hyperparameters are attributes of a dictionary.
         hyperparameters = getattr(owner, "hparams", None)
-        if isinstance(hyperparameters, dict) and self._name in hyperparameters:
+        if hasattr(hyperparameters, self._name):
             holders.append(hyperparameters)
         return holders
-
-    def _put(self, holder: Any, value: Any) -> None:
-        if isinstance(holder, dict):
-            holder[self._name] = value
-        else:
-            setattr(holder, self._name, value)
-
-    def _value_in(self, holder: Any) -> Any:
-        if isinstance(holder, dict):
-            return holder[self._name]
-        return getattr(holder, self._name)

@@ -10,7 +10,7 @@ from torch import nn
 from equipoise.extensions.comparison.savings import command as command_module
 from equipoise.extensions.comparison.savings.results import compare
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
-from equipoise.extensions.planning.description.repeated_blocks import repeated_blocks
+from equipoise.extensions.planning.description.layers import repeated_blocks
 from tests.support.projects import project_in, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")

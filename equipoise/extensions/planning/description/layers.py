@@ -1,10 +1,10 @@
-"""The repeated blocks of a network, which activation checkpointing is for."""
+"""Layers of a network for which there are memory savers: repeated blocks, and frozen layers."""
 
 from collections import Counter
 
 from torch import nn
 
-__all__ = ["repeated_blocks"]
+__all__ = ["has_frozen_layers", "repeated_blocks"]
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
@@ -38,3 +38,13 @@ def _is_block(module: nn.Module) -> bool:
     parts = list(module.modules())
     has_parameters = any(True for _ in module.parameters())
     return len(parts) > 2 and has_parameters
+
+
+def has_frozen_layers(module: nn.Module) -> bool:
+    """Return True if a linear layer of a network is not trained, as those of a base model beside adapters.
+
+    Example:
+        >>> has_frozen_layers(nn.Sequential(nn.Linear(2, 2).requires_grad_(False)))
+        True
+    """
+    return any(isinstance(part, nn.Linear) and not part.weight.requires_grad for part in module.modules())

@@ -1,1 +1,0 @@
-"""The strategies that are compared, and how each changes a configuration."""
