@@ -57,8 +57,8 @@ class BatchSizeAttribute:
         holders = []
         if hasattr(owner, self._name):
             holders.append(owner)
-        # Lightning's hyperparameters are attributes of a dictionary.
+        # A dictionary whose entries are attributes as well.
         hyperparameters = getattr(owner, "hparams", None)
-        if hasattr(hyperparameters, self._name):
+        if hyperparameters and self._name in hyperparameters:
             holders.append(hyperparameters)
         return holders
