@@ -11,7 +11,7 @@ from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
 from equipoise.app.torchrun import check_runs_here
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.candidates import batch_size_of, chosen_candidates
+from equipoise.extensions.comparison.measuring.candidates import batch_size_of, chosen_candidates
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison
 from equipoise.extensions.comparison.results.page import comparison_page

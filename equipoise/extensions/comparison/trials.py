@@ -8,7 +8,7 @@ from typing import Any
 from equipoise.app.command import report
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.comparison.bench.process import run_trial
-from equipoise.extensions.comparison.candidates import Attempt, Candidate, batch_size_of
+from equipoise.extensions.comparison.measuring.candidates import Attempt, Candidate, batch_size_of
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
 from equipoise.extensions.comparison.measuring.trial import measure
@@ -95,8 +95,7 @@ class Trials:
             note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
             self.comparison.notes = [*self.comparison.notes, note]
             return
-        for _, row in self._attempts:
-            row.predicted = result["peaks"].get(row.label)
+        self.comparison.note_predicted(result["peaks"])
 
     def _run_one(self, attempt: Attempt, row: Row) -> None:
         """Run a strategy, and search its largest batch."""
@@ -137,13 +136,14 @@ class Trials:
         if candidate.has_processes:
             multiple = len(self._devices)
         bound = self._options.bound or _MOST_TIMES * size
-        row.largest_batch, row.is_bound = largest_that_runs(
+        largest, is_bound = largest_that_runs(
             lambda tried: self._runs(candidate, tried),
             running_size,
             failed_size,
             bound,
             multiple,
         )
+        row.note_largest(largest, is_bound=is_bound)
 
     def _runs(self, candidate: Candidate, size: int) -> bool:
         """Return True if a batch size runs."""

@@ -1,14 +1,9 @@
 """The section of the report with the images that were logged: samples, confusion matrices, figures."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import TensorBoardLogger
-
+from equipoise.extensions.logged_images.tensorboard_images import logged_images
 from equipoise.extensions.report.page.record import ReportSection
-from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.remote.paths import is_remote
 
 __all__ = ["section"]
 
@@ -16,8 +11,6 @@ _MOST_IMAGES = 12
 # Of one image, and of all, so that the page stays small.
 _MOST_BYTES = 300_000
 _MOST_BYTES_OF_ALL = 1_000_000
-# Bytes. Files of events that are larger are not searched at the end of a run.
-_LARGEST = 2**28
 
 
 def section(trainer: Any, module: Any) -> ReportSection | None:
@@ -29,7 +22,7 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
     images: dict[str, bytes] = {}
     left_out = 0
     size = 0
-    for name, image in _logged_images(trainer):
+    for name, image in logged_images(trainer):
         if name in images:
             continue
         if len(images) == _MOST_IMAGES or len(image) > _MOST_BYTES or size + len(image) > _MOST_BYTES_OF_ALL:
@@ -43,23 +36,3 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
     if left_out:
         text += f" Too many or too large for this page: {left_out}; TensorBoard shows them."
     return ReportSection("Images", text, images=images)
-
-
-def _logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the last image of each name, of all loggers of TensorBoard."""
-    for logger in trainer.loggers:
-        if not is_a(logger, TensorBoardLogger) or is_remote(logger.log_dir):
-            continue
-        folder = Path(logger.log_dir)
-        files = list(folder.glob("events.out.tfevents.*"))
-        if not files or sum(file.stat().st_size for file in files) > _LARGEST:
-            continue
-        # Values that were logged wait in memory.
-        logger.experiment.flush()
-        from tensorboard.backend.event_processing.event_accumulator import IMAGES, EventAccumulator
-
-        events = EventAccumulator(str(folder), size_guidance={IMAGES: 1})
-        events.Reload()
-        for name in events.Tags()[IMAGES]:
-            last = events.Images(name)[-1]
-            yield name, last.encoded_image_string

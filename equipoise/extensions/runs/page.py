@@ -97,7 +97,9 @@ def _sections(
     else:
         yield section("Runs", hint("There are none."))
     if unreadable:
-        rows = [(cut(each.path), cut(each.reason)) for each in unreadable[:_MOST_UNREADABLE]]
+        rows = []
+        for each in unreadable[:_MOST_UNREADABLE]:
+            rows.append((cut(each.path), cut(each.reason)))
         yield section("Not read", table(("File", "Reason"), rows), note=f"{len(unreadable)}")
 
 
@@ -153,7 +155,9 @@ def _runs_table(runs: Sequence[Run], metrics: Sequence[str], folder: Path) -> It
 
     # 2. The rows.
     names = ["Run", "State", *(column.head for column in columns)]
-    heads = [tag("th", cut(name, _LONGEST_CELL), scope="col") for name in names]
+    heads = []
+    for name in names:
+        heads.append(tag("th", cut(name, _LONGEST_CELL), scope="col"))
     rows = []
     for number, run in enumerate(runs):
         cells = [*_first_cells(number, run, folder)]
@@ -287,7 +291,10 @@ def _origins_section(runs: Sequence[Run]) -> Markup:
     A single run has a table of its facts.
     """
     if len(runs) == 1:
-        facts = [(fact.capitalize(), cut(value)) for fact, value in runs[0].origin.items() if value]
+        facts = []
+        for fact, value in runs[0].origin.items():
+            if value:
+                facts.append((fact.capitalize(), cut(value)))
         return section("What was run", table(("Fact", "Value"), facts))
     # 1. Facts in which runs differ are columns, all others are a sentence.
     columns = []

@@ -125,8 +125,11 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
     for number in range(count):
         positions: list[tuple[float, float | None]] = []
         for share, axis in zip(shares, axes, strict=True):
+            down = None
             height = axis.heights[number]
-            positions.append((share, None if height is None else _BOTTOM - height * (_BOTTOM - _TOP)))
+            if height is not None:
+                down = _BOTTOM - height * (_BOTTOM - _TOP)
+            positions.append((share, down))
         path = tag("path", d=path_through(positions))
         # The script of the page finds the lines of a run by the last class.
         lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))

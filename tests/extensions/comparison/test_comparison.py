@@ -15,7 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison import command as command_module
 from equipoise.extensions.comparison import trials as trials_module
 from equipoise.extensions.comparison.bench import process
-from equipoise.extensions.comparison.candidates import CANDIDATES, chosen_candidates
+from equipoise.extensions.comparison.measuring.candidates import CANDIDATES, chosen_candidates
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.order import read_as_processes
 from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks

@@ -9,7 +9,7 @@ from torch import nn
 
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.candidates import Attempt, batch_size_of
+from equipoise.extensions.comparison.measuring.candidates import Attempt, batch_size_of
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction

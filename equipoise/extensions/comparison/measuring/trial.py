@@ -13,7 +13,7 @@ from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.comparison.bench.probe import DeviceProbe, parameters_of
 from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
-from equipoise.extensions.comparison.candidates import MOST_SETTLING_STEPS, Attempt
+from equipoise.extensions.comparison.measuring.candidates import MOST_SETTLING_STEPS, Attempt
 from equipoise.extensions.comparison.measuring.order import read_as_processes
 from equipoise.memory.out_of_memory import is_out_of_memory
 

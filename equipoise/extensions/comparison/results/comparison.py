@@ -61,6 +61,11 @@ class Row:
         self.idle = measured.get("idle")
         self.distance = measured.get("distance")
 
+    def note_largest(self, size: int | None, *, is_bound: bool) -> None:
+        """Note the largest batch that ran; see the attributes."""
+        self.largest_batch = size
+        self.is_bound = is_bound
+
     @property
     def is_measured(self) -> bool:
         """True if it has figures."""
@@ -131,6 +136,11 @@ class Comparison:
     def has_predictions(self) -> bool:
         """True if peaks of a row were predicted, so that there is something to show beside the measured ones."""
         return any(row.predicted is not None for row in self.rows)
+
+    def note_predicted(self, peaks: dict[str, dict[str, int]]) -> None:
+        """Note the predicted peaks of strategies, by their labels."""
+        for row in self.rows:
+            row.predicted = peaks.get(row.label)
 
     def interrupt(self) -> None:
         """Note that rows without figures will have none. What is measured stays."""

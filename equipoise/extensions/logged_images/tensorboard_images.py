@@ -1,0 +1,35 @@
+"""Read the images that loggers of TensorBoard have written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.remote.paths import is_remote
+
+__all__ = ["logged_images"]
+
+# Bytes. Files of events that are larger are not searched at the end of a run.
+_LARGEST = 2**28
+
+
+def logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the last image of each name, of all loggers of TensorBoard."""
+    for logger in trainer.loggers:
+        if not is_a(logger, TensorBoardLogger) or is_remote(logger.log_dir):
+            continue
+        folder = Path(logger.log_dir)
+        files = list(folder.glob("events.out.tfevents.*"))
+        if not files or sum(file.stat().st_size for file in files) > _LARGEST:
+            continue
+        # Values that were logged wait in memory.
+        logger.experiment.flush()
+        from tensorboard.backend.event_processing.event_accumulator import IMAGES, EventAccumulator
+
+        events = EventAccumulator(str(folder), size_guidance={IMAGES: 1})
+        events.Reload()
+        for name in events.Tags()[IMAGES]:
+            last = events.Images(name)[-1]
+            yield name, last.encoded_image_string
