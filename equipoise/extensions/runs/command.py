@@ -107,7 +107,8 @@ def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Seque
         if run.error:
             console.print(Text.assemble((f"{run.name}: ", "dim"), run.error), soft_wrap=True)
     for each in unreadable:
-        console.print(Text.assemble(("Not read: ", "dim"), printable(f"{each.path}: {each.reason}")), soft_wrap=True)
+        text = printable(f"{each.path}: {each.reason}")
+        console.print(Text.assemble(("Not read: ", "dim"), text), soft_wrap=True)
 
 
 def _print_table(runs: Sequence[Run], console: Console) -> None:

@@ -132,7 +132,8 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
             positions.append((share, down))
         path = tag("path", d=path_through(positions))
         # The script of the page finds the lines of a run by the last class.
-        lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))
+        classes = f"line {style(number)} run-{number}"
+        lines.append(tag("g", path, class_=classes))
     # 2. The axes.
     drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)

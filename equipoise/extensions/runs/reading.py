@@ -25,6 +25,8 @@ from equipoise.formats import format_path, printable
 __all__ = ["read_run"]
 
 _Value = TypeVar("_Value")
+# Name, step, value and seconds.
+LiveValue = tuple[str, float, float, float]
 
 # What a damaged file may raise.
 _DAMAGE = (
@@ -105,8 +107,8 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
     return run, unreadable
 
 
-def _read_live(path: Path | None) -> list[tuple[str, float, float, float]]:
-    """Return the values of a run since its run.json was written: name, step, value and seconds."""
+def _read_live(path: Path | None) -> list[LiveValue]:
+    """Return the values of a run since its run.json was written."""
     values = []
     with suppress(*_DAMAGE):
         if path is None or path.stat().st_size > _MOST_BYTES["run.json"]:
@@ -118,7 +120,7 @@ def _read_live(path: Path | None) -> list[tuple[str, float, float, float]]:
     return values
 
 
-def _with_live(values: Mapping[str, Any], live: Sequence[tuple[str, float, float, float]]) -> dict[str, Any]:
+def _with_live(values: Mapping[str, Any], live: Sequence[LiveValue]) -> dict[str, Any]:
     """Return curves, times, steps and seconds of a run with the values since its run.json."""
     if not live:
         return {}
