@@ -26,15 +26,6 @@ _MOST_TIMES = 64
 class Trials:
     """Runs one trial after the other.
 
-    Args:
-        values: The configuration.
-        devices: Names of the devices.
-        candidates: The strategies.
-        folder: A folder for files.
-        paths: Folders from which processes import the user's modules.
-        options: Flags of the command.
-        user_overrides: Overrides of the user.
-
     Attributes:
         comparison: The results so far.
     """

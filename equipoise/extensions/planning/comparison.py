@@ -51,13 +51,7 @@ class DevicePlan:
 
 
 class DevicePeaks:
-    """Peaks of the devices of a strategy with any batch of the loader, by its number of samples.
-
-    Args:
-        prediction: The prediction for one device.
-        devices: The devices.
-        planned: What each of them holds; there may be fewer than devices.
-    """
+    """Peaks of the devices of a strategy with any batch of the loader, by its number of samples."""
 
     def __init__(self, prediction: MemoryPrediction, devices: Sequence[PlannedDevice], planned: PlannedLoads) -> None:
         self._prediction = prediction

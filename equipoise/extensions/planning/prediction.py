@@ -1,6 +1,6 @@
 """`predict_memory`: the peak of a step as a function of its batch size, before the first step."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -151,8 +151,7 @@ def _untraceable(reason: str, error: CallError) -> str:
 
 def _first_batch(data: Any) -> Any:
     """Return a batch, or one of a loader."""
-    if isinstance(data, (Tensor, str)) or items_of(data) is not None:
-        return data
-    if not isinstance(data, (Iterable, Iterator)):
+    is_batch = isinstance(data, (Tensor, str)) or items_of(data) is not None
+    if is_batch or not isinstance(data, Iterable):
         return data
     return planned_batches(data).batches[0]

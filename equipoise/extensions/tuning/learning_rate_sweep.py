@@ -34,9 +34,6 @@ def learning_rate(settings: LearningRateSettings, step: int) -> float:
 class LearningRateSweep(Callback):
     """Set the learning rate of each step, and note the smoothed loss after it.
 
-    Args:
-        settings: The arguments of the search.
-
     Attributes:
         rates: Learning rates, by steps.
         losses: Smoothed losses, by steps; NaN where a step returned none.

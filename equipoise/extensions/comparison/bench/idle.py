@@ -100,11 +100,7 @@ class StepProfile:
 
 
 class _ForwardClock:
-    """Measures the forward of each device. It is a `DeviceObserver`.
-
-    Args:
-        places: Notes which device computed which part of the graph.
-    """
+    """Measures the forward of each device. It is a `DeviceObserver`."""
 
     def __init__(self, places: DevicePlaces) -> None:
         self.places = places

@@ -58,12 +58,6 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
 class _Trials:
     """Runs one trial after the other.
 
-    Args:
-        values: The configuration.
-        folder: A folder for files.
-        paths: Folders from which processes import the user's modules.
-        timeout: Seconds for each trial.
-
     Attributes:
         results: The results so far.
         device: The device on which the steps ran; None before the first.

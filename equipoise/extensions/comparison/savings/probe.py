@@ -24,10 +24,6 @@ STEPS = _WARM_STEPS + 1 + _TIMED_STEPS
 class SaverProbe(DeviceProbe):
     """Measure the steps of one device.
 
-    Args:
-        folder: Folder for files.
-        device: The device.
-
     Attributes:
         seconds_of_steps: The time of each timed step, without the loading of its batches.
         losses: The mean loss of each step; None where `training_step` returned none.

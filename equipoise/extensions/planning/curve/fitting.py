@@ -70,13 +70,9 @@ def fit_curve(first: RecordedStep, second: RecordedStep) -> MemoryCurve:
         sizes=list(indices),
         holders=holders,
         events=events,
-        phases=_from_the_beginning(first.starts),
+        # What exists before the first phase belongs to it.
+        phases=[PhaseStart(first.starts[0].phase, 0), *first.starts[1:]],
     )
-
-
-def _from_the_beginning(starts: list[PhaseStart]) -> list[PhaseStart]:
-    """Return the beginnings of phases; what exists before the first one belongs to it."""
-    return [PhaseStart(starts[0].phase, 0), *starts[1:]]
 
 
 def needs_confirmation(curve: MemoryCurve) -> bool:

@@ -8,20 +8,19 @@ __all__ = ["largest_size"]
 _MOST_SAMPLES = 2**24
 
 
-def largest_size(fits: Callable[[int], bool], start: int, most: int = _MOST_SAMPLES) -> int:
-    """Return the largest batch size that fits; 0 if none does.
+def largest_size(fits: Callable[[int], bool], start: int) -> int:
+    """Return the largest batch size that fits, at most 16.8 million; 0 if none does.
 
     Args:
         fits: Returns True for a batch size that fits. Every smaller one fits, too.
         start: The size to begin with, from 1.
-        most: The largest answer. Default: 16.8 million.
 
     Example:
         >>> largest_size(lambda size: size * 3 <= 100, 8)
         33
     """
     largest = 0
-    too_large = most + 1
+    too_large = _MOST_SAMPLES + 1
     while too_large - largest > 1:
         # Double from the start on, then halve the interval.
         halved = (largest + too_large) // 2

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from equipoise.errors import ConfigurationError
@@ -149,12 +149,7 @@ def _first_of_this_machine(count: int) -> list[PlannedDevice]:
 
 def _shared(device: PlannedDevice, count: int) -> PlannedDevice:
     """Return a part of a device that several workers share."""
-    return PlannedDevice(
-        name=device.name,
-        kind=device.kind,
-        memory=device.memory // count,
-        occupied=device.occupied // count,
-    )
+    return replace(device, memory=device.memory // count, occupied=device.occupied // count)
 
 
 def _real(info: DeviceInfo) -> PlannedDevice:

@@ -20,7 +20,6 @@ __all__ = [
     "StageAction",
     "StageWork",
     "StepFacts",
-    "bytes_of_parameters",
 ]
 
 # Parts of memory: the categories of tensors, and what only several devices have.
@@ -205,17 +204,3 @@ class PlannedLoads:
     batches: int = 1
     note: str = ""
     part: Callable[[nn.Module], PlannedPart] | None = None
-
-
-def bytes_of_parameters(module: nn.Module, *, trainable: bool = False) -> int:
-    """Return the bytes of a module's parameters.
-
-    Args:
-        module: The module.
-        trainable: Count those alone that require gradients. Default: False.
-    """
-    counted = 0
-    for parameter in module.parameters():
-        if parameter.requires_grad or not trainable:
-            counted += parameter.nbytes
-    return counted

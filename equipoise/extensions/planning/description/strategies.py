@@ -13,7 +13,6 @@ from equipoise.extensions.planning.description.loads import (
     DeviceLoad,
     PlannedLoads,
     StepFacts,
-    bytes_of_parameters,
 )
 from equipoise.memory.records import Category
 from equipoise.parallel.batches.shares import even_sizes, first_device_sizes, sizes_by_shares
@@ -141,7 +140,7 @@ def _of_processes(
     is_native = strategy.engine == "native" or not is_automatic
     return _process_loads(
         len(devices),
-        bytes_of_parameters(module, trainable=True),
+        sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         are_views=strategy.gradient_as_bucket_view and not is_native,
         accumulates=facts.accumulates,
         is_native=is_native,

@@ -33,9 +33,6 @@ class SilentLogger:
 class TrainerStandIn:
     """Attributes that modules read from a trainer during a step, as they are in the first epoch of a run on one device.
 
-    Args:
-        settings: The settings of the step.
-
     Attributes:
         optimizers: The optimisers, once they exist.
     """

@@ -260,11 +260,7 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
 
 
 class _Drawing:
-    """Elements of a tree map.
-
-    Args:
-        total: Bytes of the picture.
-    """
+    """Elements of a tree map."""
 
     def __init__(self, total: int) -> None:
         self.elements: list[Markup] = []

@@ -14,11 +14,6 @@ __all__ = ["BatchSizeAttribute"]
 class BatchSizeAttribute:
     """An attribute or hyperparameter with the batch size.
 
-    Args:
-        name: Its name.
-        module: The user's module.
-        datamodule: The user's data module, or None.
-
     Raises:
         ConfigurationError: If neither has it.
     """
