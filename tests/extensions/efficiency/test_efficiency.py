@@ -19,6 +19,7 @@ from equipoise.extensions.efficiency.peaks import peak_of
 from equipoise.extensions.efficiency.section import section
 from equipoise.extensions.efficiency.usage import Usage
 from tests.extensions.compiled.conftest import Lowering, lowering
+from tests.support.quiet import QUIET
 
 __all__ = ["lowering"]
 
@@ -113,15 +114,7 @@ def loader(samples: int, batch_size: int) -> DataLoader[Any]:
 
 
 def fitted(callback: Efficiency, module: LightningModule, data: Any, **options: Any) -> Trainer:
-    defaults = {
-        "devices": ["cpu"],
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(**{"callbacks": [callback], **defaults, **options})
+    trainer = Trainer(**{**QUIET, "callbacks": [callback], "devices": ["cpu"], "max_epochs": 2, **options})
     trainer.fit(module, data)
     return trainer
 
@@ -230,15 +223,7 @@ class TestOperations:
         for callbacks in ([], [Efficiency()]):
             torch.manual_seed(3)
             module = Net()
-            trainer = Trainer(
-                devices=["cpu"],
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                callbacks=callbacks,
-            )
-            trainer.fit(module, loader(40, 8))
+            Trainer(**QUIET, devices=["cpu"], max_epochs=1, callbacks=callbacks).fit(module, loader(40, 8))
             weights.append(torch.cat([each.detach().flatten() for each in module.parameters()]))
         assert torch.equal(*weights)
 

@@ -14,6 +14,7 @@ from equipoise.extensions.logged_images.section import section
 from equipoise.extensions.report import ReportSection
 from tests.extensions.report.page.test_page import page
 from tests.support.callback_runs import Small, loader
+from tests.support.quiet import QUIET
 
 pytest.importorskip("tensorboard")
 
@@ -41,17 +42,8 @@ class Sections(Callback):
 
 def fitted(folder: Path, logger: Any) -> ReportSection | None:
     sections = Sections()
-    trainer = Trainer(
-        devices=["cpu"],
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=folder,
-        callbacks=[sections],
-    )
+    options = {"devices": ["cpu"], "max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    trainer = Trainer(**{**QUIET, **options, "logger": logger}, default_root_dir=folder, callbacks=[sections])
     module = LogsImages() if isinstance(logger, TensorBoardLogger) else Small()
     trainer.fit(module, loader(2, 2), loader(1, 2))
     return sections.found

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.planning import predict_memory
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.conftest import ignoring
@@ -41,29 +40,12 @@ class Scores(nn.Module):
         return scores
 
 
-class Late(Step):
-    """Builds its model where its memory would be needed."""
-
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Identity())
-        self.build = build
-
-    def configure_model(self) -> None:
-        if isinstance(self.net, nn.Identity):
-            self.net = self.build()
-
-
 def bert() -> nn.Module:
     return Scores(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)))
 
 
 def llama() -> nn.Module:
     return Scores(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False)))
-
-
-def seven_billion() -> nn.Module:
-    """The usual configuration is that of 7 billion parameters."""
-    return Scores(transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False)))
 
 
 @pytest.mark.parametrize("build", [bert, llama])
@@ -74,9 +56,3 @@ def test_the_peak_of_a_real_step(build: Callable[[], nn.Module]) -> None:
     for batch_size in (2, 7):
         actual = peak_of(recorded_really(Step(build()), example, batch_size, settings))
         assert found.peak(batch_size).nbytes == pytest.approx(actual, rel=0.01)
-
-
-def test_seven_billion_parameters_need_no_memory() -> None:
-    prediction = predict_memory(Late(seven_billion), torch.zeros(1, 64, dtype=torch.int64), precision="bf16-mixed")
-    assert prediction.facts.parameters == 4 * 6_738_415_616
-    assert prediction.method == "traced"

@@ -17,6 +17,7 @@ from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import Step, example_of, module_of
 from tests.extensions.planning.test_callbacks import WIDTH, Adapted, quantization
 from tests.support.pipelines import quiet
+from tests.support.quiet import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 
@@ -38,17 +39,8 @@ def recorded(
 ) -> int:
     memory = MemoryLogger(detail="modules", leaks=False)
     data = example.repeat(32, *[1] * (example.ndim - 1))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[memory, *callbacks],
-        **options,
-    )
+    settings = {**QUIET, "accelerator": "cpu", "max_steps": 4, "default_root_dir": folder}
+    trainer = Trainer(**settings, callbacks=[memory, *callbacks], **options)
     trainer.fit(module, DataLoader(data, batch_size=batch_size))
     return max(composition.nbytes for composition in memory.compositions)
 

@@ -23,7 +23,7 @@ from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
 from equipoise.extensions.report import fit_recorder, run_report
 from equipoise.extensions.report.throughput import Throughput
 from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
-from tests.extensions.report.page.parsing import Element, parse
+from tests.extensions.report.page.parsing import Element, parse, sections
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
 from tests.support.elsewhere import url_of
 
@@ -56,10 +56,6 @@ def fit(cls: type, module: L.LightningModule, *loaders: Any, callbacks: Any = ()
 
 def read(folder: Path = Path(".")) -> Element:
     return parse((folder / "report.html").read_text(encoding="utf-8"))
-
-
-def sections(document: Element) -> dict[str, Element]:
-    return {section.one("h2").content[0]: section for section in document.all("section")}
 
 
 def facts(document: Element) -> dict[str, str]:

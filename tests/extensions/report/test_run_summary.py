@@ -10,11 +10,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import equipoise
 from equipoise import MemoryLogger, RunReport
@@ -151,18 +149,6 @@ class TestTable:
         run.fit(Small(), loader(2))
         assert "Checkpoint: last.ckpt\n" in plain.getvalue()
         assert "best" not in rows(plain.getvalue())
-
-    def test_batches_without_a_size_give_no_samples_per_second(self, plain: io.StringIO, clock: Clock):
-        class Ragged(Small):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                clock.tick(1)
-                self.log("loss", 1.0, batch_size=2)
-                return self.layer(batch[0]).square().mean()
-
-        data = DataLoader([0] * 4, batch_size=2, collate_fn=lambda batch: [torch.ones(2), torch.ones(3)])
-        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Ragged(), data)
-        assert "samples per second" not in rows(plain.getvalue())
-        assert rows(plain.getvalue())["steps"] == "2"
 
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
     def test_zero_epochs(self, plain: io.StringIO, tmp_path: Path, cls: type):

@@ -31,6 +31,7 @@ from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
 from tests.extensions.report.page.parsing import parse
 from tests.extensions.runs.conftest import WriteRun, content
 from tests.support.callback_runs import Small, loader
+from tests.support.quiet import QUIET
 
 
 def only_run(folder: Path) -> Run:
@@ -66,21 +67,19 @@ class Looks(Callback):
         assert list(run.times.values()) == sorted(run.times.values())
 
 
+def fitted(folder: Path, callback: Callback, **options: Any) -> Trainer:
+    trainer = Trainer(
+        **QUIET, log_every_n_steps=1, default_root_dir=folder, callbacks=[RunReport(), callback], **options
+    )
+    trainer.fit(Logs(), loader(4, 2), loader(2, 2))
+    return trainer
+
+
 class TestLiveValues:
     @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
     def test_values_can_be_read_as_soon_as_they_are_logged(self, tmp_path: Path, devices: list[str]):
-        trainer = Trainer(
-            devices=devices,
-            strategy="ddp" if len(devices) > 1 else "auto",
-            max_epochs=3,
-            log_every_n_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            default_root_dir=tmp_path,
-            callbacks=[RunReport(), Looks(tmp_path)],
-        )
-        trainer.fit(Logs(), loader(4, 2), loader(2, 2))
+        strategy = "ddp" if len(devices) > 1 else "auto"
+        trainer = fitted(tmp_path, Looks(tmp_path), devices=devices, strategy=strategy, max_epochs=3)
         run = only_run(tmp_path)
         assert run.state == "finished"
         assert len(run.curves["number"]) == trainer.global_step > 3
@@ -130,18 +129,8 @@ class TestLiveValues:
 
                 monkeypatch.setattr(run_report, "write_run_file", fail)
 
-        trainer = Trainer(
-            devices=["cpu"],
-            max_epochs=1,
-            log_every_n_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            default_root_dir=tmp_path,
-            callbacks=[RunReport(), Fills(tmp_path)],
-        )
         with pytest.warns(UserWarning, match="The report could not be written: OSError: No space"):
-            trainer.fit(Logs(), loader(4, 2), loader(2, 2))
+            fitted(tmp_path, Fills(tmp_path), devices=["cpu"], max_epochs=1)
         assert only_run(tmp_path).curves["number"] == {0: 0, 1: 1, 2: 2, 3: 3}
 
     def test_a_killed_run_keeps_its_last_values(self, write_run: WriteRun):

@@ -131,17 +131,6 @@ def test_a_data_module_with_a_stream() -> None:
     assert found == data.hparams["batch_size"] == 8
 
 
-def test_a_failed_search_gives_the_data_module_its_size_back() -> None:
-    class Failing(Validated):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            raise ArithmeticError("in the first step")
-
-    data = Data(batch_size=7)
-    with pytest.raises(ArithmeticError):
-        trainer(callbacks=[BatchSizeFinder()]).predict(Failing(), datamodule=data)
-    assert data.hparams["batch_size"] == 7
-
-
 def test_loaders_that_were_passed() -> None:
     tuner, module = Tuner(trainer()), Sized()
     refuses(

@@ -1,10 +1,13 @@
 """A page taken apart again, strictly: what is opened is closed, and what is text is not markup."""
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-__all__ = ["Element", "parse"]
+__all__ = ["Element", "check_closed", "parse", "sections"]
 
 _EMPTY = {"meta", "br", "link", "img"}
 
@@ -61,3 +64,22 @@ def parse(page: str) -> Element:
     parser.close()
     (document,) = parser.open
     return document
+
+
+def sections(document: Element) -> dict[str, Element]:
+    return {section.one("h2").content[0]: section for section in document.all("section")}
+
+
+def check_closed(page: str, *, may_link: bool = False) -> None:
+    """Check that only our own script and style may run in a page, and that it fetches nothing."""
+    document = parse(page)
+    policies = [meta.attributes.get("content", "") for meta in document.all("meta")]
+    (policy,) = [each for each in policies if each.startswith("default-src 'none';")]
+    for name in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(document.one(name).text.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert set(re.findall(r"\w+://[^\s\"']+", page)) <= {"http://www.w3.org/2000/svg"}
+    refused = {"src", "style"} if may_link else {"src", "style", "href"}
+    for element in document:
+        assert not refused & element.attributes.keys()
+        assert not any(name.startswith("on") for name in element.attributes)
