@@ -31,7 +31,9 @@ def flat_configuration(values: Mapping[str, Any]) -> dict[str, str]:
     """
     folder = values.get(_FOLDER)
     flat: dict[str, str] = {}
-    for key, value in _leaves(values, "", [0]):
+    for count, (key, value) in enumerate(_leaves(values, ""), start=1):
+        if count > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES:,} values")
         if key in ("", _FOLDER):
             continue
         text = _text(value)
@@ -42,10 +44,7 @@ def flat_configuration(values: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def _leaves(value: Any, key: str, count: list[int]) -> Iterator[tuple[str, Any]]:
-    count[0] += 1
-    if count[0] > _MOST_VALUES:
-        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     parts: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         parts = list(value.items())
@@ -56,7 +55,7 @@ def _leaves(value: Any, key: str, count: list[int]) -> Iterator[tuple[str, Any]]
         yield key, value
     for name, part in parts:
         path = f"{key}.{name}"
-        yield from _leaves(part, path.lstrip("."), count)
+        yield from _leaves(part, path.lstrip("."))
 
 
 def _holds_containers(value: Any) -> bool:

@@ -1,33 +1,20 @@
-"""Stand-ins for the trainer and its loggers, for a step that runs without either."""
+"""Stand-in for the trainer, for a step that runs without one."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["SilentLogger", "TrainerStandIn", "attach"]
+__all__ = ["TrainerStandIn", "attach"]
 
 # Values that a module may compute with before it knows the length of a run.
 _STEPS = 1000
-
-
-class SilentLogger:
-    """Logger that takes every call and does nothing, and so do its attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a logger again, for `self.logger.experiment.add_scalar(...)`."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return SilentLogger()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing."""
-        return SilentLogger()
 
 
 class TrainerStandIn:
@@ -70,7 +57,7 @@ class TrainerStandIn:
         self.strategy.connect([torch.device("cpu")])
 
         # What it keeps.
-        self.logger = SilentLogger()
+        self.logger = DummyLogger()
         self.loggers = [self.logger]
         self.callbacks = list(settings.callbacks)
         self.callback_metrics: dict[str, Tensor] = {}
