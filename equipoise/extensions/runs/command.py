@@ -20,7 +20,7 @@ from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_r
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import find_runs, folders_of
 from equipoise.extensions.runs.page import runs_page
-from equipoise.extensions.runs.reading import read_run
+from equipoise.extensions.runs.reading import read_runs
 from equipoise.extensions.runs.run import Run, Unreadable
 from equipoise.formats import format_path, printable
 from equipoise.tables.whole_table import print_table
@@ -43,7 +43,8 @@ def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> 
     readers = {"--json": present, "--sort": _some_text, "--html": _some_text}
     names, flags = read_flags(arguments, readers, _TAKES)
     folders = folders_of(names, _TAKES)
-    runs, unreadable = _read(folders, flags.get("--sort"))
+    runs, unreadable = read_runs(find_runs(folders))
+    runs = sorted_runs(runs, flags.get("--sort"))
     if "--json" in flags:
         print(json.dumps(_as_json(runs, unreadable), indent=2))
     else:
@@ -67,11 +68,11 @@ def page_of_sweep(folder: Path) -> Path | None:
     Raises:
         OSError: If the page cannot be written.
     """
-    runs, unreadable = _read([folder], None)
+    runs, unreadable = read_runs(find_runs([folder]))
     if len(runs) < 2:
         return None
     path = folder / "runs.html"
-    write_page(runs_page(runs, unreadable, folder), path)
+    write_page(runs_page(sorted_runs(runs), unreadable, folder), path)
     return path
 
 
@@ -79,20 +80,6 @@ def _some_text(name: str, text: str | None) -> str:
     if not text:
         raise ConfigurationError(f"{name} takes a value: {_TAKES}.")
     return text
-
-
-def _read(folders: Sequence[Path], order: str | None) -> tuple[list[Run], list[Unreadable]]:
-    runs = []
-    unreadable = []
-    for result in find_runs(folders):
-        if isinstance(result, Unreadable):
-            unreadable.append(result)
-            continue
-        run, failures = read_run(result)
-        unreadable += failures
-        if run is not None:
-            runs.append(run)
-    return sorted_runs(runs, order), unreadable
 
 
 def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Sequence[Path]) -> None:

@@ -6,7 +6,7 @@ import math
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import format_path, printable
 
-__all__ = ["read_run"]
+__all__ = ["read_run", "read_runs"]
 
 _Value = TypeVar("_Value")
 # Name, step, value and seconds.
@@ -60,6 +60,21 @@ _STATE_OF_JOB = {
 _NO_METRIC = re.compile(r"epoch$|step$|memory/")
 # The parser in C, where PyYAML has it, makes the same of a file.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_runs(found: Iterable[FoundRun | Unreadable]) -> tuple[list[Run], list[Unreadable]]:
+    """Return the runs among what was found, and all that could not be read."""
+    runs = []
+    unreadable = []
+    for result in found:
+        if isinstance(result, Unreadable):
+            unreadable.append(result)
+            continue
+        run, failures = read_run(result)
+        unreadable += failures
+        if run is not None:
+            runs.append(run)
+    return runs, unreadable
 
 
 def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
