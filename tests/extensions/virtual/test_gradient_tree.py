@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.extensions.virtual.parts.gradient_tree import GradientTree, remaining_nodes
+from equipoise.extensions.virtual.parts.gradient_tree import GradientTree
 from equipoise.parallel.communication.processes import Processes
 
 
@@ -41,7 +41,7 @@ def whole_sum(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 13])
 def test_one_process_adds_in_the_order_of_the_tree(count: int) -> None:
-    tree = GradientTree(count, [(0, count)], Processes())
+    tree = GradientTree(count, Processes())
     for number, gradients in enumerate(leaves(count)):
         tree.add(number, [None if each is None else each.clone() for each in gradients])
     total = tree.total([], [])
@@ -56,14 +56,17 @@ def test_the_order_counts() -> None:
     assert not torch.equal(expected, in_turn)
 
 
-def test_each_leaf_is_in_one_node() -> None:
+def test_each_part_is_in_one_sum() -> None:
     for seed in range(200):
         draw = random.Random(seed)
         count = draw.randint(1, 20)
         borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
         covered: list[int] = []
         for first, end in pairwise(borders):
-            for node in remaining_nodes(first, end, count):
-                begin = node.index << node.level
-                covered += range(begin, min(count, begin + (1 << node.level)))
+            tree = GradientTree(count, Processes())
+            for part in range(first, end):
+                tree.add(part, [None])
+            for begin, size, _ in tree.forms():
+                assert begin % size == 0
+                covered += range(begin, min(count, begin + size))
         assert covered == list(range(count)), f"seed {seed}"

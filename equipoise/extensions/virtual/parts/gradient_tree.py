@@ -5,8 +5,8 @@ or its only child. A process adds what lies within its parts; the nodes that rem
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,75 +15,29 @@ from torch import Tensor
 from equipoise.interop.torch import foreach
 from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["GradientTree", "Gradients", "Node", "added", "give_gradients", "remaining_nodes", "take_gradients"]
+__all__ = ["GradientTree", "Gradients", "added", "give_gradients", "take_gradients"]
 
 # Gradients of the parameters, in their order; None where a parameter has none.
 Gradients = list[Tensor | None]
 # What other processes need to know of a gradient: nothing of a dense one; of a sparse one the number of its dimensions
 # that are sparse, and of its entries. None: there is no gradient.
 Form = tuple[int, ...] | None
+# The first part of a sum, the number of parts below its node, and the forms of its gradients.
+FormsOfSum = tuple[int, int, list[Form]]
 
 
-@dataclass(frozen=True, order=True)
-class Node:
-    """A node of the tree.
+class _Sum(NamedTuple):
+    """The sum of neighbouring parts below a node of the tree.
 
     Attributes:
-        level: Its level; leaves have level 0.
-        index: Its index among the nodes of its level.
+        first: The first part.
+        size: The number of parts below the node, a power of two; those after the last part do not exist.
+        gradients: The sum of their gradients.
     """
 
-    level: int
-    index: int
-
-    @property
-    def parent(self) -> "Node":
-        """The node above."""
-        return Node(self.level + 1, self.index // 2)
-
-    @property
-    def sibling(self) -> "Node":
-        """The other child of the node above."""
-        return Node(self.level, self.index ^ 1)
-
-    def is_beyond(self, leaves: int) -> bool:
-        """Return True if the tree has no such node, as none of its leaves exists.
-
-        Args:
-            leaves: The number of leaves of the tree.
-        """
-        return self.index << self.level >= leaves
-
-
-def remaining_nodes(first: int, end: int, leaves: int) -> list[Node]:
-    """Return the nodes that remain when the leaves from `first` to before `end` are added as far as possible.
-
-    Args:
-        first: The first leaf.
-        end: The leaf after the last one.
-        leaves: The number of leaves of the tree.
-
-    Example:
-        >>> remaining_nodes(0, 3, 8)
-        [Node(level=1, index=0), Node(level=0, index=2)]
-    """
-    nodes: list[Node] = []
-    for leaf in range(first, end):
-        node = Node(0, leaf)
-        while not _is_root(node, leaves):
-            if node.sibling.is_beyond(leaves):
-                node = node.parent
-            elif nodes and nodes[-1] == node.sibling:
-                nodes.pop()
-                node = node.parent
-            else:
-                break
-        nodes.append(node)
-    return nodes
-
-
-def _is_root(node: Node, leaves: int) -> bool:
-    return node.index == 0 and 1 << node.level >= leaves
+    first: int
+    size: int
+    gradients: Gradients
 
 
 class GradientTree:
@@ -91,16 +45,14 @@ class GradientTree:
 
     Args:
         leaves: The number of parts of a step.
-        ranges: The first part of each process and the part after its last one, by rank.
         processes: The processes.
     """
 
-    def __init__(self, leaves: int, ranges: Sequence[tuple[int, int]], processes: Processes) -> None:
+    def __init__(self, leaves: int, processes: Processes) -> None:
         self._leaves = leaves
-        self._ranges = ranges
         self._processes = processes
-        # The sums of this process in the present step, in the order of their leaves.
-        self._sums: list[tuple[Node, Gradients]] = []
+        # The sums of this process in the present step, in the order of their parts.
+        self._sums: list[_Sum] = []
 
     def add(self, part: int, gradients: Gradients) -> None:
         """Add the gradients of a part of this process; parts come in their order.
@@ -109,51 +61,64 @@ class GradientTree:
             part: The number of the part.
             gradients: Its gradients, which the tree may change.
         """
-        self._add_node(Node(0, part), gradients)
+        self._add_sum(_Sum(part, 1, gradients))
 
-    def _add_node(self, node: Node, gradients: Gradients) -> None:
-        while not _is_root(node, self._leaves):
-            if node.sibling.is_beyond(self._leaves):
-                node = node.parent
-            elif self._sums and self._sums[-1][0] == node.sibling:
-                _, left = self._sums.pop()
-                gradients = added(left, gradients)
-                node = node.parent
-            else:
+    def _add_sum(self, last: _Sum) -> None:
+        """Add the next sum to those before it, as far as the tree has them below one node."""
+        first, size, gradients = last
+        while size < self._leaves:
+            is_right_child = first // size % 2 == 1
+            if is_right_child:
+                sibling = (first - size, size)
+                if not self._sums or self._sums[-1][:2] != sibling:
+                    break
+                left = self._sums.pop()
+                first = left.first
+                gradients = added(left.gradients, gradients)
+            elif first + size < self._leaves:
+                # Its sibling comes later.
                 break
-        self._sums.append((node, gradients))
+            size *= 2
+        self._sums.append(_Sum(first, size, gradients))
 
-    def forms(self) -> list[list[Form]]:
-        """Return the forms of the gradients in each sum of this process."""
-        return [[_form_of(gradient) for gradient in gradients] for _, gradients in self._sums]
+    def forms(self) -> list[FormsOfSum]:
+        """Return the place of each sum of this process in the tree, and the forms of its gradients."""
+        forms = []
+        for first, size, gradients in self._sums:
+            forms_of_sum = [_form_of(gradient) for gradient in gradients]
+            forms.append((first, size, forms_of_sum))
+        return forms
 
     def clear(self) -> None:
         """Forget the sums of a step that failed."""
         self._sums = []
 
-    def total(self, like: Sequence[Tensor], forms: Sequence[list[list[Form]]]) -> Gradients:
+    def total(self, like: Sequence[Tensor], forms: Sequence[list[FormsOfSum]]) -> Gradients:
         """Return the sum over all parts of all processes, the same in each of them, and begin the next step.
 
         Args:
             like: The parameters.
             forms: The `forms` of each process, by rank.
         """
-        local_sums = self._sums
+        if self._processes.world_size > 1:
+            self._exchange(like, forms)
+        (total,) = self._sums
         self._sums = []
-        if self._processes.world_size == 1:
-            ((_, total),) = local_sums
-            return total
-        # Each process adds the nodes of all, as one process would go on from there.
-        for rank, (first, end) in enumerate(self._ranges):
-            for number, node in enumerate(remaining_nodes(first, end, self._leaves)):
+        return total.gradients
+
+    def _exchange(self, like: Sequence[Tensor], forms: Sequence[list[FormsOfSum]]) -> None:
+        """Add the sums of all processes, as one process would go on from there."""
+        own_sums = self._sums
+        self._sums = []
+        for rank, forms_of_process in enumerate(forms):
+            for number, (first, size, forms_of_sum) in enumerate(forms_of_process):
                 gradients: Gradients = [None] * len(like)
                 if rank == self._processes.rank:
-                    gradients = local_sums[number][1]
-                columns = zip(gradients, like, forms[rank][number], strict=True)
-                self._add_node(node, [_exchanged(*column, rank) for column in columns])
-        ((_, total),) = self._sums
-        self._sums = []
-        return total
+                    gradients = own_sums[number].gradients
+                received = []
+                for gradient, parameter, form in zip(gradients, like, forms_of_sum, strict=True):
+                    received.append(_exchanged(gradient, parameter, form, rank))
+                self._add_sum(_Sum(first, size, received))
 
 
 def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
@@ -185,20 +150,21 @@ def added(left: Gradients, right: Gradients) -> Gradients:
 
     At most two numbers are added for each entry of a sparse gradient, so their order does not count.
     """
-    sums = [one if one is not None else other for one, other in zip(left, right, strict=True)]
+    sums: Gradients = []
     targets = []
     values = []
-    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+    for one, other in zip(left, right, strict=True):
         if one is None or other is None:
-            continue
-        if one.is_sparse and other.is_sparse:
-            sums[index] = (one + other).coalesce()
-            continue
-        # A sparse gradient is added to a dense one, whichever is on the left.
-        dense, value = sorted((one, other), key=attrgetter("is_sparse"))
-        sums[index] = dense
-        targets.append(dense)
-        values.append(value)
+            sums.append(one if other is None else other)
+        elif one.is_sparse and other.is_sparse:
+            total = one + other
+            sums.append(total.coalesce())
+        else:
+            # A sparse gradient is added to a dense one, whichever is on the left.
+            dense, value = sorted((one, other), key=attrgetter("is_sparse"))
+            sums.append(dense)
+            targets.append(dense)
+            values.append(value)
     foreach.add_(targets, values)
     return sums
 

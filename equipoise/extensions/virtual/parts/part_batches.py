@@ -3,7 +3,7 @@
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ _SEEDS_OF_NUMPY = 2**32
 
 def seed_generators(*key: Any) -> None:
     """Seed the generators of torch, Python and numpy by a key, such as the epoch, the step and the number of a part."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
+    text = repr(key)
+    digest = hashlib.sha256(text.encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
     # `torch.manual_seed` would note the call for the start of CUDA, with its stack, in every step.
     torch.default_generator.manual_seed(seed)
@@ -42,7 +43,9 @@ def seed_generators(*key: Any) -> None:
 
 def state_key() -> str:
     """Return a key that follows from the present state of torch's generator, the same in all processes."""
-    return hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).hexdigest()
+    state = torch.default_generator.get_state()
+    content = state.numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 class Part(NamedTuple):
@@ -105,8 +108,10 @@ def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank
         steps = WholeSteps(SameOrder(loader.batch_sampler, seed))
     else:
         order = order_of_processes(loader, seed)
-        steps = WholeSteps(BatchSampler(order, loader.batch_size, loader.drop_last), size=loader.batch_size)
-    return with_sampler(_read_by_key(loader), _PartBatches(steps, count, ranges[rank], seed), batches=True)
+        batches = BatchSampler(order, loader.batch_size, loader.drop_last)
+        steps = WholeSteps(batches, size=loader.batch_size)
+    parts = _PartBatches(steps, count, ranges[rank], seed)
+    return with_sampler(_read_by_key(loader), parts, batches=True)
 
 
 def evaluation_loader(loader: DataLoader[Any], rank: int, processes: int) -> DataLoader[Any]:
@@ -158,13 +163,16 @@ class _PartBatches(Sampler[list[Any]]):
 
     def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
         for number, step in enumerate(steps):
-            # A part may be empty where a step has fewer samples than parts.
-            sizes = even_sizes(len(step), self._count)
             parts = []
-            for part in self._range:
-                begin = sum(sizes[:part])
-                if sizes[part]:
-                    parts.append(_Keyed(step[begin : begin + sizes[part]], self._seed, "data", epoch, number, part))
+            end = 0
+            for part, size in enumerate(even_sizes(len(step), self._count)):
+                begin = end
+                end += size
+                # A part may be empty where a step has fewer samples than parts.
+                if size and part in self._range:
+                    samples = step[begin:end]
+                    keyed = _Keyed(samples, self._seed, "data", epoch, number, part)
+                    parts.append(keyed)
             yield parts
 
     def __len__(self) -> int:
@@ -226,11 +234,18 @@ class _KeyedBatches(Dataset[Any]):
         if not indices:
             return NO_BATCH
         if self._are_rows:
-            return Parts(Part(self._rows(part), len(part), part.key) for part in indices)
+            return self._parts(indices, self._rows)
         with isolated():
             if isinstance(indices, _Keyed):
                 return self._read(indices)
-            return Parts(Part(self._read(part), len(part), part.key) for part in indices)
+            return self._parts(indices, self._read)
+
+    def _parts(self, indices_of_parts: list[Any], read: Callable[[_Keyed], Any]) -> Parts:
+        parts = Parts()
+        for indices in indices_of_parts:
+            batch = read(indices)
+            parts.append(Part(batch, len(indices), indices.key))
+        return parts
 
     def _rows(self, indices: _Keyed) -> list[Any]:
         # Memory of its own for each part: kernels round by how it is aligned, which differs between views.
@@ -240,10 +255,12 @@ class _KeyedBatches(Dataset[Any]):
     def _read(self, indices: _Keyed) -> Any:
         seed_generators(*indices.key)
         # As torch's loaders read: all together, if the data set has a method for it.
-        read = getattr(self.dataset, "__getitems__", None)
-        if read is not None:
-            return self.collate(read(list(indices)))
-        return self.collate([self.dataset[index] for index in indices])
+        read_together = getattr(self.dataset, "__getitems__", None)
+        if read_together is not None:
+            samples = read_together(list(indices))
+        else:
+            samples = [self.dataset[index] for index in indices]
+        return self.collate(samples)
 
 
 def _as_it_is(batch: Any) -> Any:

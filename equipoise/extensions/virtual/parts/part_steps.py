@@ -82,7 +82,7 @@ class PartSteps:
         self._processes = processes
         self._device = modules.devices[0]
         self._metrics = metrics
-        self._tree = GradientTree(count, ranges, processes)
+        self._tree = GradientTree(count, processes)
 
     def close(self) -> None:
         """Release what steps hold, at the end of the run."""
