@@ -74,6 +74,15 @@ class RateBySamples(Plain):
         optimizer.param_groups[0]["lr"] = 0.01 * float(features.abs().max())
 
 
+class RateForTheNextStep(Plain):
+    """Sets a learning rate when all steps of optimisers are done."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] = 0.01 * float(batch[0].abs().max())
+
+
 class Thawed(Plain):
     """Parameters that were frozen when the step began."""
 
@@ -145,11 +154,28 @@ def test_as_on_one_device(kind: type[Plain]) -> None:
         (SetBySamples, "gradients that it has changed"),
         (Thawed, "gradients that it has changed"),
         (RateBySamples, "lr of group 0"),
+        (RateForTheNextStep, "ends its `training_step` with {'lr of group 0'"),
     ],
 )
 def test_what_depends_on_samples_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(StepError, match=text):
         trained(kind, VirtualDevicesStrategy(count=4))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_error_leaves_the_options_that_all_parts_had(part: int) -> None:
+    class Fails(Plain):
+        def change(self, features: Tensor, optimizer: Any) -> None:
+            optimizer.param_groups[0]["lr"] = 1.0
+            if features[0, 0] == 2 * part:
+                raise KeyError("of the user")
+
+    strategy = VirtualDevicesStrategy(count=4)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    features = torch.arange(8.0)[:, None].expand(8, 4)
+    with pytest.raises(KeyError):
+        trainer.fit(Fails(), DataLoader(TensorDataset(features), batch_size=8))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05
 
 
 def test_switches_belong_to_a_part() -> None:

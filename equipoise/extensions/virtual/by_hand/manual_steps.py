@@ -40,10 +40,11 @@ class ManualSteps(PartSteps):
         arguments: See `PartSteps`.
     """
 
-    # The present step, its parts in turn, what parts and hooks have logged, what the first part of this process has
-    # returned, and the generators of the run.
+    # The present step, its parts in turn, how each of them has ended, what parts and hooks have logged, what the first
+    # part of this process has returned, and the generators of the run.
     _step: TrainingStep
     _turns: Turns
+    _endings: dict[int, str]
     _reports: list[Any]
     _logged: list[Any]
     _outputs: Any
@@ -116,6 +117,7 @@ class ManualSteps(PartSteps):
 
     def _run_in_turn(self, parts: Sequence[Part]) -> None:
         """Run the parts of this process, and receive what those of all report."""
+        self._endings = {}
         self._reports = []
         self._logged = []
         shared = SharedState(self._parameters, self._optimizers)
@@ -139,6 +141,10 @@ class ManualSteps(PartSteps):
         self._turns = Turns(self._threads[: len(parts) - 1], views, shared, self._meeting)
         try:
             self._turns.run(steps)
+        except BaseException:
+            # Those that a part has set alone are not those of the run.
+            shared.give_options()
+            raise
         finally:
             # What parts have seen, such as graphs, is not kept.
             del self._turns
@@ -148,7 +154,9 @@ class ManualSteps(PartSteps):
         seed_generators(seed_of_order(), "part", self._epoch(), self._step.batch_idx, number)
         size = self._weight_of(part)
         result = self._step.run_on(self._module, part.batch, size)
-        if self._turns.running == 0:
+        index = self._turns.running
+        self._endings[index] = f"ends its `training_step`{self._turns.shared.changes()}"
+        if index == 0:
             self._outputs = result.outputs
         if number == 0:
             # Hooks log the same in all processes.
@@ -296,11 +304,8 @@ class ManualSteps(PartSteps):
     def _meeting(self, calls: Sequence[Call | None]) -> Any:
         """Make a call for all parts, if it is the same in all parts of all processes."""
         labels = []
-        for call in calls:
-            label = "ends its `training_step`"
-            if call is not None:
-                label = call.label
-            labels.append(label)
+        for index, call in enumerate(calls):
+            labels.append(self._endings[index] if call is None else call.label)
         own_labels = labels[: len(self._numbers)]
         gathered = self._processes.gather_objects((own_labels, self._tree.forms(), self._reports))
         of_all = [label for labels_of_process, _, _ in gathered for label in labels_of_process]

@@ -53,6 +53,10 @@ class SharedState:
             gradients = _copied(self._copies)
         give_gradients(self._parameters, gradients)
         self._note_given(gradients)
+        self.give_options()
+
+    def give_options(self) -> None:
+        """Give the groups alone, such as their learning rate."""
         for group, values in zip(self._groups, self._values, strict=True):
             group.clear()
             group.update(values)
