@@ -17,14 +17,8 @@ __all__ = ["Layout", "Metrics", "plain_line"]
 
 # Numbers and texts by name.
 Metrics = Mapping[str, Any]
-# The columns that follow the bar.
-Columns = tuple[Text, ...]
-# A layout of a line: the width of its bar, and its columns.
-Form = tuple[int, Columns]
-
 # Widths of the bar, in cells.
-_WIDE_BARS = (30, 20, 10)
-_NARROW_BAR = 6
+_BARS = (30, 20, 10, 6)
 # Space between columns.
 _SPACE = Text("  ")
 
@@ -127,51 +121,30 @@ class Layout:
         line.append(dots[: self._width], "dim")
 
 
-def _layouts(track: Track, values: Text, now: float) -> list[Form]:
-    """Return the possible layouts of a line, the widest first."""
+def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, list[Text]]]:
+    """Return the possible layouts of a line, the widest first: the width of the bar, and the columns after it."""
+    # 1. The columns. The remaining time is left out where it is unknown.
     count = Text(_count(track))
-    all_but_values = (count, _rate(track), _clock(track, now))
-    short = (count, _short_clock(track, now))
-    # Without a total there is no bar.
-    wide_bars: tuple[int, ...] = (0,)
-    narrow_bar = 0
-    if track.total:
-        wide_bars = _WIDE_BARS
-        narrow_bar = _NARROW_BAR
-    layouts: list[Form] = []
-    # 1. All columns. The metrics go to a line of their own first, then the bar becomes narrower.
-    for columns in ((*all_but_values, values), all_but_values):
-        for bar in wide_bars:
-            layouts.append((bar, columns))
-    # 2. Count and remaining time alone, then the count alone.
-    layouts.append((wide_bars[-1], short))
-    layouts.append((narrow_bar, short))
-    layouts.append((narrow_bar, (count,)))
-    layouts.append((0, (count,)))
-    return layouts
-
-
-def _rate(track: Track) -> Text:
-    """Format the rate; empty if it is unknown."""
-    text = ""
-    if track.rate is not None:
-        text = format_rate(track.rate)
-    return Text(text, "dim")
-
-
-def _clock(track: Track, now: float) -> Text:
-    """Format the elapsed time, and the remaining time if it is known."""
-    text = format_clock(track.elapsed(now))
+    rate = Text("" if track.rate is None else format_rate(track.rate), "dim")
+    elapsed = format_clock(track.elapsed(now))
+    clock = Text(elapsed, "dim")
+    short_clock = clock
     if track.remaining is not None:
-        text += f"<{format_clock(track.remaining)}"
-    return Text(text, "dim")
+        remaining = format_clock(track.remaining)
+        clock = Text(f"{elapsed}<{remaining}", "dim")
+        short_clock = Text(f"{remaining} left", "dim")
 
-
-def _short_clock(track: Track, now: float) -> Text:
-    """Format the remaining time if it is known, else the elapsed time."""
-    if track.remaining is None:
-        return Text(format_clock(track.elapsed(now)), "dim")
-    return Text(f"{format_clock(track.remaining)} left", "dim")
+    # 2. The metrics go to a line of their own first; then count and remaining time stay, then the count alone.
+    choices = (
+        [count, rate, clock, values],
+        [count, rate, clock],
+        [count, short_clock],
+        [count],
+    )
+    # Without a total there is no bar.
+    bars = _BARS if track.total else (0,)
+    layouts = [(bar, columns) for columns in choices for bar in bars]
+    return [*layouts, (0, [count])]
 
 
 def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:

@@ -8,6 +8,7 @@ Most batches cost one look at the clock. When a redraw is due, the tracks are up
 """
 
 import math
+from collections import deque
 from time import monotonic
 from typing import Any
 
@@ -17,13 +18,16 @@ from lightning.pytorch.callbacks import ProgressBar as _LightningProgressBar
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.progress.display import Display
-from equipoise.callbacks.progress.drawing import Drawing
 from equipoise.callbacks.progress.latest_values import LatestValues
+from equipoise.callbacks.progress.layout import Layout, plain_line
 from equipoise.callbacks.progress.track import Track
 from equipoise.errors import ConfigurationError
 from equipoise.validation import is_number
 
 __all__ = ["ProgressBar"]
+
+# Changes that are drawn immediately in one refresh interval; further changes wait for the next redraw.
+_IMMEDIATE_CHANGES = 4
 
 
 class ProgressBar(_LightningProgressBar):
@@ -59,21 +63,47 @@ class ProgressBar(_LightningProgressBar):
         self.plain_seconds = plain_seconds
         self.leave = leave
         self._enabled = True
-        # Time of the next redraw.
+        self._current_trainer: Any = None
+        self._source = "progress_bar_metrics"
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        self._display: Display | None = None
+        # The user's module, and the readers of values and lines.
+        self._module: Any = None
+        self._values = LatestValues()
+        self._layout = Layout()
+        # True while a line that stays is drawn: its values must be the last ones.
+        self._wait_for_values = False
+        # Time of the next redraw, and those of the last changes that were drawn immediately.
         self._due = math.inf
+        self._changes: deque[float] = deque(maxlen=_IMMEDIATE_CHANGES)
+        # Training has started; its first batch is done, whose index shows where a resumed epoch begins.
+        self._is_fitting = False
+        self._is_first_batch_done = False
+        # The track of the epoch, and that of a validation inside the epoch or of a stage by itself.
+        self._epoch: Track | None = None
+        self._evaluation: Track | None = None
         # Indices of the last batches, and of the present loader of an evaluation.
         self._train_batch = -1
         self._evaluation_batch = -1
         self._loader = 0
-        self._drawing: Drawing | None = None
-        # True while a line that stays is drawn: its values must be the last ones.
-        self._wait_for_values = False
-        self._current_trainer: Any = None
-        self._source = "progress_bar_metrics"
+        # The label of an evaluation, and the number of batches of each of its loaders.
+        self._description = ""
+        self._totals: list[float] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without the state of a run."""
-        return copied_state(self, _due=math.inf, _drawing=None, _current_trainer=None)
+        return copied_state(
+            self,
+            _current_trainer=None,
+            _display=None,
+            _due=math.inf,
+            _epoch=None,
+            _evaluation=None,
+            _module=None,
+            _values=LatestValues(),
+        )
 
     # Lightning's interface of progress bars
 
@@ -95,15 +125,15 @@ class ProgressBar(_LightningProgressBar):
         self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
     ) -> None:
         """Print as Python's `print` does, above the bar if it is drawn."""
-        drawing = self._drawing
-        if drawing is None or file is not None or not drawing.display.animated:
+        display = self._display
+        if display is None or file is not None or not display.animated:
             print(*args, sep=sep, end=end, file=file, flush=flush)
             return
         # None stands for the default, as in Python's `print`.
         separator = " " if sep is None else sep
         ending = "\n" if end is None else end
         text = separator.join(map(str, args))
-        drawing.display.write(text + ending)
+        display.write(text + ending)
 
     @property
     def trainer(self) -> Any:
@@ -143,10 +173,10 @@ class ProgressBar(_LightningProgressBar):
 
         It is called when a redraw is due. Override it to add or to remove values.
         """
-        drawing = self._drawing
-        if drawing is None:
-            return LatestValues().read(getattr(trainer, self._source), wait=True)
-        return drawing.values.read(getattr(trainer, self._source), wait=self._wait_for_values)
+        values = getattr(trainer, self._source)
+        if self._display is None:
+            return LatestValues().read(values, wait=True)
+        return self._values.read(values, wait=self._wait_for_values)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Note the trainer. Only the main process draws."""
@@ -162,22 +192,20 @@ class ProgressBar(_LightningProgressBar):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start to draw, with the first batch at the latest: a resumed epoch has no start."""
-        drawing = self._open(trainer, pl_module)
-        if drawing is not None:
-            drawing.start_fit()
+        if self._opened(pl_module) is not None:
+            self._is_fitting = True
             self._due = -math.inf
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the line of an epoch."""
-        drawing = self._drawing
-        if drawing is None:
+        display = self._display
+        if display is None:
             return
-        has_left_line = self._keep_epoch(drawing)
+        has_left_line = self._keep_epoch(display)
         self._train_batch = -1
-        epoch = Track(self.train_description, self.total_train_batches, monotonic())
-        drawing.begin_epoch(epoch)
-        self._draw_change(drawing, at_once=has_left_line)
-        if drawing.awaits_first_batch:
+        self._epoch = Track(self.train_description, self.total_train_batches, monotonic())
+        self._draw_change(display, at_once=has_left_line)
+        if not self._is_first_batch_done:
             self._due = -math.inf
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -188,19 +216,18 @@ class ProgressBar(_LightningProgressBar):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock. The line is finished later, when all values of the epoch are logged."""
-        drawing = self._drawing
-        if drawing is not None and drawing.epoch is not None:
-            self._update(drawing)
-            drawing.epoch.finish(monotonic())
+        if self._epoch is not None:
+            self._update()
+            self._epoch.finish(monotonic())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the line of the last epoch."""
-        drawing = self._drawing
-        if drawing is None:
+        display = self._display
+        if display is None:
             return
-        has_left_line = self._keep_epoch(drawing)
-        if not has_left_line and drawing.epoch is not None:
-            self._draw(drawing, stays=True)
+        has_left_line = self._keep_epoch(display)
+        if not has_left_line and self._epoch is not None:
+            self._draw(display, stays=True)
         self._close(keep=not has_left_line)
 
     # Evaluation and prediction, as runs and inside an epoch
@@ -224,31 +251,41 @@ class ProgressBar(_LightningProgressBar):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Redraw if it is due."""
+        display = self._display
+        if display is None:
+            return
         self._evaluation_batch = batch_idx
         if dataloader_idx != self._loader:
-            self._change_loader(dataloader_idx)
-        if monotonic() >= self._due and self._drawing is not None:
-            self._draw(self._drawing)
+            # The first batch of another loader is done.
+            now = monotonic()
+            track = self._begin_loader(dataloader_idx, now)
+            track.skip(batch_idx + 1, now)
+        if monotonic() >= self._due:
+            self._draw(display)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Return to the line of the epoch, or leave the line of a run of validation."""
-        drawing = self._drawing
-        if drawing is None:
+        display = self._display
+        if display is None:
             return
-        if not drawing.fitting and not trainer.sanity_checking:
-            self._leave_evaluation(drawing)
+        if not self._is_fitting and not trainer.sanity_checking:
+            self.on_test_end(trainer, pl_module)
             return
         # After a sanity check the display stays for the training: a notebook would keep the widget of a closed one.
-        drawing.end_evaluation(monotonic())
-        if drawing.epoch is not None:
-            self._draw_change(drawing)
+        self._evaluation = None
+        if self._epoch is not None:
+            self._epoch.resume(monotonic())
+            self._draw_change(display)
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the line."""
-        if self._drawing is not None:
-            self._leave_evaluation(self._drawing)
+        if self._display is not None and self._evaluation is not None:
+            self._update()
+            self._evaluation.finish(monotonic())
+            self._draw(self._display, stays=True)
+        self._close(keep=True)
 
     on_predict_end = on_test_end
 
@@ -264,119 +301,145 @@ class ProgressBar(_LightningProgressBar):
 
     # Drawing
 
-    def _open(self, trainer: Any, module: Any) -> Drawing | None:
-        """Return the drawing, a new one if there is none; None if the bar is disabled."""
-        if self._enabled and self._drawing is None:
-            drawing = Drawing(trainer, module, Display(rich.get_console()))
-            self._drawing = drawing
-            self._wait_for_values = False
-            self._due = monotonic() + self._interval(drawing)
-        return self._drawing
+    def _opened(self, module: Any) -> Display | None:
+        """Return the display, a new one if there is none; None if the bar is disabled."""
+        if self._enabled and self._display is None:
+            self._forget_run()
+            display = Display(rich.get_console())
+            self._display = display
+            self._module = module
+            self._layout = Layout(ascii_only=display.ascii_only)
+            self._due = monotonic() + self._interval(display)
+        return self._display
 
     def _close(self, *, keep: bool) -> None:
         """Release the terminal, and leave the last lines on it or not."""
-        drawing = self._drawing
-        self._drawing = None
-        self._due = math.inf
-        if drawing is not None:
-            drawing.display.close(keep=keep)
+        display = self._display
+        self._forget_run()
+        if display is not None:
+            display.close(keep=keep)
 
-    def _interval(self, drawing: Drawing) -> float:
-        if drawing.display.animated:
+    def _interval(self, display: Display) -> float:
+        if display.animated:
             return self.refresh_seconds
         return self.plain_seconds
 
     def _begin_evaluation(self, trainer: Any, module: Any, description: str, totals: float | list[float]) -> None:
-        drawing = self._open(trainer, module)
-        if drawing is None:
+        display = self._opened(module)
+        if display is None:
             return
-        if drawing.epoch is not None:
-            self._update(drawing)
-        self._loader = 0
+        now = monotonic()
         self._evaluation_batch = -1
+        if self._epoch is not None:
+            self._update()
+            self._epoch.pause(now)
+        self._description = description
         # A trainer may report one number instead of a list.
-        totals_of_loaders = totals if isinstance(totals, list) else [totals]
-        drawing.begin_evaluation(description, totals_of_loaders, monotonic())
-        self._draw_change(drawing)
+        self._totals = totals if isinstance(totals, list) else [totals]
+        self._begin_loader(0, now)
+        self._draw_change(display)
 
-    def _change_loader(self, dataloader_idx: int) -> None:
-        """Begin the line of another loader, of which the first batch is done."""
-        self._loader = dataloader_idx
-        if self._drawing is not None:
-            done = self._evaluation_batch + 1
-            self._drawing.change_loader(dataloader_idx, done, monotonic())
+    def _begin_loader(self, loader: int, now: float) -> Track:
+        """Begin the line of a loader of the evaluation."""
+        label = self._description
+        loaders = len(self._totals)
+        if loaders > 1:
+            label += f" {loader + 1}/{loaders}"
+        # The columns of a validation stand below those of its epoch.
+        if self._epoch is not None:
+            label = label.ljust(len(self._epoch.label))
+        track = Track(label, self._totals[loader], now)
+        self._loader = loader
+        self._evaluation = track
+        return track
 
-    def _leave_evaluation(self, drawing: Drawing) -> None:
-        """Leave the finished line of an evaluation."""
-        if drawing.evaluation is not None:
-            self._update(drawing)
-            drawing.evaluation.finish(monotonic())
-            self._draw(drawing, stays=True)
-        self._close(keep=True)
-
-    def _keep_epoch(self, drawing: Drawing) -> bool:
+    def _keep_epoch(self, display: Display) -> bool:
         """Write the line of an epoch that has ended, if such lines stay; return True if it was written."""
-        epoch = drawing.epoch
+        epoch = self._epoch
         if epoch is None or not epoch.finished:
             return False
-        if drawing.display.animated and not self.leave:
+        if display.animated and not self.leave:
             return False
-        metrics = self._metrics(drawing, wait=True)
-        drawing.keep_epoch(epoch, metrics, monotonic())
+        metrics = self._metrics(wait=True)
+        now = monotonic()
+        if display.animated:
+            display.keep(self._layout.compose([epoch], metrics, width=display.console.width, now=now))
+        else:
+            display.write(plain_line(epoch, metrics, now=now) + "\n")
+        self._epoch = None
+        self._evaluation = None
         return True
 
     def _draw_training(self) -> None:
         """Redraw in the course of an epoch."""
-        drawing = self._drawing
-        if drawing is None:
+        display = self._display
+        if display is None:
             return
-        if drawing.awaits_first_batch:
-            self._note_first_batch(drawing)
+        if not self._is_first_batch_done:
+            self._is_first_batch_done = True
+            if self._epoch is None or self._train_batch > 0:
+                self._epoch = self._resumed_epoch()
             # The first plain line is written after one interval.
-            if not drawing.display.animated:
+            if not display.animated:
                 self._due = monotonic() + self.plain_seconds
                 return
-        self._draw(drawing)
+        self._draw(display)
 
-    def _note_first_batch(self, drawing: Drawing) -> None:
-        """Note the first batch of a fit. Its index tells whether the epoch is resumed."""
-        drawing.note_first_batch()
-        if drawing.epoch is None or self._train_batch > 0:
-            # The batches before it have no part in the rate.
-            done = self._train_batch + 1
-            batches = float(self.trainer.num_training_batches)
-            total = min(batches, self.total_train_batches + done)
-            now = monotonic()
-            epoch = Track(self.train_description, total, now)
-            drawing.resume_epoch(epoch, done, now)
+    def _resumed_epoch(self) -> Track:
+        """Return the track of an epoch whose batches before this run have no part in the rate."""
+        done = self._train_batch + 1
+        batches = float(self.trainer.num_training_batches)
+        total = min(batches, self.total_train_batches + done)
+        now = monotonic()
+        epoch = Track(self.train_description, total, now)
+        epoch.skip(done, now)
+        return epoch
 
-    def _draw_change(self, drawing: Drawing, *, at_once: bool = False) -> None:
-        """Draw the start or end of a stage, unless there were many just now."""
-        if drawing.draws_change(monotonic(), self.refresh_seconds, at_once=at_once):
-            self._draw(drawing)
-
-    def _draw(self, drawing: Drawing, *, stays: bool = False) -> None:
-        """Draw now.
+    def _draw_change(self, display: Display, *, at_once: bool = False) -> None:
+        """Draw the start or end of a stage, as the next batch may take long. Where epochs are short, most changes wait.
 
         Args:
-            drawing: The drawing.
+            display: The display.
+            at_once: Draw it even if there were many changes within the interval. Default: False.
+        """
+        if not display.animated:
+            return
+        now = monotonic()
+        changes = self._changes
+        are_many = len(changes) == _IMMEDIATE_CHANGES and now - changes[0] < self.refresh_seconds
+        if at_once or not are_many:
+            changes.append(now)
+            self._draw(display)
+
+    def _draw(self, display: Display, *, stays: bool = False) -> None:
+        """Draw the tracks, outermost first; on a display that is not animated the innermost alone.
+
+        Args:
+            display: The display.
             stays: The lines are the last ones. Default: False.
         """
-        self._update(drawing)
-        metrics = self._metrics(drawing, wait=stays)
+        self._update()
+        metrics = self._metrics(wait=stays)
         now = monotonic()
-        drawing.show(metrics, now)
-        self._due = now + self._interval(drawing)
+        tracks = [track for track in (self._epoch, self._evaluation) if track is not None]
+        if display.animated:
+            display.show(self._layout.compose(tracks, metrics, width=display.console.width, now=now))
+        else:
+            display.write(plain_line(tracks[-1], metrics, now=now) + "\n")
+        self._due = now + self._interval(display)
 
-    def _update(self, drawing: Drawing) -> None:
-        train_batches = self._train_batch + 1
-        evaluation_batches = self._evaluation_batch + 1
-        drawing.update(train_batches, evaluation_batches, monotonic())
+    def _update(self) -> None:
+        """Set the numbers of batches done."""
+        now = monotonic()
+        if self._epoch is not None:
+            self._epoch.update(self._train_batch + 1, now)
+        if self._evaluation is not None:
+            self._evaluation.update(self._evaluation_batch + 1, now)
 
-    def _metrics(self, drawing: Drawing, *, wait: bool) -> dict[str, Any]:
+    def _metrics(self, *, wait: bool) -> dict[str, Any]:
         self._wait_for_values = wait
-        metrics = dict(self.get_metrics(drawing.trainer, drawing.module))
-        for callback in drawing.trainer.callbacks:
+        metrics = dict(self.get_metrics(self.trainer, self._module))
+        for callback in self.trainer.callbacks:
             # Others are Lightning's.
             if isinstance(callback, Callback):
                 metrics |= callback.progress_values()

@@ -28,7 +28,6 @@ class Track:
     Attributes:
         done: Number of batches done.
         total: Number of batches; None if unknown.
-        begun: Time of the start, plus the duration of pauses.
         finished: True at the end of the stage. `rate` is then the mean rate of the whole stage.
     """
 
@@ -39,17 +38,16 @@ class Track:
             self.total = int(total)
         self.done = 0
         self.finished = False
-        self.begun = now
+        # Seconds of pauses that have ended, and the time at which the present one began.
+        self._idle = 0.0
         self._paused: float | None = None
-        self._begin_samples(0, now)
+        self._begun = now
+        self.skip(0, now)
 
     def skip(self, done: int, now: float) -> None:
         """Count batches that have no part in the rate, such as those before a resumed run."""
         self.done = done
-        self._begin_samples(done, now)
-
-    def _begin_samples(self, done: int, now: float) -> None:
-        self._first = _Sample(now, done)
+        self._first = _Sample(self._time(now), done)
         # Samples within the window of the rate, and the last one before it.
         self._samples = deque([self._first])
 
@@ -58,8 +56,9 @@ class Track:
         if self._paused is not None:
             return
         self.done = done
-        self._samples.append(_Sample(now, done))
-        window_start = now - _WINDOW
+        last = _Sample(self._time(now), done)
+        self._samples.append(last)
+        window_start = last.time - _WINDOW
         while len(self._samples) > 2 and self._samples[0].time < window_start:
             self._samples.popleft()
 
@@ -69,14 +68,9 @@ class Track:
 
     def resume(self, now: float) -> None:
         """Start the clock again. The time since `pause` does not count."""
-        if self._paused is None:
-            return
-        gap = now - self._paused
-        self._paused = None
-        # All earlier times move by the duration of the pause.
-        self.begun += gap
-        self._first = _later(self._first, gap)
-        self._samples = deque(_later(sample, gap) for sample in self._samples)
+        if self._paused is not None:
+            self._idle += now - self._paused
+            self._paused = None
 
     def finish(self, now: float) -> None:
         """Stop the clock at the end of the stage."""
@@ -85,10 +79,13 @@ class Track:
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, without pauses."""
-        end = now
+        return max(0.0, self._time(now) - self._begun)
+
+    def _time(self, now: float) -> float:
+        """Return the time of a clock that stands still in pauses."""
         if self._paused is not None:
-            end = self._paused
-        return max(0.0, end - self.begun)
+            now = self._paused
+        return now - self._idle
 
     @property
     def rate(self) -> float | None:
@@ -111,7 +108,3 @@ class Track:
             return None
         batches = max(0, self.total - self.done)
         return batches / rate
-
-
-def _later(sample: _Sample, seconds: float) -> _Sample:
-    return sample._replace(time=sample.time + seconds)
