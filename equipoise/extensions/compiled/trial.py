@@ -10,11 +10,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from equipoise.extensions.compiled.comparison.agreement import agree
 from equipoise.extensions.compiled.comparison.failures import ran_out_of_memory, reason_of
+from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import ProgramResult
-from equipoise.extensions.compiled.step_state import StepState
 from equipoise.extensions.compiled.variants import Variant, Variants, shape_of
 from equipoise.interop.torch.compiling import CompilerError
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -41,11 +40,10 @@ class Trial:
         self._done = variants.way.done
         self._module = module
         self._batch = batch
-        self._state: StepState | None = None
-        # Tensors that the program changes in place, and their values after it.
-        self._changed: list[tuple[Tensor, Tensor]] = []
-        # Tensors that receive a gradient and are no parameters, such as a batch, and their gradients after it.
-        self._further_gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._outcome: Outcome | None = None
+        # Tensors that the program changes in place, and those that receive a gradient and are no parameters.
+        self._changed: list[Tensor] = []
+        self._further_leaves: list[Tensor] = []
         self._seconds = 0.0
 
     def run(self, compute: Callable[[], ProgramResult], zeroed: Iterable[Tensor]) -> None:
@@ -65,13 +63,12 @@ class Trial:
                     result = compute()
                 self._seconds = time.perf_counter() - begin
                 self._note(result)
-                self._note_changes()
                 self._variant.function.restore()
         except CompilerError as error:
             self._refuse(_readable(str(error)))
         except Exception as error:
             # The eager step follows. What is wrong with the step itself is raised there.
-            self._state = None
+            self._outcome = None
             is_full = ran_out_of_memory(error)
             self._refuse(reason_of(error, self._done))
         finally:
@@ -90,20 +87,29 @@ class Trial:
         elif isinstance(result.outputs, dict) and "loss_weight" in result.outputs:
             self._refuse("it returns 'loss_weight', on which the gradients depend")
         else:
+            # 1. Tensors that the program has changed, and that have received a gradient.
+            function = self._variant.function
+            parameters = {id(parameter) for parameter in self._module.parameters()}
+            self._further_leaves = [tensor for tensor in function.leaves() if id(tensor) not in parameters]
+            gradients = {id(parameter.grad) for parameter in self._module.parameters()}
+            self._changed = [tensor for tensor in function.changed() if id(tensor) not in gradients]
+            # 2. All results.
             logged = [(call.name, call.value) for call in result.logged]
-            self._state = StepState(self._module, result.loss, result.outputs, logged)
+            self._outcome = self._outcome_of(result.loss, result.outputs, logged)
 
-    def _note_changes(self) -> None:
-        """Note the tensors that the program has changed, and the gradients of those that are no parameters."""
-        parameters = {id(parameter) for parameter in self._module.parameters()}
-        for tensor in self._variant.function.leaves():
-            if id(tensor) not in parameters:
-                gradient = None if tensor.grad is None else tensor.grad.detach().clone()
-                self._further_gradients.append((tensor, gradient))
-        gradients = {id(parameter.grad) for parameter in self._module.parameters()}
-        for tensor, value in self._variant.function.changed():
-            if id(tensor) not in gradients:
-                self._changed.append((tensor, value))
+    def _outcome_of(self, loss: Tensor, outputs: Any, logged: Sequence[tuple[str, Any]]) -> Outcome:
+        """Return what a step has computed, by the program or by itself."""
+        results = [Result("the loss", loss)]
+        for name, parameter in self._module.named_parameters():
+            results.append(Result(f"the gradient of {name}", parameter.grad, is_gradient=True))
+        for tensor in self._further_leaves:
+            results.append(Result("the gradient of a tensor that is no parameter", tensor.grad))
+        results += results_of(self._module, outputs)
+        for name, value in logged:
+            results.append(Result(f"the logged value {name!r}", value))
+        for tensor in self._changed:
+            results.append(Result("a tensor that it changes", tensor))
+        return Outcome(results)
 
     def _let_add(self, gradients: Sequence[tuple[nn.Parameter, Tensor | None]], zeroed: Iterable[Tensor]) -> None:
         """Let the program add to copies of the gradients, or to none where they are zeroed."""
@@ -125,19 +131,13 @@ class Trial:
             logged: Names and values of what it logged.
             dtype: The dtype of a mixed precision. None: that of the loss.
         """
-        if self._state is None:
+        if self._outcome is None:
             return
         if loss is None:
             self._refuse("it returns no loss")
             return
-        state = StepState(self._module, loss, outputs, logged)
         tolerance = self._variants.way.tolerance(dtype or loss.dtype)
-        difference = state.first_difference(self._state, tolerance)
-        if difference is None and not all(agree(now, then, tolerance) for now, then in self._changed):
-            difference = "it changes a tensor otherwise"
-        gradients = [(tensor.grad, then) for tensor, then in self._further_gradients]
-        if difference is None and not all(agree(now, then, tolerance) for now, then in gradients):
-            difference = "the gradient of a tensor that is no parameter is another"
+        difference = self._outcome_of(loss, outputs, logged).first_difference(self._outcome, tolerance)
         if difference is not None:
             self._refuse(f"a {self._done} one differs: {difference}")
             return

@@ -24,6 +24,8 @@ _OURS = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|README\.md"
     r"|(config|generation_config|adapter_config)\.json"
 )
+# The file that a folder of an adapter has.
+_ADAPTER = "adapter_config.json"
 
 
 def write_file(out: str, write: Write, *, overwrite: bool) -> None:
@@ -110,15 +112,23 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
         return
     if not target.is_dir() or target.is_symlink():
         raise ConfigurationError(f"{str(target)!r} is no folder. A file of weights has a name with '.safetensors'.")
-    names = sorted(os.listdir(target))
-    if names and not overwrite:
+    if os.listdir(target) and not overwrite:
         raise _exists(str(target))
-    foreign = [name for name in names if not _OURS.fullmatch(name)]
-    if foreign:
+    foreign = next(_foreign_in(target), None)
+    if foreign is not None:
         raise ConfigurationError(
-            f"{str(target)!r} is not replaced, as it holds {foreign[0]!r}, which no export has written. Choose another"
+            f"{str(target)!r} is not replaced, as it holds {foreign!r}, which no export has written. Choose another"
             " name, or remove the folder."
         )
+
+
+def _foreign_in(folder: Path) -> Iterator[str]:
+    """Yield the names of what no export has written. It may have written a folder for each further adapter of peft."""
+    for path in sorted(folder.iterdir()):
+        if (path / _ADAPTER).is_file() and not path.is_symlink():
+            yield from _foreign_in(path)
+        elif not _OURS.fullmatch(path.name):
+            yield path.name
 
 
 def _exists(out: str) -> ConfigurationError:

@@ -6,6 +6,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -290,18 +291,15 @@ def _of_object(path: str, holder: Any) -> Iterator[Reference]:
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, those in slots last."""
+    """Return the attributes of an object, those in slots last, without the code by which it may give them out."""
     attributes: list[tuple[str, Any]] = []
-    if hasattr(holder, "__dict__"):
-        attributes += vars(holder).items()
+    with suppress(AttributeError):
+        attributes += object.__getattribute__(holder, "__dict__").items()
     for kind in type(holder).__mro__:
         for name in _slots(kind):
             # A slot may be empty.
-            try:
-                value = getattr(holder, name)
-            except AttributeError:
-                continue
-            attributes.append((name, value))
+            with suppress(AttributeError):
+                attributes.append((name, object.__getattribute__(holder, name)))
     return attributes
 
 

@@ -173,8 +173,8 @@ class CompiledFunction:
         """Return the tensors that have received a gradient in the last call of `compile`."""
         return self._inputs.leaves()
 
-    def changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that the last call of `compile` has changed, and copies of their present values."""
+    def changed(self) -> list[Tensor]:
+        """Return the tensors that the last call of `compile` has changed."""
         return self._inputs.changed()
 
     def restore(self) -> None:
@@ -382,9 +382,9 @@ class NotedInputs:
         """Return the inputs that receive a gradient."""
         return [tensor for tensor, _ in self._gradients]
 
-    def changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the inputs that have changed, and copies of their present values."""
-        return [(tensor, tensor.detach().clone()) for tensor, _ in self._changed()]
+    def changed(self) -> list[Tensor]:
+        """Return the inputs that have changed."""
+        return [tensor for tensor, _ in self._changed()]
 
     def rewind(self) -> None:
         """Restore the values of the inputs. Nothing is allocated for those that have changed."""

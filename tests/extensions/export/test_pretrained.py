@@ -145,6 +145,24 @@ def test_an_export_replaces_an_export_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_an_export_of_several_adapters_is_replaced(tmp_path: Path) -> None:
+    """Peft writes a folder for each adapter but the first."""
+    model = Language(rank=2).model
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    out = tmp_path / "out"
+    export_weights(model, out)
+    assert (out / "second" / "adapter_model.safetensors").is_file()
+    refuses(lambda: export_weights(model, out), "exists already", "overwrite=True")
+    export_weights(model, out, overwrite=True)
+    loaded = peft.PeftModel.from_pretrained(tied_model(), str(out / "second"))
+    assert loaded.peft_config["default"].r == 3
+    (out / "second" / "notes.txt").write_text("of the user")
+    refuses(lambda: export_weights(model, out, overwrite=True), "'notes.txt'")
+    (out / "second" / "notes.txt").unlink()
+    (out / "more").mkdir()
+    refuses(lambda: export_weights(model, out, overwrite=True), "'more'")
+
+
 def test_a_model_goes_to_a_local_folder() -> None:
     refuses(lambda: export_weights(tied_model(), "memory://pretrained"), "local folder")
 

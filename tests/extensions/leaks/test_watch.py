@@ -3,6 +3,7 @@
 import gc
 import random
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -190,6 +191,30 @@ def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
     loss = torch.ones(())
     root = types.SimpleNamespace(gone=gone, closed=Closed(a=1), lazy=Lazy(), deep=[loss])
     assert find_holders({id(loss): loss}, {"root": root}) == {id(loss): "root.deep[0]"}
+
+
+class Deprecated:
+    """Warns of each reading, as `torch.distributed.reduce_op` does."""
+
+    __slots__ = ("__dict__", "last")
+
+    def __getattribute__(self, name: str) -> Any:
+        warnings.warn("deprecated", FutureWarning, stacklevel=2)
+        return super().__getattribute__(name)
+
+
+def test_objects_that_warn_when_they_are_read() -> None:
+    """Warnings are errors here."""
+    root = Deprecated()
+    losses = [torch.ones(1), torch.ones(1)]
+    object.__setattr__(root, "first", losses[0])
+    object.__setattr__(root, "last", losses[1])
+    paths = find_holders({id(loss): loss for loss in losses}, {"root": root})
+    assert [paths[id(loss)] for loss in losses] == ["root.first", "root.last"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        find_holders({}, {"distributed": torch.distributed.reduce_op})
+    assert not caught
 
 
 def test_arrays_of_objects_and_generators() -> None:

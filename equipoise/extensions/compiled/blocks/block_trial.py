@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance, agree, difference_of, largest
+from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance
+from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
 from equipoise.interop.torch.modules import has_module_hooks
-from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
-from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.tree import leaves_of, map_leaves, tensors_in
 
 __all__ = ["first_difference", "separated", "why_not_tried"]
@@ -33,22 +32,6 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-
-
-class _Outcome(NamedTuple):
-    """Results of a forward and its backward.
-
-    Attributes:
-        outputs: What the forward has returned, its tensors detached.
-        gradients: The gradients of inputs and parameters, by name.
-        buffers: The buffers after it.
-        generators: The states of the generators after it.
-    """
-
-    outputs: list[Any]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    generators: RandomState
 
 
 def why_not_tried(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -96,8 +79,8 @@ def first_difference(
             outcomes.append(_compute(block, forward, args, kwargs))
     # Casts of parameters belong to the graph of the trial.
     torch.clear_autocast_cache()
-    of_compiled, expected = outcomes
-    return _difference(of_compiled, expected, _tolerance(expected))
+    (of_compiled, _), (expected, tolerance) = outcomes
+    return expected.first_difference(of_compiled, tolerance)
 
 
 def separated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
@@ -126,7 +109,10 @@ def separated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     return (own_args, own_kwargs), leaves
 
 
-def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outcome:
+def _compute(
+    block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Outcome, Tolerance]:
+    """Return what a forward and its backward compute, and how much another may differ from it."""
     # 1. The forward, of arguments whose gradients end here.
     (own_args, own_kwargs), leaves = separated(args, kwargs)
     output = forward(block, *own_args, **own_kwargs)
@@ -135,9 +121,9 @@ def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Ma
     sources: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
         if parameter.requires_grad:
-            sources[f"of {name}"] = parameter
+            sources[f"the gradient of {name}"] = parameter
     for number, leaf in enumerate(leaves):
-        sources[f"of its input {number}"] = leaf
+        sources[f"the gradient of its input {number}"] = leaf
     ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(sources)
     if ends and sources:
@@ -150,18 +136,10 @@ def _compute(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Ma
         )
 
     # 3. What is compared.
-    return _Outcome(
-        outputs=list(map(_noted, leaves_of(output))),
-        gradients=dict(zip(sources, gradients, strict=True)),
-        buffers={name: _noted(buffer) for name, buffer in block.named_buffers()},
-        generators=random_state.capture(),
-    )
-
-
-def _noted(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value
+    results = results_of(block, output)
+    for name, gradient in zip(sources, gradients, strict=True):
+        results.append(Result(name, gradient, is_gradient=True))
+    return Outcome(results), _tolerance(output)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -174,11 +152,11 @@ def _weights_like(tensor: Tensor) -> Tensor:
     return numbers.sin().reshape(tensor.shape).to(tensor.dtype)
 
 
-def _tolerance(expected: _Outcome) -> Tolerance:
+def _tolerance(output: Any) -> Tolerance:
     """Return the rounding of the dtype in which a block computes, that of autocast if it is on."""
     usual = TOLERANCES[torch.float32]
     tolerances = []
-    for tensor in tensors_in(expected.outputs):
+    for tensor in tensors_in(output):
         if tensor.is_floating_point():
             tolerances.append(TOLERANCES.get(tensor.dtype, usual))
         kind = tensor.device.type
@@ -186,24 +164,3 @@ def _tolerance(expected: _Outcome) -> Tolerance:
             dtype = torch.get_autocast_dtype(kind)
             tolerances.append(TOLERANCES.get(dtype, usual))
     return max(tolerances, default=usual)
-
-
-def _difference(computed: _Outcome, expected: _Outcome, tolerance: Tolerance) -> str | None:
-    if len(computed.outputs) != len(expected.outputs):
-        return "the outputs are others"
-    for value, other in zip(computed.outputs, expected.outputs, strict=True):
-        if not agree(other, value, tolerance):
-            return f"the outputs differ{difference_of(other, value)}"
-    gradients = tensors_in(expected.gradients)
-    scale = largest(gradients)
-    floor = Tolerance(tolerance.relative, tolerance.floor * scale)
-    for name, gradient in expected.gradients.items():
-        other = computed.gradients[name]
-        if not agree(gradient, other, floor):
-            return f"the gradient {name} differs{difference_of(gradient, other)}"
-    for name, buffer in expected.buffers.items():
-        if not agree(buffer, computed.buffers.get(name), tolerance):
-            return f"the buffer {name} differs"
-    if not expected.generators.equals(computed.generators):
-        return "it draws random numbers otherwise"
-    return None
