@@ -6,7 +6,8 @@ import pytest
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.extensions.compiled import compiled_step
-from tests.extensions.compiled.test_compiled_step import ByHand, Network, batches, fit
+from tests.extensions.compiled.test_compiled_step import fit
+from tests.support.step_networks import ByHand, Network, batches
 
 
 def test_a_cpu_is_refused() -> None:

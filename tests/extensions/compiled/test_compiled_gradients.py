@@ -4,74 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.conftest import ignoring
 from tests.extensions.compiled.conftest import Lowering
-from tests.extensions.compiled.test_compiled_step import (
+from tests.extensions.compiled.test_compiled_step import STAYS_EAGER, assert_same, fit
+from tests.support.step_networks import (
     CLASSES,
-    FEATURES,
-    STAYS_EAGER,
+    Apart,
+    Halving,
+    LoggingRate,
     Network,
-    assert_same,
-    fit,
+    OfBatch,
+    Replacing,
+    Shared,
 )
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
-
-
-class Halving(Network):
-    """Changes gradients in place, and logs one."""
-
-    def on_after_backward(self) -> None:
-        self.log("norm", self.net[0].weight.grad.norm())
-        for parameter in self.parameters():
-            parameter.grad.mul_(0.5)
-
-
-class Replacing(Network):
-    """Replaces gradients, and removes one."""
-
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = parameter.grad * 0.5
-        self.net[0].bias.grad = None
-
-
-class Apart(Network):
-    """The optimiser has not all parameters: gradients of the others are never zeroed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(FEATURES, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        result = super().training_step(batch, batch_idx)
-        return {"loss": result["loss"] * self.other(batch[0]).square().mean()}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), 0.1)
-
-
-class Shared(Network):
-    """Two parameters whose gradients are one tensor, clipped in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(2))
-        self.second = nn.Parameter(torch.ones(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        result = super().training_step(batch, batch_idx)
-        return {"loss": result["loss"] + (self.first + self.second).sum()}
-
-
-class LoggingRate(Network):
-    """Logs the learning rate."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("make", [Halving, Replacing, Apart, Shared, LoggingRate])
@@ -80,21 +29,6 @@ def test_equal_to_eager_steps(lowering: Lowering, make: type[Network]) -> None:
     eager = fit(make(), **options)
     assert_same(fit(make(), compile=True, **options), eager)
     assert lowering.calls >= 9
-
-
-class OfBatch(Network):
-    """The batch receives a gradient, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[Tensor] = []
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0].requires_grad_(), batch[1]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        self.gradients.append(batch[0].grad)
 
 
 def test_the_gradient_of_a_batch(lowering: Lowering) -> None:

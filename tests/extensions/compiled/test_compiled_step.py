@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -24,53 +23,21 @@ from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.extensions.compiled import speed_comparison, variants
 from tests.conftest import ignoring
 from tests.extensions.compiled.conftest import Lowering
+from tests.support.step_networks import CLASSES, FEATURES, SIZES, Network, batches
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
 
 STAYS_EAGER = "the training step stays eager"
-FEATURES, CLASSES = 6, 3
 
 
-class Network(L.LightningModule):
-    """Dropout, statistics of batches, and logged values."""
+class Losses(L.Callback):
+    """Notes the loss of each batch in the module; 0 where there is none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, CLASSES)
-        )
-        self.scale = 1.0
-        self.seen: list[Tensor] = []
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.seen = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features, labels = batch
-        logits = self.net(features) * self.scale
-        loss = F.cross_entropy(logits, labels)
-        self.log("loss", loss, on_epoch=True, prog_bar=True)
-        self.log_dict({"accuracy": (logits.argmax(1) == labels).double().mean(), "number": 0.5})
-        return {"loss": loss, "logits": logits}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(outputs["loss"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-
-def batches(sizes: list[int]) -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(7)
-    data = [
-        (
-            torch.randn(size, FEATURES, generator=draw, dtype=torch.float64),
-            torch.randint(CLASSES, (size,), generator=draw),
-        )
-        for size in sizes
-    ]
-    return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
-
-
-SIZES = [5] * 8 + [3]
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.seen.append(outputs["loss"] if outputs else torch.zeros(()))
 
 
 def fit(
@@ -78,6 +45,7 @@ def fit(
 ) -> tuple[L.LightningModule, dict[str, Any]]:
     """Train, and return the module and its metrics."""
     defaults: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", "logger": False, "enable_checkpointing": False}
+    options["callbacks"] = [Losses(), *options.get("callbacks", [])]
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -404,9 +372,6 @@ class Skipping(Network):
         result = super().training_step(batch, batch_idx)
         return None if batch_idx % 3 == 1 else result
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(outputs["loss"] if outputs else torch.zeros(()))
-
 
 class Weighing(Network):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -656,12 +621,6 @@ def test_runs_that_stay_eager(
         compiled = fit(make(), max_epochs=1, compile=True, **options)
     assert_same(compiled, eager)
     assert lowering.graphs == 0
-
-
-class ByHand(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 @pytest.mark.parametrize("name", ["dp", "balanced", "ddp", "pipeline", "fsdp"])

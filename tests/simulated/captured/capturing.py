@@ -7,56 +7,24 @@ from typing import Any, NamedTuple
 import lightning as L
 import numpy
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
 from tests.support.pipelines import quiet
+from tests.support.step_networks import SIZES, batches
 
 __all__ = [
-    "CLASSES",
     "DEVICE",
-    "FEATURES",
-    "SIZES",
     "STAYS_EAGER",
     "Graphs",
-    "Network",
     "Result",
     "assert_same",
-    "batches",
     "fit",
 ]
 
-FEATURES, CLASSES = 6, 3
-# The last batch of an epoch is shorter.
-SIZES = [5] * 8 + [3]
 STAYS_EAGER = "Captured steps: the training step stays eager, because"
 DEVICE = torch.device("cuda", 0)
-
-
-class Network(L.LightningModule):
-    """Dropout, statistics of batches, logged values, and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, CLASSES)
-        )
-        self.scale = 1.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features, labels = batch
-        logits = self.net(features) * self.scale
-        loss = F.cross_entropy(logits, labels)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({"accuracy": (logits.argmax(1) == labels).double().mean(), "number": 0.5})
-        return {"loss": loss, "logits": logits}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
 class Watch(L.Callback):
@@ -99,16 +67,6 @@ class Result(NamedTuple):
     module: Any
     state: dict[str, Any]
     replays: int
-
-
-def batches(sizes: Sequence[int] = SIZES, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
-    """Batches of these sizes."""
-    draw = torch.Generator().manual_seed(7)
-    data = []
-    for size in sizes:
-        features = torch.randn(size, FEATURES, generator=draw, dtype=dtype)
-        data.append((features, torch.randint(CLASSES, (size,), generator=draw)))
-    return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
 
 
 def fit(make: Callable[[], L.LightningModule], sizes: Sequence[int] = SIZES, **options: Any) -> Result:

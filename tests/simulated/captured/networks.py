@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.simulated.captured.capturing import CLASSES, FEATURES, Network
+from tests.support.step_networks import CLASSES, FEATURES, Network
 
 __all__ = [
     "Attention",

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from equipoise import OOMRecovery
 from tests.conftest import ignoring
 from tests.simulated.captured import networks
-from tests.simulated.captured.capturing import SIZES, Network, assert_same, batches, fit
+from tests.simulated.captured.capturing import assert_same, fit
 from tests.support.pipelines import quiet
+from tests.support.step_networks import SIZES, Network, batches
 
 pytestmark = ignoring(
     "The '\\w+' does not have many workers",

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import FEATURES, STAYS_EAGER, Graphs, Network, assert_same, fit
+from tests.simulated.captured.capturing import STAYS_EAGER, Graphs, assert_same, fit
+from tests.support.step_networks import Apart, Halving, LoggingRate, Network, OfBatch, Replacing, Shared
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
 
@@ -15,24 +16,6 @@ REPLAYS = 13
 
 
 # Changed
-
-
-class Halving(Network):
-    """Changes gradients in place, and logs one."""
-
-    def on_after_backward(self) -> None:
-        self.log("norm", self.net[0].weight.grad.norm())
-        for parameter in self.parameters():
-            parameter.grad.mul_(0.5)
-
-
-class Replacing(Network):
-    """Replaces gradients, and removes one."""
-
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = parameter.grad * 0.5
-        self.net[0].bias.grad = None
 
 
 @pytest.mark.parametrize(
@@ -43,34 +26,6 @@ def test_a_hook_changes_them(make: type[Network], window: int, replays: int) -> 
     captured = fit(make, accumulate_grad_batches=window, capture=True)
     assert_same(captured, eager)
     assert captured.replays >= replays
-
-
-class Apart(Network):
-    """The optimiser has not all parameters: gradients of the others are never zeroed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(FEATURES, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        result = super().training_step(batch, batch_idx)
-        return {"loss": result["loss"] * self.other(batch[0]).square().mean()}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), 0.1)
-
-
-class Shared(Network):
-    """Two parameters whose gradients are one tensor, clipped in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(2))
-        self.second = nn.Parameter(torch.ones(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        result = super().training_step(batch, batch_idx)
-        return {"loss": result["loss"] + (self.first + self.second).sum()}
 
 
 class WithoutOptimizer(Network):
@@ -88,20 +43,6 @@ def test_other_gradients(make: type[Network]) -> None:
     captured = fit(make, capture=True, **options)
     assert_same(captured, eager)
     assert captured.replays >= REPLAYS
-
-
-class OfBatch(Network):
-    """The batch receives a gradient, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[Tensor] = []
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0].requires_grad_(), batch[1]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.gradients.append(batch[0].grad)
 
 
 def test_the_gradient_of_a_batch() -> None:
@@ -174,17 +115,6 @@ def test_kept_gradients_stay_as_they_are(make: type[Keeping]) -> None:
 
 
 # The optimiser
-
-
-class LoggingRate(Network):
-    """Logs the learning rate."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.01)
 
 
 def test_a_step_that_reads_its_optimiser() -> None:

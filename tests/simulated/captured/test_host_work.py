@@ -16,7 +16,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import STAYS_EAGER, Network, Result, assert_same, fit
+from tests.simulated.captured.capturing import STAYS_EAGER, Result, assert_same, fit
+from tests.support.step_networks import Network
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
 

@@ -1,4 +1,4 @@
-"""Runs with captured steps: their launches, their memory, errors in them, and refusals."""
+"""Runs with captured steps: their launches, their memory, and errors in them."""
 
 import gc
 import weakref
@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import ConfigurationError, OOMRecovery, Trainer
+from equipoise import OOMRecovery
 from equipoise.extensions.compiled.captured import captured_graph
 from tests.conftest import ignoring
-from tests.simulated.captured.capturing import DEVICE, SIZES, STAYS_EAGER, Graphs, Network, assert_same, batches, fit
+from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Graphs, assert_same, fit
 from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
-from tests.simulated.devices.selection import on_the_host
 from tests.simulated.steps.test_launches import Launches
 from tests.support.pipelines import quiet
+from tests.support.step_networks import SIZES, Network, batches
 
 pytestmark = ignoring("The '\\w+' does not have many workers")
 
@@ -298,26 +298,7 @@ def test_outputs_in_memory_of_the_module() -> None:
     torch.testing.assert_close(captured.values, eager.values, rtol=0, atol=0)
 
 
-# Arguments
-
-
-class ByHand(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="capture must be True or False"):
-        Trainer(capture="auto")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="compile='auto' and capture=True are two ways to the same step"):
-        Trainer(capture=True, compile="auto")
-    with on_the_host(), pytest.raises(ConfigurationError, match=r"capture=True replays .* computes on cpu"):
-        quiet(devices=1, capture=True).fit(Network(), batches())
-    with pytest.raises(ConfigurationError, match="capture=True works on one device, but strategy='dp'"):
-        quiet(accelerator="cuda", devices=[0, 1], strategy="dp", capture=True).fit(Network(), batches())
-    with pytest.raises(ConfigurationError, match=r"Trainer\(capture=True\) has no effect"):
-        quiet(accelerator="cuda", devices=[0], capture=True).fit(ByHand(), batches())
+# Refusals
 
 
 class BeforeBackward(Network):
