@@ -14,15 +14,17 @@ from equipoise.callbacks.memory.phase_readings import (
     ByPhase,
     Readings,
     by_device,
+    larger,
     metrics_of,
     points_of,
     thin_out,
     to_mib,
     with_largest,
 )
-from equipoise.callbacks.memory.run_state import RunState
 from equipoise.errors import ConfigurationError
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.distributed.whole_weights import whole_weights
+from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.records import Composition, MemoryPoint
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
@@ -34,6 +36,8 @@ __all__ = ["MemoryLogger"]
 # The kind and the name of the extension that finds leaks.
 _WATCHES = "watches"
 _LEAKS = "leaks"
+# Number of optimiser steps after which the leak watch starts once more, for growth that began later.
+_FIRST_LEAK_CHECK = 100
 
 
 class MemoryLogger(Callback):
@@ -120,13 +124,32 @@ class MemoryLogger(Callback):
         self.phases: list[Composition] = []
         self.leaks: list[Any] = []
         self.started = 0.0
-        self._fit = RunState()
-        # True if the phases of the present batch are read.
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        self._readings = Readings([])
+        # Number of training batches so far, and whether the present one is counted.
+        self._batches = 0
+        self._is_batch_counted = False
+        # Whether the phases of the present batch are read, and whether every batch is examined.
         self._due = False
+        self._busy = True
+        # `trainer.global_step` before the batch.
+        self._step = 0
+        # Largest readings of the epoch, for the main process, and the time at which the epoch has begun.
+        self._largest: ByPhase = {}
+        self._epoch_start = 0.0
+        # Steps that are still to be examined in detail, the ledger of the one that is, and its number.
+        self._next_details: list[int] = []
+        self._ledger: Ledger | None = None
+        self._ledger_step = 0
+        # The watch of the extension that finds leaks, and the step from which it starts again.
+        self._leak_watch: Any = None
+        self._next_leak_check = _FIRST_LEAK_CHECK
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the results, without the state of a run."""
-        return copied_state(self, _fit=RunState())
+        return copied_state(self, _ledger=None, _leak_watch=None)
 
     # Start and end of a run
 
@@ -139,28 +162,25 @@ class MemoryLogger(Callback):
             self.compositions = []
             self.phases = []
             self.leaks = []
-        detail_steps: list[int] = []
+        self._forget_run()
+        self._readings = Readings(_devices_of(trainer.strategy))
         if self.detail == "modules":
-            detail_steps = sorted(self.detail_steps)
-        self._fit = RunState(Readings(_devices_of(trainer.strategy)), detail_steps)
+            self._next_details = sorted(self.detail_steps)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to watch for leaks. Objects that exist now are none."""
-        fit = self._fit
-        fit.start_training(trainer.global_step)
+        self._step = trainer.global_step
+        self._epoch_start = monotonic()
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
             make_watch = load_extension(_WATCHES, _LEAKS)
-            leaks = make_watch(trainer, pl_module, self, self.started)
-            fit.watch_leaks(leaks)
-            self._check_leaks(fit, leaks.start)
+            self._leak_watch = make_watch(trainer, pl_module, self, self.started)
+            self._check_leaks(self._leak_watch.start)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Stop recording at the end of a run, or after a failure."""
-        fit = self._fit
-        self._fit = RunState()
-        self._due = False
-        self._end_detail(trainer, fit)
-        fit.stop_leaks()
+        self._stop_leak_watch()
+        self._end_detail(trainer)
+        self._forget_run()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the memory of the failed step."""
@@ -170,111 +190,114 @@ class MemoryLogger(Callback):
 
     def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """Begin a batch that was read from the loader."""
-        self._begin(trainer, self._fit)
+        self._begin(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the memory after the transfer of a batch."""
-        fit = self._fit
         # Lightning's Trainer does not call `on_before_batch_to_device`.
-        if not fit.batch_begun:
-            self._begin(trainer, fit)
+        if not self._is_batch_counted:
+            self._begin(trainer)
         elif self._due:
-            fit.readings.read("batch to device")
-        if fit.detail_steps or fit.ledger is not None:
-            self._detail(trainer, pl_module, fit, batch)
+            self._readings.read("batch to device")
+        if self._next_details or self._ledger is not None:
+            self._detail(trainer, pl_module, batch)
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Any) -> None:
         """Read the memory after a forward."""
-        fit = self._fit
         if self._due:
-            fit.readings.read("forward")
-        if fit.ledger is not None:
-            fit.ledger.begin("backward")
+            self._readings.read("forward")
+        if self._ledger is not None:
+            self._ledger.begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Read the memory after a backward."""
-        fit = self._fit
         if self._due:
-            fit.readings.read("backward")
-        if fit.ledger is not None:
-            fit.ledger.begin("optimizer step")
+            self._readings.read("backward")
+        if self._ledger is not None:
+            self._ledger.begin("optimizer step")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the readings of the batch, and check for leaks after a step of the optimiser."""
-        fit = self._fit
-        fit.batch_begun = False
-        if not fit.busy and not self._due:
+        self._is_batch_counted = False
+        if not self._busy and not self._due:
             return
         step = trainer.global_step
-        has_stepped = fit.advance(step)
+        has_stepped = step != self._step
+        self._step = step
         # 1. Record the readings.
         if self._due:
             if has_stepped:
-                fit.readings.read("optimizer step")
-            self._record(trainer, pl_module, fit)
+                self._readings.read("optimizer step")
+            self._record(trainer, pl_module)
             self._due = False
         # 2. End a step in detail. With gradient accumulation it lasts several batches.
         if has_stepped:
-            self._end_detail(trainer, fit)
-            self._check_leaks_after_step(fit, step)
-        fit.update_busy()
+            self._end_detail(trainer)
+            self._check_leaks_after_step(step)
+        # 3. The leak watch examines the first steps only.
+        watches_steps = self._leak_watch is not None and self._leak_watch.watches_steps
+        self._busy = bool(self._next_details) or self._ledger is not None or watches_steps
 
-    def _check_leaks_after_step(self, fit: RunState, step: int) -> None:
-        leaks = fit.leaks
-        if leaks is None:
+    def _check_leaks_after_step(self, step: int) -> None:
+        watch = self._leak_watch
+        if watch is None:
             return
         # The first steps are checked one by one; later growth is searched for at doubling intervals.
-        if leaks.watches_steps:
-            self._check_leaks(fit, partial(leaks.after_step, step))
-        elif fit.is_leak_check_due(step):
-            self._check_leaks(fit, leaks.start)
+        if watch.watches_steps:
+            self._check_leaks(partial(watch.after_step, step))
+        elif step >= self._next_leak_check:
+            self._next_leak_check = 2 * step
+            if watch.is_worth_it():
+                self._check_leaks(watch.start)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the time at which an epoch starts."""
-        self._fit.start_epoch()
+        self._epoch_start = monotonic()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather the readings of all processes, and search all tensors for leaks."""
-        fit = self._fit
-        self._end_detail(trainer, fit)
+        self._end_detail(trainer)
         if trainer.world_size > 1:
-            self._gather(trainer, fit)
-        if fit.leaks is not None:
-            seconds = monotonic() - fit.epoch_start
-            self._check_leaks(fit, partial(fit.leaks.after_epoch, trainer.global_step, seconds))
+            self._gather(trainer)
+        if self._leak_watch is not None:
+            seconds = monotonic() - self._epoch_start
+            self._check_leaks(partial(self._leak_watch.after_epoch, trainer.global_step, seconds))
 
     # Evaluations
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the peaks before an evaluation."""
-        self._fit.readings.reset()
+        self._readings.reset()
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Record the memory of an evaluation."""
         if not trainer.sanity_checking:
-            self._fit.readings.read("evaluation")
-            self._record(trainer, pl_module, self._fit)
+            self._readings.read("evaluation")
+            self._record(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     # Readings
 
-    def _begin(self, trainer: Any, fit: RunState) -> None:
+    def _begin(self, trainer: Any) -> None:
         """Begin a batch, and decide whether its phases are read."""
         # After a batch that failed, the reading is still due.
-        if self._due or fit.batches % self.every_n_steps == 0:
+        if self._due or self._batches % self.every_n_steps == 0:
             self._due = True
-            fit.begin_reading(trainer.global_step)
-        fit.begin_batch()
+            self._step = trainer.global_step
+            self._readings.reset()
+        self._is_batch_counted = True
+        self._batches += 1
 
-    def _record(self, trainer: Any, pl_module: LightningModule, fit: RunState) -> None:
+    def _record(self, trainer: Any, pl_module: LightningModule) -> None:
         """Store and log the readings of a batch or an evaluation."""
-        readings = fit.readings.take()
+        readings = self._readings.take()
         self._store(readings, trainer.global_step)
-        fit.add_to_epoch(readings)
+        for key, reading in readings.items():
+            self._largest[key] = larger(self._largest.get(key), reading)
         fullest = by_device(readings)
         self._log(trainer, metrics_of(readings), fullest)
         # The module may log in hooks of training only.
@@ -288,11 +311,12 @@ class MemoryLogger(Callback):
         self.timeline += points_of(readings, step, seconds)
         thin_out(self.timeline)
 
-    def _gather(self, trainer: Any, fit: RunState) -> None:
+    def _gather(self, trainer: Any) -> None:
         """Log in the main process the largest readings of the epoch of all processes."""
         # Lightning's strategies have no such method.
         gather = getattr(trainer.strategy, "gather_objects", gather_objects)
-        gathered = gather(fit.take_largest())
+        gathered = gather(self._largest)
+        self._largest = {}
         if trainer.global_rank != 0:
             return
         readings: ByPhase = {}
@@ -317,42 +341,58 @@ class MemoryLogger(Callback):
 
     # Steps in detail
 
-    def _detail(self, trainer: Any, pl_module: LightningModule, fit: RunState, batch: Any) -> None:
+    def _detail(self, trainer: Any, pl_module: LightningModule, batch: Any) -> None:
         """Begin a step in detail if it is due; add the batch to the ledger."""
-        ledger = fit.ledger
-        if ledger is not None:
-            ledger.begin("forward")
+        if self._ledger is not None:
+            self._ledger.begin("forward")
+        elif trainer.global_step < self._next_details[0]:
+            return
         else:
-            # With several optimisers, the step may already be beyond the chosen one.
-            if trainer.global_step < fit.detail_steps[0]:
-                return
-            ledger = fit.begin_detail(trainer.global_step, pl_module, trainer.optimizers)
-        ledger.add_batch(batch)
+            self._ledger = self._started_ledger(trainer, pl_module)
+        self._ledger.add_batch(batch)
 
-    def _end_detail(self, trainer: Any, fit: RunState) -> None:
+    def _started_ledger(self, trainer: Any, module: LightningModule) -> Ledger:
+        step = trainer.global_step
+        self._ledger_step = step
+        # With several optimisers, the step may already be beyond the chosen one.
+        self._next_details = [later for later in self._next_details if later > step]
+        weights = whole_weights(module)
+        ledger = Ledger(module, trainer.optimizers, watches_sizes=weights is not None)
+        ledger.start()
+        ledger.add_gathered(weights or ())
+        return ledger
+
+    def _end_detail(self, trainer: Any) -> None:
         """End a step in detail, and store and log its peaks."""
-        ledger = fit.end_detail()
+        ledger = self._ledger
         if ledger is None:
             return
+        self._ledger = None
+        ledger.stop()
         # Of several steps in detail, the largest peak of each device and phase stays.
         metrics: dict[str, float] = {}
         for device in ledger.devices():
-            peak = ledger.peak(device, step=fit.ledger_step)
+            peak = ledger.peak(device, step=self._ledger_step)
             self.compositions = with_largest(self.compositions, peak)
             for category, nbytes in peak.totals().items():
                 name = category.replace(" ", "_")
                 metrics[f"memory/{device}/peak/{name}_MiB"] = to_mib(nbytes)
             for phase in ledger.phases():
-                peak = ledger.peak(device, phase, step=fit.ledger_step)
+                peak = ledger.peak(device, phase, step=self._ledger_step)
                 self.phases = with_largest(self.phases, peak, phase)
         self._log(trainer, metrics, {})
 
-    def _check_leaks(self, fit: RunState, check: Callable[[], list[Any] | None]) -> None:
+    def _stop_leak_watch(self) -> None:
+        if self._leak_watch is not None:
+            self._leak_watch.stop()
+            self._leak_watch = None
+
+    def _check_leaks(self, check: Callable[[], list[Any] | None]) -> None:
         """Run a check for leaks and report them. An error of the check does not stop training."""
         try:
             leaks = check() or []
         except Exception as error:
-            fit.stop_leaks()
+            self._stop_leak_watch()
             rank_zero_warn(f"The search for growing memory failed: {type(error).__name__}: {error}")
             return
         for leak in leaks:

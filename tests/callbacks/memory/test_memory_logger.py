@@ -166,11 +166,11 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryLogger(every_n_steps=10)
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
-    memory._begin(strategy_with([]), memory._fit)
+    memory._begin(strategy_with([]))
     for phase in ("forward", "backward"):
-        memory._fit.readings.read(phase)
+        memory._readings.read(phase)
     monkeypatch.setattr(memory, "_log", lambda trainer, metrics, fullest: seen.append((metrics, fullest)))
-    memory._record(strategy_with([]), Model(), memory._fit)
+    memory._record(strategy_with([]), Model())
     assert [(p.device, p.phase, p.allocated, p.peak) for p in memory.timeline] == [
         ("cuda:0", "forward", 100, 100),
         ("cuda:1", "forward", 110, 110),
