@@ -26,7 +26,7 @@ class JobRunner(Protocol):
         """Check a job's configuration before the first job starts."""
 
     def run_jobs(self, jobs: Sequence[SweepJob], results: Sequence[JobResult], display: SweepDisplay) -> None:
-        """Run jobs and fill in their results; an error of a job is one of its results."""
+        """Run jobs and fill in their results, of those that end; an error of a job is one of its results."""
 
 
 def launcher_of(config: DictConfig) -> JobRunner:
@@ -92,6 +92,10 @@ class JobBatches:
             with display.shown():
                 self._launcher.run_jobs(jobs, batch, display)
         finally:
+            # An interrupt or an error leaves jobs without an end.
+            for result in batch:
+                if not result.has_ended:
+                    result.interrupt()
             results.write()
             if collected is None:
                 print_closing_table(results)

@@ -41,7 +41,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
-from equipoise.validation import is_whole
+from equipoise.validation import check_whole
 
 __all__ = ["EnsembleStrategy"]
 
@@ -166,8 +166,7 @@ class EnsembleStrategy(Strategy):
         own_order: bool = True,
         mode: Mode = "auto",
     ) -> None:
-        if not is_whole(members, least=2):
-            raise ConfigurationError(f"members must be a number from 2, not {members!r}.")
+        check_whole("members", members, least=2)
         check_seeds(seeds, members)
         if factory is not None and not callable(factory):
             raise ConfigurationError(f"factory must be a function that constructs a member, not {factory!r}.")

@@ -19,7 +19,7 @@ from equipoise.parallel.workers.preloading import preload
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.portable_state import PortableState
-from equipoise.validation import is_whole
+from equipoise.validation import check_whole
 
 __all__ = ["HogwildStrategy"]
 
@@ -65,8 +65,7 @@ class HogwildStrategy(ProcessStrategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout, backend="gloo")
-        if processes is not None and not is_whole(processes, least=1):
-            raise ConfigurationError(f"processes must be a number from 1, not {processes!r}.")
+        check_whole("processes", processes, least=1, optional=True)
         if optimizer_state not in ("own", "shared"):
             raise ConfigurationError(f"optimizer_state must be 'own' or 'shared', not {optimizer_state!r}.")
         self.number = processes

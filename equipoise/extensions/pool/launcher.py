@@ -142,9 +142,6 @@ class PoolLauncher:
             # 3. Nothing continues after an interrupt or an error.
             for process in running.values():
                 process.end()
-            for job_result in results:
-                if not job_result.has_ended:
-                    job_result.interrupt()
 
 
 def _interrupt(running: list[RunningJob]) -> None:

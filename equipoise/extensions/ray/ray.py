@@ -17,6 +17,7 @@ from typing import Any
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.ray_context import CHECKPOINT_FILE, is_in_ray, last_reported_checkpoint, ray_train
+from equipoise.validation import check_whole
 
 __all__ = ["RayReport", "last_checkpoint"]
 
@@ -60,10 +61,7 @@ class RayReport(Callback):
     uses_outputs = False
 
     def __init__(self, every_n_train_steps: int | None = None, *, save_checkpoints: bool = True) -> None:
-        if every_n_train_steps is not None and (not isinstance(every_n_train_steps, int) or every_n_train_steps < 1):
-            raise ConfigurationError(
-                f"every_n_train_steps must be an integer of at least 1, or None, not {every_n_train_steps!r}."
-            )
+        check_whole("every_n_train_steps", every_n_train_steps, least=1, optional=True)
         self.every_n_train_steps = every_n_train_steps
         self.save_checkpoints = save_checkpoints
         # Step of the last report, since a step may have several batches.

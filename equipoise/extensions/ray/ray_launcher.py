@@ -12,7 +12,7 @@ from equipoise.app.sweeps.tables import SweepDisplay
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ray.ray_training import WorkerResources, train_in_workers
 from equipoise.extensions.ray.ray_tuning import run_trials
-from equipoise.validation import is_number, is_whole
+from equipoise.validation import check_whole, is_number
 
 __all__ = ["RayLauncher"]
 
@@ -52,18 +52,13 @@ class RayLauncher:
         address: str | None = None,
     ) -> None:
         # 1. The resources.
-        if not is_whole(workers) or workers < 1:
-            raise ConfigurationError(f"launcher.workers must be an integer of at least 1, not {workers!r}.")
+        check_whole("launcher.workers", workers, least=1)
         for name, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
             if not is_number(value) or not value >= 0:
                 raise ConfigurationError(f"launcher.{name} must be a number from 0, not {value!r}.")
         # 2. What happens after a failure.
-        if not is_whole(max_failures) or max_failures < -1:
-            raise ConfigurationError(f"launcher.max_failures must be an integer from -1, not {max_failures!r}.")
-        if every_n_train_steps is not None and (not is_whole(every_n_train_steps) or every_n_train_steps < 1):
-            raise ConfigurationError(
-                f"launcher.every_n_train_steps must be an integer of at least 1, or null, not {every_n_train_steps!r}."
-            )
+        check_whole("launcher.max_failures", max_failures, least=-1)
+        check_whole("launcher.every_n_train_steps", every_n_train_steps, least=1, optional=True)
         self.resources = WorkerResources(workers, cpus_per_worker, gpus_per_worker)
         self.max_failures = max_failures
         self.every_n_train_steps = every_n_train_steps
@@ -149,18 +144,12 @@ class RayLauncher:
         if jobs[0].number:
             # A sweeper that launches several batches has a folder of Tune's for each.
             folder = folder / f"from_{jobs[0].number}"
-        try:
-            run_trials(
-                jobs,
-                results,
-                display,
-                cpus=self.resources.cpus,
-                gpus=self.resources.gpus,
-                address=self.address,
-                folder=folder,
-            )
-        finally:
-            # An interrupt leaves trials without an end.
-            for result in results:
-                if not result.has_ended:
-                    result.interrupt()
+        run_trials(
+            jobs,
+            results,
+            display,
+            cpus=self.resources.cpus,
+            gpus=self.resources.gpus,
+            address=self.address,
+            folder=folder,
+        )

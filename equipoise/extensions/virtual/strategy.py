@@ -37,7 +37,7 @@ from equipoise.strategies.distributed.window_totals import average_gradients
 from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Transfer
-from equipoise.validation import is_whole
+from equipoise.validation import check_whole
 
 __all__ = ["VirtualDevicesStrategy"]
 
@@ -149,12 +149,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
         backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
-        if not is_whole(count, least=1):
-            raise ConfigurationError(f"count must be a number of virtual devices, from 1, not {count!r}.")
-        if not is_whole(threads, least=1):
-            raise ConfigurationError(f"threads must be a number from 1, not {threads!r}.")
-        if not is_whole(verify, least=0):
-            raise ConfigurationError(f"verify must be a number of steps, or 0 for none, not {verify!r}.")
+        check_whole("count", count, least=1)
+        check_whole("threads", threads, least=1)
+        check_whole("verify", verify, least=0)
         # Options, as the user gave them.
         self.count = count
         self.one_process = one_process
