@@ -92,7 +92,6 @@ def _way_out(key: str, part: Any) -> str:
 
 
 def _check_no_groups(trainer: Mapping[str, Any]) -> None:
-    """Refuse keys of the trainer that are groups of the configuration."""
     for name, way_out in _GROUPS_OF_THE_TRAINER.items():
         if name in trainer:
             raise ConfigurationError(

@@ -213,7 +213,6 @@ def _refuse_remote(arguments: Sequence[str]) -> None:
 
 
 def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
-    """Run one trial of a sweep and return its value."""
     check_sweep(config)
     metrics = _run_once(config, stage)
     return sweep_value(config, metrics)
@@ -312,7 +311,6 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
 
 
 def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
-    """Check a sweep before it begins."""
     _SearchPath.folders = folders[1:]
     with import_paths(folders):
         config = first_trial(arguments, str(folders[0]), "config")

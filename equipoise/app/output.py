@@ -63,7 +63,6 @@ def _newest_checkpoint(values: Mapping[str, Any]) -> AnyPath | None:
 
 
 def _is_of_same_module(checkpoint: AnyPath, values: Mapping[str, Any]) -> bool:
-    """Return whether the run that wrote a checkpoint trained the same module."""
     module = _module_of_run(checkpoint)
     if not isinstance(module, dict):
         return False

@@ -129,7 +129,6 @@ def _check_is_local(output: AnyPath) -> None:
 
 
 def _begin_folder(output: AnyPath, values: Mapping[str, Any]) -> None:
-    """Begin the folder of a run."""
     output.mkdir(parents=True, exist_ok=True)
     # A resumed run appends to the metrics of the earlier one; all others begin a new file.
     if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):

@@ -130,7 +130,6 @@ def agree_with_first(config: DictConfig, values: Mapping[str, Any], rank: Rank) 
 
 
 def _of_first(value: dict[str, Any], rank: Rank) -> dict[str, Any]:
-    """Return the value of rank 0."""
     here = rank.count_here()
     devices = [torch.device("cpu")] * here
     group = ProcessGroup(devices, rank.count_machines(here), timeout=_MEETING, backend="gloo", on_joined=lambda: None)

@@ -72,7 +72,6 @@ def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value: Any) -> str:
-    """Return the message for a value that contradicts an annotation."""
     type_name = _describe(annotation)
     target_name = getattr(target, "__name__", target)
     text = repr(value)

@@ -58,7 +58,6 @@ def _names_referred_to(values: Any) -> Iterator[str]:
 
 
 def _paths(values: Any, start: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield f"{start}{name}"

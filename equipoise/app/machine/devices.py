@@ -112,7 +112,6 @@ def _update_least_free(least_free: dict[str, int], devices: Sequence[DeviceInfo]
 
 
 def _table(devices: Sequence[DeviceInfo]) -> Any:
-    """Return the table that is printed once."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -160,7 +159,6 @@ def _cells(info: DeviceInfo) -> list[str]:
 
 
 def _live_table(devices: Sequence[DeviceInfo], least_free: dict[str, int]) -> Any:
-    """Return the table that is shown while devices are watched."""
     from rich.box import SIMPLE
     from rich.table import Table
 

@@ -83,7 +83,6 @@ def _read_devices() -> Any:
 
 
 def _as_text(facts: Mapping[str, Any]) -> str:
-    """Return all facts as text, in sections."""
     sections: dict[str, tuple[str, Callable[[Any], list[Row]]]] = {
         "system": ("System", _system_rows),
         "packages": ("Packages", _package_rows),
@@ -152,7 +151,6 @@ def _device_rows(devices: Any) -> list[Row]:
 
 
 def _described(info: Any) -> str:
-    """Return the name, the size and the memory of a device."""
     parts = [info.name]
     if info.device == "cpu" and info.cores is not None:
         parts.append(f"{info.cores} cores")

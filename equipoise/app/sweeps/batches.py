@@ -102,7 +102,6 @@ class JobBatches:
         return [self._returned(job, result, collected) for job, result in zip(jobs, batch, strict=True)]
 
     def _compose(self, number: int, overrides: Sequence[str]) -> SweepJob:
-        """Return a job with its configuration."""
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         return SweepJob.create(number, overrides, config, self._task, self._context.callbacks)
 

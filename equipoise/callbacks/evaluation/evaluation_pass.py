@@ -121,7 +121,6 @@ class EvaluationPass:
         return output
 
     def _default_forward(self, module: nn.Module, batch: Any) -> Any:
-        """Compute the module's output for a batch of inputs and target."""
         is_pair = isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2
         if is_pair:
             inputs = batch[0]

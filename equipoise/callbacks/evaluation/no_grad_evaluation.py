@@ -214,7 +214,6 @@ class NoGradEvaluation(Callback):
         return gather(self.outputs, sizes, torch.device("cpu"))
 
     def _evaluate(self, trainer: Any, module: nn.Module) -> EvaluationResult:
-        """Evaluate, and restore the module's state."""
         # 1. Prepare the loader, once in a run, and the metrics.
         host = EvaluationHost.of(trainer, module)
         if self._loader is None:

@@ -306,7 +306,6 @@ class MemoryLogger(Callback):
             pl_module.log("memory_GiB", value, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
     def _store(self, readings: ByPhase, step: int) -> None:
-        """Append readings to the time line."""
         seconds = monotonic() - self.started
         self.timeline += points_of(readings, step, seconds)
         thin_out(self.timeline)

@@ -429,7 +429,6 @@ class ProgressBar(_LightningProgressBar):
         self._due = now + self._interval(display)
 
     def _update(self) -> None:
-        """Set the numbers of batches done."""
         now = monotonic()
         if self._epoch is not None:
             self._epoch.update(self._train_batch + 1, now)

@@ -286,7 +286,6 @@ class CompiledStep(AutomaticStep):
         self._num_pending = len(self._logs.pending)
 
     def _judge(self, trial: Trial, result: StepResult) -> None:
-        """Compare the eager step with the program."""
         pending = self._logs.pending[self._num_pending :]
         logged = [(entry.name, value) for entry, value, _ in pending]
         dtype = None
@@ -296,11 +295,7 @@ class CompiledStep(AutomaticStep):
 
 
 class CompiledSteps:
-    """Creates the compiled training step of each epoch. All epochs of a run use the same programs.
-
-    Args:
-        context: The run.
-    """
+    """Creates the compiled training step of each epoch. All epochs of a run use the same programs."""
 
     def __init__(self, context: "RunContext") -> None:
         step = context.hooks.plain_step("training_step")

@@ -132,7 +132,6 @@ def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:
 
 
 def _why_module_is_eager(module: LightningModule) -> str | None:
-    """Return the reason that lies in the module."""
     if has_own_log(module):
         return "the module has a method `log` of its own"
     for name, parameter in module.named_parameters():

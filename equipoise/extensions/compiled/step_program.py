@@ -120,14 +120,12 @@ class StepProgram:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _note(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a logged value."""
         if isinstance(value, Tensor):
             value = value.detach().clone()
         self._calls.append(LoggedCall(name, value, args, kwargs))
 
 
 def _detached(value: Any) -> Any:
-    """Return the outputs of a step without their graph."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):

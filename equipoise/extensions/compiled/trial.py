@@ -81,7 +81,6 @@ class Trial:
             gc.collect()
 
     def _note(self, result: ProgramResult) -> None:
-        """Note the state after the program."""
         if result.loss is None:
             self._refuse("it returns no loss")
         elif isinstance(result.outputs, dict) and "loss_weight" in result.outputs:
@@ -155,13 +154,7 @@ class Trial:
 
 
 def end_comparison(variant: Variant, comparison: SpeedComparison, batch: Any) -> None:
-    """Decide whether the program of a variant is fast enough.
-
-    Args:
-        variant: The variant.
-        comparison: The times of steps.
-        batch: A batch.
-    """
+    """Decide whether the program of a variant is fast enough."""
     variant.end_comparison()
     of_program, eager = comparison.seconds()
     shapes = _describe(shape_of(batch))
@@ -201,7 +194,6 @@ def _readable(name: str) -> str:
 
 
 def _describe(shape: Any) -> str:
-    """Return the shapes of a batch as text."""
     texts = []
     for entry in shape:
         size = entry if isinstance(entry, torch.Size) else entry[1]

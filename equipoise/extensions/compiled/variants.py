@@ -68,11 +68,7 @@ class Variant:
         self.is_ready = True
 
     def compare(self, comparison: SpeedComparison) -> None:
-        """Compare the speed of the next steps.
-
-        Args:
-            comparison: The comparison.
-        """
+        """Compare the speed of the next steps."""
         self.comparison = comparison
 
     def end_comparison(self) -> None:
@@ -130,12 +126,7 @@ class Variants:
         return variant
 
     def refuse(self, variant: Variant, reason: str) -> None:
-        """Let the steps of a variant stay eager, release the memory of its program, and warn.
-
-        Args:
-            variant: The variant.
-            reason: The reason.
-        """
+        """Let the steps of a variant stay eager, release the memory of its program, and warn."""
         variant.refuse()
         self.way.release_memory([variant.function])
         self.warn_once(reason)
@@ -147,11 +138,7 @@ class Variants:
         self.is_given_up = True
 
     def warn_once(self, reason: str) -> None:
-        """Warn that steps stay eager, once for each reason.
-
-        Args:
-            reason: The reason.
-        """
+        """Warn that steps stay eager, once for each reason."""
         if reason not in self._reported:
             self._reported.add(reason)
             rank_zero_warn(f"{self.way.done.capitalize()} steps: the training step stays eager, because {reason}.")

@@ -63,11 +63,7 @@ class Compiling(Way):
 
 
 class Capturing(Way):
-    """Torch's own kernels, replayed as a CUDA graph. The results are the same to the bit.
-
-    Args:
-        device: The CUDA device.
-    """
+    """Torch's own kernels, replayed as a CUDA graph. The results are the same to the bit."""
 
     done = "captured"
 

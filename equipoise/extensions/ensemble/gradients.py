@@ -164,12 +164,7 @@ def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None
 
 
 def clip_by_value(parameters: Sequence[StackedParameter], largest: float) -> None:
-    """Clip each element of the gradients.
-
-    Args:
-        parameters: The parameters.
-        largest: The largest absolute value.
-    """
+    """Clip each element of the gradients."""
     for parameter in parameters:
         gradient = parameter.stacked.grad
         if gradient is not None:

@@ -250,7 +250,6 @@ class MemberOptimizer(StrategyOptimizer):
 
 
 def _are_same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
-    """Return True if groups hold the same parameters as others."""
     if list(map(len, groups)) != list(map(len, others)):
         return False
     pairs = zip(groups, others, strict=True)
@@ -289,7 +288,6 @@ def _are_alike(states: Sequence[OptimizerState]) -> bool:
 
 
 def _stacked_state(states: Sequence[OptimizerState]) -> OptimizerState:
-    """Return the state of an optimiser of stacked parameters."""
     first = states[0]
     stacked: dict[Any, dict[str, Any]] = {}
     for index, entries in first["state"].items():

@@ -57,7 +57,6 @@ def split_ensemble(
 
 
 def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
-    """Return the checkpoint of one member."""
     # 1. The weights.
     of_member = {key: value for key, value in checkpoint.items() if key != MEMBERS}
     if member:

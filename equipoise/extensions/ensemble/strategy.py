@@ -367,7 +367,6 @@ class EnsembleStrategy(Strategy):
         return result
 
     def _batches(self, parts: Sequence[Any]) -> list[Any]:
-        """Return the batch of each member."""
         if isinstance(parts, MemberParts):
             return parts.members
         return [parts[0]] * self.members

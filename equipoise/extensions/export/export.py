@@ -132,7 +132,6 @@ def _write_folder(out: str, files: Mapping[str, FileOfWeights], *, overwrite: bo
 
 
 def _paths(folder: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the paths or URLs of files in a folder."""
     return tuple(f"{folder.rstrip('/')}/{name}" for name in names)
 
 
@@ -171,7 +170,6 @@ def _described(weights: Weights, dtype: torch.dtype | None) -> dict[str, Tensor]
 
 
 def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that an argument names."""
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
@@ -182,7 +180,6 @@ def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _bytes(size: int | str) -> int:
-    """Return a size in bytes."""
     if is_whole(size, least=1):
         return int(size)
     match = _SIZE.fullmatch(str(size).strip())

@@ -13,11 +13,7 @@ __all__ = ["SharedState"]
 
 
 class SharedState(PortableState):
-    """Full states of shared parameters.
-
-    Args:
-        processes: The processes.
-    """
+    """Full states of shared parameters."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

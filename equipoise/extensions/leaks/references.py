@@ -233,7 +233,6 @@ def _of_array(path: str, array: Any) -> Iterator[Reference]:
 
 
 def _first_visited(sequence: Any) -> int:
-    """Return the index of the first element that is visited."""
     num_skipped = len(sequence) - _MOST_ELEMENTS
     return max(0, num_skipped)
 
@@ -304,7 +303,6 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 
 
 def _slots(kind: type) -> list[str]:
-    """Return the names of a class's own slots."""
     slots = vars(kind).get("__slots__", ())
     if isinstance(slots, str):
         return [slots]

@@ -357,7 +357,6 @@ class LeakWatch:
 
 
 def _without(tensors: Iterable[Tensor], groups: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Return the tensors that are in no group."""
     ids = {id(tensor) for tensor in chain.from_iterable(groups)}
     return [tensor for tensor in tensors if id(tensor) not in ids]
 

@@ -125,11 +125,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def read_elsewhere(module: nn.Module) -> set[nn.Module]:
-    """Return parts whose weights are also read without calling the layers.
-
-    Args:
-        module: The module.
-    """
+    """Return parts whose weights are also read without calling the layers."""
     parts: set[nn.Module] = set()
     for block in module.modules():
         # Torch's own blocks read the weights of their layers in evaluations.

@@ -132,11 +132,7 @@ class EightBits(NamedTuple):
 
 
 def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
-    """Store a weight in eight bits for each value.
-
-    Args:
-        weight: The weight.
-    """
+    """Store a weight in eight bits for each value."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     rows, columns = weight.shape

@@ -131,7 +131,6 @@ class Quantization(AdapterCheckpoints):
 
     @property
     def _quantize(self) -> Quantize:
-        """The function that stores a weight."""
         if self.kind == "int8":
             return eight_bits
         return partial(
@@ -139,7 +138,6 @@ class Quantization(AdapterCheckpoints):
         )
 
     def _try(self, devices: Sequence[torch.device]) -> None:
-        """Check that devices compute with such layers."""
         for device in set(devices):
             try:
                 # A plan has tensors without memory, with which everything computes.

@@ -240,7 +240,6 @@ class _InputUses:
         return note
 
     def _note(self, name: str, tensor: Tensor) -> None:
-        """Note the input of a function that has been computed."""
         storage = tensor.untyped_storage()
         key = id(storage)
         # The id may belong to another storage later.

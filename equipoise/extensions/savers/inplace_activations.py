@@ -95,7 +95,6 @@ class InplaceActivations(Callback):
 
 
 def _arguments(module: LightningModule) -> list[str]:
-    """Return the names of the arguments of the training step."""
     return list(inspect.signature(module.training_step).parameters)
 
 

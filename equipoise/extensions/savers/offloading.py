@@ -45,12 +45,7 @@ class _Kept(NamedTuple):
 
 
 class _Copy:
-    """A copy of a tensor on the host.
-
-    Args:
-        tensor: The tensor.
-        storage: Its storage.
-    """
+    """A copy of a tensor on the host."""
 
     def __init__(self, tensor: Tensor, storage: Any) -> None:
         self._device = tensor.device

@@ -96,7 +96,6 @@ def _refusal(reason: str) -> ConfigurationError:
 
 
 def _why_not_in_settings(context: "RunContext") -> str | None:
-    """Return the reason that lies in the arguments of the trainer."""
     state = context.state
     strategy = context.strategy
     # Each reason stands for gradients that are needed together, or after the backward.
@@ -118,7 +117,6 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
 
 
 def _why_not_in_hooks(context: "RunContext") -> str | None:
-    """Return the reason that lies in the hooks of the module and the callbacks."""
     for name in _METHODS:
         if context.hooks.bind_module(name) is not None:
             return f"{type(context.module).__name__}.{name} runs when all gradients are there"

@@ -112,7 +112,6 @@ class PackedCollate:
         return batch
 
     def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the sequences of each row, by their numbers."""
         if self.max_tokens is None:
             return [list(range(len(lengths)))]
         longest = max(lengths)
@@ -197,7 +196,6 @@ def _tensor_of(name: str, values: Any) -> Tensor:
 
 
 def _check_alike(sequences: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuse samples that have different entries."""
     first, *others = sequences
     for other in others:
         if other.keys() != first.keys():
@@ -216,7 +214,6 @@ def _padded(
     width: int,
     value: int,
 ) -> Tensor:
-    """Return rows of different lengths as one tensor."""
     first = rows[0]
     shape = (len(rows), width, *first.shape[1:])
     padded = first.new_full(shape, value)

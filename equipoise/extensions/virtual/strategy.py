@@ -237,7 +237,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
             self._check_by_hand(module)
 
     def _check_by_hand(self, module: Any) -> None:
-        """Refuse what manual optimisation excludes."""
         is_profiled = not isinstance(module.trainer.profiler, PassThroughProfiler)
         obstacles = {
             f"verify={self.verify} would repeat steps that change weights": self.verify > 0,
@@ -349,7 +348,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return super().batch_to_devices(batch, self._rounds.drawing_alike(transfer))
 
     def _placed_parts(self, parts: Parts, transfer: Transfer) -> _PlacedParts:
-        """Copy each part of this process to its device."""
         # Shares of devices may have changed since the last step, those of processes not.
         places = [0] * len(parts)
         if self.one_process:

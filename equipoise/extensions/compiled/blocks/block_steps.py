@@ -139,9 +139,6 @@ def deciding_context(module: nn.Module) -> Context | None:
     """Return a context of a training step that decides about the blocks of a module; None if it has none.
 
     It is for manual optimisation, where every process has a batch in each step.
-
-    Args:
-        module: The module.
     """
     forwards = [getattr(vars(part).get("forward"), "__func__", None) for part in module.modules()]
     of_blocks = [forward for forward in forwards if isinstance(forward, BlockForward)]

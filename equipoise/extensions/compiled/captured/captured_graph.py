@@ -36,9 +36,6 @@ _IS_KEPT = (
 class GraphPool:
     """The stream and the memory pool of all graphs of a run.
 
-    Args:
-        device: The CUDA device.
-
     Attributes:
         device: The CUDA device.
         stream: The stream of warm-ups and captures.
@@ -211,7 +208,6 @@ class CapturedGraph:
             self._lent = None
 
     def _new_capture(self, inputs: Sequence[Any]) -> _Capture:
-        """Warm up, and capture the graph."""
         self.release()
         # 1. What a replay would not do.
         device = self._pool.device
@@ -292,7 +288,6 @@ def _are_in_place(capture: _Capture, inputs: Sequence[Any]) -> bool:
 
 
 def _replay(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Replay a graph, and return its outputs."""
     # 1. The inputs.
     static: list[Tensor] = []
     passed: list[Tensor] = []
@@ -318,7 +313,6 @@ def _replay(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _outputs(capture: _Capture, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the outputs of a replay."""
     outputs = list(capture.outputs)
     copied = []
     for position, output in enumerate(outputs):

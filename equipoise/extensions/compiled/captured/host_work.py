@@ -85,7 +85,6 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 
 def _name_of(function: Any) -> str:
-    """Return the name of a function for messages."""
     if namespace_of(function) is not None:
         return str(function)
     return str(getattr(function, "__qualname__", None) or function)

@@ -87,11 +87,7 @@ def _like(value: Any, tensor: Tensor) -> Tensor | None:
 
 
 def largest(tensors: Any) -> float:
-    """Return the largest absolute value of the finite elements of tensors; 0 without any.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Return the largest absolute value of the finite elements of tensors; 0 without any."""
     largest = 0.0
     for tensor in tensors:
         if tensor.numel():

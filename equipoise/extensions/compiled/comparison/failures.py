@@ -6,11 +6,7 @@ __all__ = ["ran_out_of_memory", "reason_of"]
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Return True for an error of memory.
-
-    Args:
-        error: The error.
-    """
+    """Return True for an error of memory."""
     return isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
 
 

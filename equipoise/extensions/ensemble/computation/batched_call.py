@@ -83,11 +83,7 @@ class _Noted(NamedTuple):
 
 
 def reason_against(network: nn.Module) -> str:
-    """Return why a network is not computed for all members together; empty if there is no reason before a call.
-
-    Args:
-        network: The network.
-    """
+    """Return why a network is not computed for all members together; empty if there is no reason before a call."""
     if "forward" in vars(network):
         return "its forward was set on the object"
     for name, part in network.named_modules():
@@ -266,7 +262,6 @@ class BatchedCall:
         return outputs
 
     def _batched(self, calls: _Stacked, randomness: str) -> list[Any]:
-        """Compute a batched call."""
         slots = self._slots
         count = len(slots)
         output_tree: Any = None
@@ -336,7 +331,6 @@ class BatchedCall:
         return _Noted(buffers, attributes)
 
     def _restore(self, noted: _Noted) -> None:
-        """Restore what a call has changed."""
         self._restore_buffers(noted.buffers)
         for part, attributes in zip(self._parts, noted.attributes, strict=True):
             present = vars(part)
@@ -412,7 +406,6 @@ def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
 
 
 def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:
-    """Return the arguments of a call with tensors in their structure."""
     args, kwargs = tree
     # Mostly there are tensors alone, which the structure has in order.
     if not kwargs and all(map(is_slot, args)):
@@ -457,7 +450,6 @@ def _check_plain(value: Any, verb: str) -> None:
 
 
 def _register(slots: list[list[Slot]], tensors: Sequence[Any]) -> None:
-    """Register tensors in place of the network's parameters and buffers."""
     for places, tensor in zip(slots, tensors, strict=True):
         for registered, name in places:
             registered[name] = tensor

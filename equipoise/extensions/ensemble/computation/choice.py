@@ -46,11 +46,7 @@ class Choice:
         self.watches_draws = not self.is_made
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a step in the present way, and choose the way of the next one.
-
-        Args:
-            function: The step.
-        """
+        """Run a step in the present way, and choose the way of the next one."""
         if self.is_made:
             result = function()
             self.together = self._together_later

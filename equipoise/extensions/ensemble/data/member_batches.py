@@ -116,7 +116,6 @@ class MemberCollate(Collate):
 
     @staticmethod
     def _divided(tensors: list[torch.Tensor], size: int) -> MembersBatch:
-        """Return the batches of a list of tensors."""
         columns = []
         for tensor in tensors:
             # Unlike views, these have no count of changes in common.
@@ -137,7 +136,6 @@ def _detached(value: Any) -> Any:
 
 
 def _length_of(batch: Any) -> int:
-    """Return the length of the first tensor of a batch."""
     while not isinstance(batch, torch.Tensor):
         items = items_of(batch)
         assert items is not None
@@ -206,7 +204,6 @@ class MemberOrder(Sampler[list[Any]]):
         return self.generator.run(member, lambda: next(iterator, None), self._private)
 
     def _joined(self, batches: Sequence[Any]) -> list[Any]:
-        """Return the indices of all members."""
         indices: list[Any] = []
         for batch in batches:
             indices.extend(batch)

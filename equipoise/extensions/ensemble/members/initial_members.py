@@ -148,7 +148,6 @@ def _constructor_of(module: nn.Module) -> Factory:
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module, by name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors.update(module.named_buffers())
     return tensors

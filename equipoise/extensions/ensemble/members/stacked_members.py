@@ -310,7 +310,6 @@ def own_memory(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy values into parameters and buffers, by name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors.update(module.named_buffers())
     for name, value in state.items():

@@ -22,11 +22,6 @@ class PartView:
 
     Objects that attributes name are not copied.
 
-    Args:
-        module: The user's module.
-        parameters: Its parameters.
-        optimizers: Its optimisers.
-
     Attributes:
         numbers: The states of the random generators.
     """

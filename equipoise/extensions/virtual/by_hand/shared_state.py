@@ -16,12 +16,7 @@ __all__ = ["SharedState"]
 
 
 class SharedState:
-    """Gradients and groups of the first part after a call. Other parts receive the same, also where it changes them.
-
-    Args:
-        parameters: The parameters.
-        optimizers: The optimisers.
-    """
+    """Gradients and groups of the first part after a call. Other parts receive the same, also where it changes them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         self._parameters = parameters

@@ -65,9 +65,6 @@ class Turns:
     def run(self, steps: Sequence[Callable[[], Any]]) -> None:
         """Run the steps of parts to their ends.
 
-        Args:
-            steps: The steps.
-
         Raises:
             BaseException: The error of a part, or of a meeting. All parts have ended by then.
         """

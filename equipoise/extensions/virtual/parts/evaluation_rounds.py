@@ -64,11 +64,7 @@ class EvaluationRounds:
         self._key_of_transfers = ""
 
     def drawing_alike(self, transfer: Transfer) -> Transfer:
-        """Return a function that copies a batch, with random numbers that follow from the number of the batch.
-
-        Args:
-            transfer: The function that copies.
-        """
+        """Return a function that copies a batch, with random numbers that follow from the number of the batch."""
 
         def copied(part: Any, device: torch.device) -> Any:
             if not self._transfers:
@@ -83,10 +79,6 @@ class EvaluationRounds:
 
     def run(self, step: EvaluationStep, part: Any) -> Any:
         """Evaluate a batch of this process, and log the values of this round.
-
-        Args:
-            step: The user's step.
-            part: The batch.
 
         Returns:
             The output of the step.

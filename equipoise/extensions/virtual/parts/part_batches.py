@@ -210,9 +210,6 @@ class _KeyedBatches(Dataset[Any]):
     """Collated batches of a data set, whose random numbers do not depend on the process that reads them.
 
     Samples of a part are collated by themselves, so they are padded alike in whichever process they are.
-
-    Args:
-        loader: The user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

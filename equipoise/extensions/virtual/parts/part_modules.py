@@ -54,9 +54,6 @@ class PartModules:
     def computing(self, place: int) -> Iterator[nn.Module]:
         """Let a device compute a part, and its backward, in a `with` block.
 
-        Args:
-            place: Index of the device.
-
         Yields:
             The module on that device, with the parameters and buffers that the user's module has now.
         """
@@ -83,11 +80,7 @@ class PartModules:
         return self._replicas.metrics_of(place, metrics)
 
     def module_of(self, place: int) -> nn.Module:
-        """Return the module on a device that has computed.
-
-        Args:
-            place: Index of the device.
-        """
+        """Return the module on a device that has computed."""
         return self._replicas[place]
 
     def original(self, metric: Metric) -> Metric:

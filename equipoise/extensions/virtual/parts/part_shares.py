@@ -123,11 +123,7 @@ class PartTimes:
 
     @contextmanager
     def measured(self, place: int) -> Iterator[None]:
-        """Measure a part in a `with` block.
-
-        Args:
-            place: Index of its device.
-        """
+        """Measure a part in a `with` block."""
         device = self._devices[place]
         _wait_for(device)
         begin = self._clock()

@@ -33,7 +33,6 @@ def digests_of(tensors: dict[str, Tensor | None]) -> Digests:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return a digest of the bits of a tensor."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
