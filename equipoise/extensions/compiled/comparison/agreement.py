@@ -72,6 +72,7 @@ def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
         return bool((tensor == other_tensor).all())
     if not tensor.numel():
         return True
+    # Differences of short types would be rounded themselves.
     wide = torch.promote_types(tensor.dtype, torch.float32)
     allowed = tolerance.relative * largest([tensor]) + tolerance.floor
     return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What a step or a block has computed, compared with what its program computes from the same state."""
+"""Results of a step or a block, compared with those that its program computes from the same state."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -30,10 +30,13 @@ def results_of(module: nn.Module, outputs: Any) -> list[Result]:
     """Return the tensors, numbers and texts among outputs, and the buffers of a module."""
     results = []
     for name, buffer in module.named_buffers():
-        results.append(Result(f"the buffer {name}", buffer))
+        result = Result(f"the buffer {name}", buffer)
+        results.append(result)
+    # Metrics and other objects cannot be compared.
     for leaf in leaves_of(outputs):
         if isinstance(leaf, COMPARED):
-            results.append(Result("an output", leaf))
+            result = Result("an output", leaf)
+            results.append(result)
     return results
 
 
@@ -47,10 +50,11 @@ class Outcome:
     def __init__(self, results: Iterable[Result]) -> None:
         self._results: list[Result] = []
         for result in results:
-            value = result.value
-            if isinstance(value, Tensor):
-                value = value.detach().clone()
-            self._results.append(result._replace(value=value))
+            # The next computation may write into the same memory.
+            if isinstance(result.value, Tensor):
+                copied = result.value.detach().clone()
+                result = result._replace(value=copied)
+            self._results.append(result)
         self._generators = random_state.capture()
 
     def first_difference(self, computed: "Outcome", tolerance: Tolerance) -> str | None:
@@ -60,16 +64,28 @@ class Outcome:
             computed: The outcome of the program.
             tolerance: The largest difference of tensors.
         """
+        # 1. Both have the same results.
         names = [result.what for result in self._results]
-        if names != [result.what for result in computed._results]:
+        computed_names = [result.what for result in computed._results]
+        if names != computed_names:
             return "it returns, logs or registers other values"
-        gradients = [result.value for result in self._results if result.is_gradient and result.value is not None]
+
+        # 2. A gradient that is nothing but rounding is compared with the largest one.
+        gradients = []
+        for result in self._results:
+            if result.is_gradient and result.value is not None:
+                gradients.append(result.value)
         floor = tolerance.floor * largest(gradients)
         of_gradients = Tolerance(tolerance.relative, floor)
+
+        # 3. Their values, and the random numbers.
         for expected, other in zip(self._results, computed._results, strict=True):
-            allowed = of_gradients if expected.is_gradient else tolerance
+            allowed = tolerance
+            if expected.is_gradient:
+                allowed = of_gradients
             if not agree(expected.value, other.value, allowed):
-                return f"{expected.what} differs{difference_of(expected.value, other.value)}"
+                amount = difference_of(expected.value, other.value)
+                return f"{expected.what} differs{amount}"
         if not self._generators.equals(computed._generators):
             return "it draws random numbers otherwise"
         return None
