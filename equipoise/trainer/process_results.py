@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from equipoise.errors import WorkerError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import STRUCTURE
+from equipoise.parallel.communication.tensor_copies import give_memory
 from equipoise.parallel.payload.shared_payload import can_be_packed
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.logging.entry import on_cpu
@@ -250,10 +251,12 @@ def _load_state(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _set_value(tensor: Tensor, value: Tensor) -> None:
-    # A lazy module has found its shapes in the run.
+    # A lazy module has found its shapes in the run, and one on the meta device its memory.
     fits = tensor.shape == value.shape and tensor.dtype == value.dtype
     with torch.no_grad():
-        if fits and not tensor.is_meta:
+        if tensor.is_meta:
+            give_memory(tensor, value)
+        elif fits:
             tensor.data.copy_(value)
         else:
             tensor.data = value

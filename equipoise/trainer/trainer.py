@@ -470,4 +470,4 @@ class Trainer(PublicState):
         Args:
             empty_init: Leave parameters uninitialised, for a checkpoint that will be loaded.
         """
-        return module_init_context(self.connected_strategy.root_device, self.precision_in_use, empty=bool(empty_init))
+        return module_init_context(self.connected_strategy, self.precision_in_use, empty=bool(empty_init))

@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -30,7 +29,7 @@ from equipoise.interop.distributed.fully_sharded import (
     unshard_by_hand,
 )
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.communication.tensor_copies import copy_from_first, give_memory
 
 __all__ = ["ShardedModule", "Sharding"]
 
@@ -122,8 +121,11 @@ class ShardedModule:
         if not isinstance(unit.module, FSDPModule):
             parameters = [parameter for parameter in unit.module.parameters() if id(parameter) in unsharded]
             _fill_meta(unit)
+            cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
             copy_from_first(parameter for parameter in parameters if not isinstance(parameter, DTensor))
-            _copy_along_column(parameters, sharding.mesh)
+            if cut:
+                # Each process of a row has a part of its own.
+                copy_from_first(map(part_of, cut), sharding.mesh.get_group())
             before = dict(unit.module.named_parameters(remove_duplicate=False))
             fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
             # Optimisers may group parameters by attributes.
@@ -308,18 +310,6 @@ def _exchange_parameters(optimizer: Optimizer, originals: dict[int, nn.Parameter
         optimizer.state[originals.get(id(parameter), parameter)] = {key: whole(value) for key, value in state.items()}
 
 
-def _copy_along_column(parameters: Sequence[nn.Parameter], column: DeviceMesh) -> None:
-    """Copy the parts of the first row of processes to the others, for parameters that are cut over columns."""
-    cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if column.size() == 1:
-        return
-    for parameter in cut:
-        part = part_of(parameter.detach())
-        contiguous = part.contiguous()
-        dist.broadcast(contiguous, group=column.get_group(), group_src=0)
-        part.copy_(contiguous)
-
-
 def _release_memory(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter. Its shape stays, and its values read as NaN."""
     missing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
@@ -335,7 +325,9 @@ def _fill_meta(unit: Unit) -> None:
         if not missing:
             continue
         for tensor in missing:
-            _allocate(tensor)
+            # A whole number has no value that shows that it is missing.
+            value = float("nan") if tensor.is_floating_point() else 0
+            give_memory(tensor, torch.full_like(tensor, value, device="cpu"))
         reset = getattr(part, "reset_parameters", None)
         if reset is None:
             rank_zero_warn(
@@ -344,12 +336,3 @@ def _fill_meta(unit: Unit) -> None:
             )
         else:
             reset()
-
-
-def _allocate(tensor: Tensor) -> None:
-    """Give a tensor on the meta device memory on the CPU, without a new object: others may refer to it."""
-    values = torch.full(tensor.shape, float("nan")) if tensor.is_floating_point() else torch.zeros(tensor.shape)
-    real: Tensor = values.to(tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

@@ -233,6 +233,13 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.processes_per_batch > 1:
             self.processes.data_view = DataProcesses
 
+    @property
+    def device_of_empty_modules(self) -> torch.device:
+        """The device of modules for which a checkpoint will be loaded: "meta" where units are filled one by one."""
+        if self.processes.world_size == 1 or self._columns > 1:
+            return self.root_device
+        return torch.device("meta")
+
     def begin_configuration(self, module: nn.Module) -> None:
         """Give the module a `device_mesh`, which its `configure_model` reads."""
         # The hook under its former name may have begun it.

@@ -4,19 +4,20 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.parallel.communication.process_group import host_group
 
-__all__ = ["copy_from_first", "dense_members"]
+__all__ = ["copy_from_first", "dense_members", "give_memory"]
 
 
-def copy_from_first(tensors: Iterable[Tensor]) -> None:
-    """Copy the values of rank 0 to all processes.
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Copy the values of the first process of a group to the others.
 
     Args:
         tensors: Parameters or buffers, the same in all processes.
+        group: The processes. Default: all.
 
     Raises:
         StepError: If a sparse tensor has another number of entries than in rank 0.
@@ -24,7 +25,7 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                _copy(tensor)
+                _copy(tensor, group)
             else:
                 _copy_sparse(tensor)
 
@@ -48,16 +49,28 @@ def _copy_sparse(tensor: Tensor) -> None:
         tensor.copy_(source)
 
 
-def _copy(tensor: Tensor) -> None:
+def _copy(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     # The default group may exchange tensors on devices alone.
-    group = None
-    if tensor.device.type == "cpu":
+    if group is None and tensor.device.type == "cpu":
         group = host_group()
     # A broadcast needs contiguous memory; where that is a copy, the values are copied back.
     contiguous = tensor.detach().contiguous()
-    dist.broadcast(contiguous, 0, group=group)
+    dist.broadcast(contiguous, group=group, group_src=0)
     if contiguous.data_ptr() != tensor.data_ptr():
         tensor.copy_(contiguous)
+
+
+def give_memory(tensor: Tensor, values: Tensor) -> None:
+    """Give values to a tensor on the meta device, without a new object: others may refer to it.
+
+    Args:
+        tensor: The tensor.
+        values: Its values, in memory of their own.
+    """
+    if isinstance(tensor, nn.Parameter):
+        values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    vars(values).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, values)  # type: ignore[no-untyped-call]
 
 
 def dense_members(tensor: Tensor) -> Sequence[Tensor]:

@@ -75,13 +75,18 @@ def select_precision(precision: Any, device_type: str) -> Precision:
     return make_precision(chosen.name, device_type, chosen.scaler)
 
 
-def module_init_context(device: torch.device, precision: Precision, *, empty: bool) -> ExitStack:
-    """Return a context in which torch creates tensors on a device, in the dtype of a precision."""
+def module_init_context(strategy: Any, precision: Precision, *, empty: bool) -> ExitStack:
+    """Return a context in which torch creates tensors on the device of a strategy, in the dtype of a precision.
+
+    A strategy that fills modules without memory has a `device_of_empty_modules`.
+    """
+    device = strategy.root_device
     stack = ExitStack()
+    if empty:
+        device = getattr(strategy, "device_of_empty_modules", device)
+        stack.enter_context(_WithoutInit())
     stack.enter_context(precision.init_context())
     stack.enter_context(device)
-    if empty:
-        stack.enter_context(_WithoutInit())
     return stack
 
 

@@ -237,7 +237,7 @@ class StrategyView:
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which a module is made on the device and in the precision of the trainer."""
-        return module_init_context(self._strategy.root_device, self._parts.precision, empty=bool(empty_init))
+        return module_init_context(self._strategy, self._parts.precision, empty=bool(empty_init))
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Return a context that changes nothing: no strategy shards a module while it is made."""

@@ -481,6 +481,20 @@ def test_weights_are_loaded_after_a_meta_module_is_sharded(tmp_path: Path) -> No
     assert all(torch.isfinite(value).all() for value in weights_of(fresh).values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_empty_module_takes_no_memory_before_it_is_sharded(processes: int, tmp_path: Path) -> None:
+    """Except where one process has all of it."""
+    expected, trainer = fit(Net, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    trainer = Trainer(strategy=fsdp(), devices=["cpu"] * processes, precision="64-true", **{**QUIET, "max_epochs": 1})
+    with trainer.init_module(empty_init=True):
+        module = Net()
+    assert module.last.weight.is_meta == (processes > 1)
+    trainer.fit(module, loader(12, 6), ckpt_path=tmp_path / "one.ckpt")
+    assert_close(weights_of(expected), weights_of(module), 0.0)
+
+
 def test_arguments() -> None:
     with pytest.raises(ConfigurationError, match="units must be 'auto' or a list"):
         FSDPStrategy(units="blocks.*")  # type: ignore[arg-type]

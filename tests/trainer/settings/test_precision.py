@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ def test_modules_are_made_where_they_will_be(precision: str, empty: bool) -> Non
         layer = torch.nn.Linear(2, 2)
     assert layer.weight.dtype == {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
     assert torch.equal(state, torch.get_rng_state()) == empty
-    with module_init_context(torch.device("meta"), make_precision(None, "cpu"), empty=empty):
+    with module_init_context(
+        SimpleNamespace(root_device=torch.device("meta")), make_precision(None, "cpu"), empty=empty
+    ):
         assert torch.nn.Linear(2, 2).weight.device.type == "meta"
     assert torch.get_default_dtype() is torch.float32

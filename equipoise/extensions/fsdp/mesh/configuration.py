@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -198,14 +197,12 @@ def copy_along_rows(module: nn.Module, row: DeviceMesh) -> None:
         module: The user's module, after `configure_model`.
         row: The processes that compute a batch together.
     """
+    alike = []
     for parameter in module.parameters():
-        if not isinstance(parameter, DTensor) or is_cut(parameter) or parameter.is_meta:
-            continue
-        if row.size() > 1:
-            part = part_of(parameter.detach())
-            contiguous = part.contiguous()
-            dist.broadcast(contiguous, group=row.get_group(), group_src=0)
-            part.copy_(contiguous)
+        if isinstance(parameter, DTensor) and not is_cut(parameter) and not parameter.is_meta:
+            alike.append(part_of(parameter.detach()))
+    if row.size() > 1:
+        copy_from_first(alike, row.get_group())
 
 
 def check_cut(module: nn.Module, tensor: int, *, must_cut: bool = True) -> None:
