@@ -1,16 +1,18 @@
-"""Weights of a unit that are used outside of its forward, where they are in shards: noticed, and named."""
+"""Errors of torch whose cause is a weight in shards, or a layer that is cut: explained by names of the module."""
 
 import linecache
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from equipoise.errors import StepError
+from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.fsdp.mesh.grid import is_cut
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.units import unit_of
 
@@ -26,21 +28,68 @@ _LINK = re.compile(r"\w+")
 
 @contextmanager
 def explained(sharded: ShardedModule) -> Iterator[None]:
-    """Turn torch's error about a weight in shards into one that names the weight and its unit.
+    """Turn torch's errors about a weight in shards, or about parts of a cut layer, into ones that name the layer.
 
     Args:
         sharded: The module in shards.
 
     Raises:
         StepError: If a weight of a unit was used outside of its forward.
+        ConfigurationError: If a layer has received a part where it takes a whole, or the reverse.
     """
     try:
         yield
     except RuntimeError as error:
-        if _SIGN not in str(error):
-            raise
-        name = _name_of_weight(error.__traceback__, sharded.module)
-        raise StepError(_message(name, sharded)) from error
+        if _SIGN in str(error):
+            name = _name_of_weight(error, sharded.module)
+            raise StepError(_message(name, sharded)) from error
+        if any(map(is_cut, sharded.module.parameters())):
+            _check_widths(error, sharded.module)
+        raise
+
+
+def _check_widths(error: RuntimeError, module: nn.Module) -> None:
+    """Name the layer that has received another width than it takes; else note in an error where it was raised.
+
+    Raises:
+        ConfigurationError: If there is such a layer.
+    """
+    # 1. The innermost layer that was called.
+    names = {id(part): name for name, part in module.named_modules()}
+    layer: Any = None
+    arguments: dict[str, Any] = {}
+    for frame, _ in walk_tb(error.__traceback__):
+        part = frame.f_locals.get("self")
+        if names.get(id(part)):
+            layer = part
+            arguments = frame.f_locals
+    if layer is None:
+        return
+
+    # 2. Its width: that of a linear layer, of `Conv1D` of transformers, or of a norm.
+    name = f"{names[id(layer)]} ({type(layer).__name__})"
+    width = getattr(layer, "in_features", getattr(layer, "nx", None))
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        width = layer.normalized_shape[-1]
+    received = arguments.get("input", arguments.get("x"))
+    if width is None or received is None or received.shape[-1] == width:
+        error.add_note(
+            f"This was in {name}, and layers of the module are cut. All layers that pass parts to one another are in"
+            " the plan, and so are numbers that count these parts, as 'divided'."
+        )
+        return
+    rule = (
+        "a layer before it is cut, and passes on its part. Add this layer to the plan as well, such as 'rowwise', or"
+        " let the other one return whole outputs: 'colwise_gather_output'."
+    )
+    if isinstance(received, DTensor):
+        rule = (
+            "it is cut, and takes the parts of a layer before it, which is whole. Add that layer to the plan as well,"
+            " such as 'colwise', or let this one take whole inputs: 'rowwise_split_input'."
+        )
+    raise ConfigurationError(
+        f"{name} takes {width} features in the last dimension, and has received {received.shape[-1]}: {rule}"
+    ) from error
 
 
 def _message(name: str | None, sharded: ShardedModule) -> str:
@@ -62,19 +111,16 @@ def _message(name: str | None, sharded: ShardedModule) -> str:
     )
 
 
-def _name_of_weight(traceback: TracebackType | None, module: nn.Module) -> str | None:
-    """Return the name of the sharded weight that the innermost frame of a traceback refers to; None: unknown."""
+def _name_of_weight(error: RuntimeError, module: nn.Module) -> str | None:
+    """Return the name of the sharded weight that the innermost frame of an error refers to; None: unknown."""
     names = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             names[id(parameter)] = name
     found = None
-    while traceback is not None:
-        values = list(traceback.tb_frame.f_locals.values())
-        values += _named_in_line(traceback.tb_frame, traceback.tb_lineno)
-        for value in values:
+    for frame, number in walk_tb(error.__traceback__):
+        for value in (*frame.f_locals.values(), *_named_in_line(frame, number)):
             found = names.get(id(value), found)
-        traceback = traceback.tb_next
     return found
 
 

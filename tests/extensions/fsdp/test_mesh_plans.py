@@ -12,7 +12,7 @@ from equipoise.extensions.fsdp.mesh.plans.cutting import layers_table, reasons_o
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan, plan_of_models, written_plan
 from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, Heads
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import Block, Net, assert_close, fit, fsdp, in_processes, weights_of
 from tests.extensions.fsdp.test_transparency import Marked
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
@@ -51,6 +51,23 @@ class Language(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class BlockWithNorm(Block):
+    """Has a norm between its layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.between = nn.LayerNorm(2 * width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.between(self.up(hidden)))
+
+
+class NormBetween(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BlockWithNorm(7) for _ in range(3))
 
 
 class OfTransformers(Net):
@@ -241,6 +258,36 @@ def test_training_by_a_plan_equals_that_of_one_device() -> None:
     assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
     assert "cuts no layer" in found["nothing"]
     assert "first stays whole: a width of 7 is not divisible by 2." in found["nothing"]
+
+
+HALVES: dict[str, tuple[Any, dict[str, str], str]] = {
+    "the first": (
+        Net,
+        {"blocks.*.up": "colwise"},
+        "blocks.0.down (Linear) takes 14 features in the last dimension, and",
+    ),
+    "the second": (Net, {"blocks.*.down": "rowwise"}, "blocks.0.down (Linear) takes 14 features in the last dimension"),
+    "a norm between": (NormBetween, PLAN, "blocks.0.between (LayerNorm) takes 14 features"),
+    "one of three": (Planned, {"attention.query": "colwise"}, "This was in attention (SelfAttention)"),
+}
+
+
+def half_cut() -> dict[str, str]:
+    found = {}
+    for case, (kind, plan, _) in HALVES.items():
+        with pytest.raises((ConfigurationError, RuntimeError)) as caught:
+            fit(kind, fsdp(tensor=2, tensor_plan=plan), 2, batch_size=12)
+        found[case] = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    return found
+
+
+@pytest.mark.slow
+def test_a_plan_that_lacks_a_layer_is_named_with_its_width() -> None:
+    found = in_processes(2, half_cut)
+    for case, (*_, words) in HALVES.items():
+        assert words in found[case], found[case]
+    assert "has received 7: a layer before it is cut" in found["the first"]
+    assert "has received 28: it is cut" in found["the second"]
 
 
 # The names of models of transformers, and their options.
