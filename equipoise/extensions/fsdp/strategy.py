@@ -46,7 +46,7 @@ from equipoise.interop.adapters import check_feature
 from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.communication.process_group import another_group
+from equipoise.parallel.communication.process_group import another_group, loopback
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
@@ -247,7 +247,8 @@ class FSDPStrategy(ProcessStrategy):
         if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
             self._note_whole_layers(module)
             columns = self._columns
-            mesh = make_mesh(self.root_device.type, processes.world_size // columns, columns)
+            with loopback(only=processes.spawns):
+                mesh = make_mesh(self.root_device.type, processes.world_size // columns, columns)
             self._configuration = Configuration(module, mesh)
             share_values(module, processes)
             set_device_mesh(module, mesh)
@@ -266,7 +267,8 @@ class FSDPStrategy(ProcessStrategy):
             configuration.note_new_parts()
             assert is_a(module, LightningModule)
             mesh = configuration.mesh
-            cut_by_plan(module, mesh, self.tensor_plan, self.root_device, training=self._is_fitting)
+            with loopback(only=self.processes.spawns):
+                cut_by_plan(module, mesh, self.tensor_plan, self.root_device, training=self._is_fitting)
         elif self.tensor_plan is not None:
             raise ConfigurationError(
                 "`configure_model` has cut or sharded layers already, which FSDPStrategy(tensor_plan=...) would cut"
@@ -327,11 +329,12 @@ class FSDPStrategy(ProcessStrategy):
         if self._configuration is not None:
             # A conversion makes new parameters of cut ones.
             self._configuration.copy_marks()
-        self._run = self._begin_run(module)
-        if self._configuration is not None:
-            self._configuration.hand_over()
-        if self._comparison is not None and self._configuration is not None:
-            self._comparison.begin(precision, self._configuration.mesh, self._rows or self._configuration.mesh)
+        with loopback(only=self.processes.spawns):
+            self._run = self._begin_run(module)
+            if self._configuration is not None:
+                self._configuration.hand_over()
+            if self._comparison is not None and self._configuration is not None:
+                self._comparison.begin(precision, self._configuration.mesh, self._rows or self._configuration.mesh)
 
     def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None

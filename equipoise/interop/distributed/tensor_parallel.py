@@ -1,15 +1,17 @@
 """Private names of torch's `parallelize_module`: where the hooks come from that it leaves in layers, and its mark.
 
-And Lightning's attribute behind a module's `device_mesh`.
+And those of a mesh: its groups, and Lightning's attribute behind a module's `device_mesh`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["forget_cuts", "set_device_mesh"]
+__all__ = ["forget_cuts", "leave_group", "set_device_mesh"]
 
 # Functions of this package turn the inputs and outputs of a layer into parts, and back.
 _PACKAGE = "torch.distributed.tensor"
@@ -38,6 +40,23 @@ def forget_cuts(module: nn.Module) -> None:
 
 def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+
+
+def leave_group(mesh: DeviceMesh) -> None:
+    """Leave the group of a mesh of one dimension, and close its connections.
+
+    Processes that wait in it for this one receive an error then. Torch keeps meshes in caches of operations, and a mesh
+    keeps its group: without the name, the others wait until the timeout.
+
+    Args:
+        mesh: The mesh.
+    """
+    group: Any = mesh.get_group()
+    if dist.get_backend(group) == "nccl":
+        # Kernels may wait for a process that has failed.
+        group.abort()
+    dist.destroy_process_group(group)
+    vars(mesh).get("_pg_registry", {}).clear()
 
 
 def set_device_mesh(module: LightningModule, mesh: Any) -> None:

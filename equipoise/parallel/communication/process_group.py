@@ -18,7 +18,16 @@ from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.payload.authentication import key_of_environment, use_key
 
-__all__ = ["StoreServer", "another_group", "follows_from_another", "group_apart", "group_store", "host_group", "joined"]
+__all__ = [
+    "StoreServer",
+    "another_group",
+    "follows_from_another",
+    "group_apart",
+    "group_store",
+    "host_group",
+    "joined",
+    "loopback",
+]
 
 LOOPBACK = "127.0.0.1"
 # Number of groups joined so far, the same in every process.
@@ -106,7 +115,7 @@ def joined(
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     with contextlib.ExitStack() as cleanup:
         # 1. Meet and begin the groups.
-        with _loopback(only=port is not None):
+        with loopback(only=port is not None):
             store = _connect(place, timeout, port)
             rank, column = divmod(place.global_rank, columns)
             column_store = PrefixStore(f"column/{column}", store)
@@ -205,7 +214,7 @@ def another_group(timeout: timedelta, *, local: bool) -> Iterator[dist.ProcessGr
         timeout: Time for which processes wait for one another in it.
         local: True if all processes are on this machine and meet over the loopback interface only.
     """
-    with _loopback(only=local):
+    with loopback(only=local):
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
     yield group
     dist.destroy_process_group(group)
@@ -224,7 +233,7 @@ def group_apart(store: Store, name: str, rank: int, size: int, timeout: timedelt
         timeout: Time for which processes wait for one another in it.
         local: True if all processes are on this machine and meet over the loopback interface only.
     """
-    with _loopback(only=local):
+    with loopback(only=local):
         group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
     return group  # type: ignore[no-any-return]
 
@@ -277,7 +286,7 @@ def _set_address_under_slurm() -> None:
 
 
 @contextlib.contextmanager
-def _loopback(*, only: bool) -> Iterator[None]:
+def loopback(*, only: bool) -> Iterator[None]:
     """Let gloo connect processes over the loopback interface only, unless the user chose another interface."""
     variable = "GLOO_SOCKET_IFNAME"
     if not only or variable in os.environ:

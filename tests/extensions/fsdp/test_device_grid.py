@@ -1,13 +1,15 @@
 """The grid of devices in the log and in the report of a run."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
 from equipoise import MemoryLogger, RunReport, Trainer
 from equipoise.extensions.fsdp import strategy as strategy_module
-from equipoise.extensions.fsdp.mesh.grid import grid_rows
+from equipoise.extensions.fsdp.mesh.grid import grid_rows, make_mesh
 from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
@@ -38,10 +40,22 @@ def test_the_log() -> None:
     assert in_processes(2, said)[0].splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
 
 
-def test_the_report(tmp_path: Path) -> None:
+def make_on_loopback(*sizes: Any) -> Any:
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    return make_mesh(*sizes)
+
+
+class Watching(Task):
+    """Looks in the processes that the trainer has started how further groups are made."""
+
+    def configure_model(self) -> None:
+        strategy_module.make_mesh = make_on_loopback
+
+
+def test_the_report_and_the_interface_of_the_mesh(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
     trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)
-    trainer.fit(Task(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(Watching(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     _, _, grid = page.partition("<h2>Device mesh</h2>")
     grid, _, _ = grid.partition("</table>")

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.extensions.fsdp.mesh.plans import planned_cut
 from equipoise.extensions.fsdp.mesh.plans.candidates import as_patterns, candidates_of
+from equipoise.extensions.fsdp.mesh.plans.trials import Trials
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from equipoise.names.patterns import expression_of
 from tests.conftest import ignoring
@@ -18,6 +21,7 @@ from tests.extensions.fsdp.mesh_modules import ByHand, Heads, SelfAttention
 from tests.extensions.fsdp.programs import (
     FEATURES,
     QUIET,
+    Block,
     Net,
     assert_close,
     fit,
@@ -311,6 +315,39 @@ def test_layers_that_are_found_train_as_those_of_one_device() -> None:
     assert "`training_step` runs backwards and optimisers by hand" in found["by hand"]
     assert "the loss is not finite. Optimisers, and what hooks" in found["no loss"]
     assert "cuts no layer, so each process would compute the same" in found["nothing"]
+
+
+class FailsInOne(Net):
+    """Fails in the second process alone, where the middle of its blocks has received a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([FailingBlock(7), Block(7)])
+
+
+class FailingBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and isinstance(self.up.weight, DTensor):
+            raise MemoryError("no room in this process")
+        return super().forward(hidden)
+
+
+def failing_in_one() -> list[Any]:
+    """Return the outcomes of trials, and which weights are cut, in each process; with a timeout of an hour."""
+    reasons = []
+    find = Trials.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trials, "reason", lambda *args: reasons.append(find(*args)) or reasons[-1])
+        fit(FailsInOne, fsdp(tensor=2, timeout=3600.0), 2, batch_size=12, max_epochs=1)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, reasons)
+    return found
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_in_one_process_ends_in_all() -> None:
+    first, second = in_processes(2, failing_in_one)
+    assert first == second == ["cut, MemoryError: no room in this process", None]
 
 
 class Watched(Net):

@@ -1,7 +1,9 @@
 """The processes as a grid: a row for each batch of a step, whose processes compute it together."""
 
+from itertools import count
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ __all__ = [
     "is_cut",
     "make_mesh",
     "part_of",
+    "row_apart",
     "row_placement",
     "sizes_of",
 ]
@@ -31,6 +34,8 @@ TENSOR = "tensor_parallel"
 CONTEXT = "context_parallel"
 
 Size = int | Literal["auto"]
+
+_ROWS = count()
 
 
 def check_size(name: str, size: Any) -> None:
@@ -99,6 +104,22 @@ def make_mesh(kind: str, data: int, tensor: int, context: int | None = None) -> 
     if context is None:
         return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
     return init_device_mesh(kind, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
+
+
+def row_apart(row: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of the processes of a row with a group of its own; all processes call it together.
+
+    Args:
+        row: The row, of successive ranks.
+    """
+    # Torch takes meshes of one name for the same, also in its caches of operations, where groups are those of before.
+    name = f"row {next(_ROWS)}"
+    for first in range(0, dist.get_world_size(), row.size()):
+        ranks = range(first, first + row.size())
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mesh = DeviceMesh.from_group(group, row.device_type, mesh_dim_names=(name,))
+    return mesh
 
 
 def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:

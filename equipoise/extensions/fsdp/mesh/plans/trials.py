@@ -4,15 +4,17 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.fsdp.mesh.grid import is_cut
+from equipoise.extensions.fsdp.mesh.grid import row_apart
 from equipoise.extensions.fsdp.mesh.layer_comparison import (
     TOLERANCES,
     copied,
@@ -25,8 +27,10 @@ from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
+from equipoise.interop.distributed.tensor_parallel import leave_group
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.tree import map_leaves
@@ -117,17 +121,12 @@ class Trials:
         Args:
             plan: The plan.
         """
-        cut = self._copy(self._whole)
+        row = row_apart(self._row)
         try:
-            outcome = attempt(partial(self._compute_cut, cut, plan))
-            attempt(partial(self._check_equal, cut, outcome))
+            attempt(partial(self._check_equal, plan, row), partial(leave_group, row))
         except ConfigurationError as error:
             return f"cut, {error}"
         return None
-
-    def _compute_cut(self, cut: LightningModule, plan: Plan) -> _Outcome:
-        apply_plan(cut, plan, {}, self._row)
-        return self._compute(cut)
 
     def _compute(self, module: LightningModule) -> _Outcome:
         """Compute the gradients of the batch.
@@ -154,12 +153,15 @@ class Trials:
             logged = captures.end(outer)
         return _Outcome(loss, _shown(module, logged))
 
-    def _check_equal(self, cut: LightningModule, outcome: _Outcome) -> None:
-        """Check that the loss, all gradients, logged values and buffers are those of the whole module.
+    def _check_equal(self, plan: Plan, row: DeviceMesh) -> None:
+        """Check that the loss, all gradients, logged values and buffers of a cut copy are those of the whole one.
 
         Raises:
             ConfigurationError: If one differs, or is too small to tell.
         """
+        cut = self._copy(self._whole)
+        apply_plan(cut, plan, {}, row)
+        outcome = self._compute(cut)
         tolerance = TOLERANCES[self._dtype]
         floor = tolerance.floor * max(map(largest_of, self._expected))
         compared = [("the loss", outcome.loss, outcome.loss.detach())]
@@ -171,7 +173,8 @@ class Trials:
             if difference > max(tolerance.relative * size, floor):
                 raise ConfigurationError(f"{name} differs by {difference / (size or 1.0):.1e} of its largest element")
             # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
-            if is_cut(tensor) and tensor.ndim > 1 and size <= _TELLING * floor:
+            is_cut = isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
+            if is_cut and tensor.ndim > 1 and size <= _TELLING * floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
             computed = outcome.shown.get(name)
@@ -219,11 +222,25 @@ def _add_noise(module: nn.Module) -> None:
             parameter.detach().add_(noise, alpha=size)
 
 
-def attempt(function: Callable[[], T]) -> T:
+class _Failure(NamedTuple):
+    """An error of a process.
+
+    Attributes:
+        follows: Whether it follows from the end of another process.
+        text: What went wrong.
+    """
+
+    follows: bool
+    text: str
+
+
+def attempt(function: Callable[[], T], leave: Callable[[], None] | None = None) -> T:
     """Call a function in all processes, and return its result.
 
     Args:
         function: The function.
+        leave: Called when all are done, and before in a process that has failed, so that no other waits for it within
+            the function. Default: None, where processes exchange nothing.
 
     Raises:
         ConfigurationError: In all processes, with the error of the first in which it fails.
@@ -233,11 +250,16 @@ def attempt(function: Callable[[], T]) -> T:
     try:
         results.append(function())
     except ConfigurationError as error:
-        failure = str(error)
+        failure = _Failure(False, str(error))
     except Exception as error:
         first_line, _, _ = str(error).partition("\n")
-        failure = f"{type(error).__name__}: {first_line}"
-    for of_process in gather_objects(failure):
-        if of_process is not None:
-            raise ConfigurationError(of_process)
+        failure = _Failure(follows_from_another(error), f"{type(error).__name__}: {first_line}")
+    if failure is not None and leave is not None:
+        leave()
+    failures = [of_process for of_process in gather_objects(failure) if of_process is not None]
+    if failure is None and leave is not None:
+        leave()
+    if failures:
+        first = min(failures, key=attrgetter("follows"))
+        raise ConfigurationError(first.text)
     return results[0]
