@@ -19,7 +19,6 @@ from equipoise.extensions.fsdp.agreement import UnitCalls
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences, DividedStep
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
-from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
@@ -151,8 +150,8 @@ class ShardedSteps:
         self._sharded.free_gathered()
 
     def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
-        """Add the gradients of a batch, without dropout, and return its loss; None if some process has none."""
-        with explained(self._sharded), without_dropout(), self._without_draws():
+        """Add the gradients of a batch, and return its loss; None if some process has none."""
+        with explained(self._sharded), self._without_draws():
             with self._calls.watched():
                 result, _ = step.capture_logs(partial(step, batch))
             loss: Tensor | None = result.loss

@@ -63,41 +63,24 @@ def choose_units(module: nn.Module, patterns: Sequence[str | type[nn.Module]] | 
         >>> [unit.title for unit in choose_units(nn.Sequential(nn.Linear(3, 2), *blocks))]
         ['1', '2', '(root)']
     """
-    names_of_parameters = _names_of_parameters(module)
-    if patterns is None:
-        candidates = list(_natural_units(module))
-        # Torch would shard a tied parameter once for each unit, and thereby untie it.
-        units = [unit for unit in candidates if _tied_outside(unit, names_of_parameters) is None]
-    else:
-        units = _units_by_name(module, patterns)
-        for unit in units:
-            _check_not_tied(unit, names_of_parameters)
+    names_of_parameters: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of_parameters[id(parameter)].append(name)
+    candidates = list(_natural_units(module)) if patterns is None else _units_by_name(module, patterns)
+    units = []
+    for unit in candidates:
+        tied = _tied_outside(unit, names_of_parameters)
+        if tied is None:
+            units.append(unit)
+        elif patterns is not None:
+            # Torch would shard a tied parameter once for each unit, and thereby untie it.
+            inside, outside = tied
+            raise ConfigurationError(
+                f"{unit.name} cannot be a unit of its own: {inside} and {outside} are the same parameter, and one of"
+                " them lies outside. Leave it out of `units`; its weights then stay with what is around both."
+            )
     root = Unit("", module)
     return [*units, root]
-
-
-def _check_not_tied(unit: Unit, names_of_parameters: Mapping[int, Sequence[str]]) -> None:
-    """Check that a unit shares no parameter with what lies outside of it.
-
-    Raises:
-        ConfigurationError: If it does.
-    """
-    tied = _tied_outside(unit, names_of_parameters)
-    if tied is None:
-        return
-    inside, outside = tied
-    raise ConfigurationError(
-        f"{unit.name} cannot be a unit of its own: {inside} and {outside} are the same parameter, and one of them lies"
-        " outside. Leave it out of `units`; its weights then stay with what is around both."
-    )
-
-
-def _names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each parameter, by its identity."""
-    names = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return names
 
 
 def _tied_outside(unit: Unit, names_of_parameters: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:
@@ -117,33 +100,27 @@ def _natural_units(module: nn.Module, name: str = "") -> Iterator[Unit]:
     children = dict(module.named_children())
     num_of_class = Counter(map(type, children.values()))
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    prefix = f"{name}." if name else ""
     for child_name, child in children.items():
-        unit = Unit(f"{prefix}{child_name}", child)
-        if _has_children(child):
+        full_name = f"{name}.{child_name}".removeprefix(".")
+        is_wanted = _size(child) > LARGE
+        if list(child.children()):
             is_wanted = is_list and num_of_class[type(child)] > 1
-        else:
-            is_wanted = _size(child) > LARGE
         if is_wanted and _can_be_unit(child):
-            yield unit
+            yield Unit(full_name, child)
         else:
-            yield from _natural_units(child, unit.name)
-
-
-def _has_children(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Return False for a container such as ModuleList."""
-    return type(module).forward is not nn.Module.forward
+            yield from _natural_units(child, full_name)
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     """Return True if a module has parameters, and each use of them is a call of its forward."""
     # Attention reads the weights of its last layer without calling it.
     is_read_directly = isinstance(module, _output_layer_of_attention())
-    return _has_forward(module) and not is_read_directly and _size(module) > 0
+    return _is_called(module) and not is_read_directly
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return True if a module has parameters and a forward, which a container such as ModuleList has not."""
+    return type(module).forward is not nn.Module.forward and _size(module) > 0
 
 
 @cache
@@ -154,7 +131,7 @@ def _output_layer_of_attention() -> type[nn.Module]:
 
 
 def _size(module: nn.Module) -> int:
-    """Return the number of parameters."""
+    """Return the number of elements of all parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -164,37 +141,27 @@ def _units_by_name(module: nn.Module, patterns: Sequence[str | type[nn.Module]])
     submodules.pop("")
     chosen: set[str] = set()
     for pattern in patterns:
-        matches = _matches(pattern, submodules)
-        usable = set()
-        for name in matches:
-            submodule = submodules[name]
-            if _has_forward(submodule) and _size(submodule) > 0:
-                usable.add(name)
-        # A list of classes may be that of a library, for all of its networks.
-        if not usable and isinstance(pattern, str):
+        if not isinstance(pattern, str):
+            # A list of classes may be that of a library, for all of its networks, so it may name none.
+            for name, part in submodules.items():
+                if isinstance(part, pattern) and _can_be_unit(part):
+                    chosen.add(name)
+            continue
+        expression = expression_of(pattern)
+        matches = [name for name in submodules if expression.fullmatch(name)]
+        usable = [name for name in matches if _is_called(submodules[name])]
+        if not usable:
             message = _no_match(pattern, matches, submodules)
             raise ConfigurationError(message)
-        chosen |= usable
+        chosen.update(usable)
+
     # A submodule comes after the one that contains it, so the reverse order begins with the innermost.
     inner_first = [Unit(name, submodules[name]) for name in reversed(submodules) if name in chosen]
-    inner_first.sort(key=_depth, reverse=True)
+    inner_first.sort(key=lambda unit: unit.name.count("."), reverse=True)
     return inner_first
 
 
-def _depth(unit: Unit) -> int:
-    """Return the number of submodules around a unit."""
-    return unit.name.count(".")
-
-
-def _matches(pattern: str | type[nn.Module], submodules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the submodules that a pattern names, or which are of a class."""
-    if isinstance(pattern, str):
-        expression = expression_of(pattern)
-        return {name for name in submodules if expression.fullmatch(name)}
-    return {name for name, module in submodules.items() if isinstance(module, pattern) and _can_be_unit(module)}
-
-
-def _no_match(pattern: str, matches: set[str], submodules: Mapping[str, nn.Module]) -> str:
+def _no_match(pattern: str, matches: Sequence[str], submodules: Mapping[str, nn.Module]) -> str:
     """Return the message for a pattern that names no unit."""
     if matches:
         listed = ", ".join(sorted(matches)[:_MOST_NAMES])
@@ -217,16 +184,18 @@ def unit_of(name: str, units: Sequence[Unit]) -> Unit:
     return max(around, key=lambda unit: len(unit.name), default=units[-1])
 
 
-def units_of_module(module: nn.Module) -> list[Unit]:
-    """Return the units that `configure_model` has sharded by itself, inner ones first, the root last; empty if none."""
-    units = [Unit(name, part) for name, part in module.named_modules() if _is_sharded(part)]
-    if not units:
-        return []
-    return [*(unit for unit in reversed(units) if unit.name), Unit("", module)]
-
-
 def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def units_of_module(module: nn.Module) -> list[Unit]:
+    """Return the units that `configure_model` has sharded by itself, inner ones first, the root last; empty if none."""
+    sharded = [Unit(name, part) for name, part in module.named_modules() if _is_sharded(part)]
+    if not sharded:
+        return []
+    inner_first = [unit for unit in reversed(sharded) if unit.name]
+    root = Unit("", module)
+    return [*inner_first, root]
 
 
 def table_of(units: Sequence[Unit], processes: int) -> str:
@@ -246,14 +215,19 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
     # 2. The cells.
     rows = [("unit", "class", "parameters", "whole", "in each process")]
     for unit in units:
-        count = sum(parameter.numel() for parameter in parameters[unit.name])
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters[unit.name])
-        bytes_here: float = sum(part_of(parameter).nbytes for parameter in parameters[unit.name])
+        count = 0
+        nbytes = 0
+        bytes_here: float = 0
+        for tensor in parameters[unit.name]:
+            count += tensor.numel()
+            nbytes += tensor.numel() * tensor.element_size()
+            bytes_here += part_of(tensor).nbytes
         if not _is_sharded(unit.module):
             bytes_here /= processes
+        kind = type(unit.module)
         row = (
             unit.title,
-            type(unit.module).__name__,
+            kind.__name__,
             format_count(count),
             format_bytes(nbytes),
             format_bytes(bytes_here),

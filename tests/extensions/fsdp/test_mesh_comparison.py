@@ -17,7 +17,7 @@ from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
 from tests.extensions.fsdp.programs import Block, Net, assert_close, fit, fsdp, in_processes, weights_of
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+pytestmark = ignoring(r"\w+ has a `validation_step`, but", "Dropout between cut layers")
 
 
 class WholeNorm(WithoutDropout):
@@ -136,7 +136,7 @@ def test_layers_that_compute_something_else_are_refused() -> None:
 def untouched() -> list[Any]:
     """Return weights and logged values with the comparison and without; called in every process."""
     results: list[Any] = []
-    for kind in (Stateful, DropsWithin, BuiltThere):
+    for kind in (Stateful, BuiltThere, DropsWithin):
         outcomes = []
         for compare in (True, False):
             module, trainer = fit(kind, fsdp(tensor=2, compare_layers=compare), 2, accumulate_grad_batches=2, count=48)
@@ -146,6 +146,8 @@ def untouched() -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module, _ = fit(Uncopied, fsdp(tensor=2), 2, batch_size=12)
+        for kind in (DropsWithin, CutHeads):
+            fit(kind, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
     results.append([weights_of(module), [str(warning.message) for warning in caught]])
     return results
 
@@ -158,6 +160,9 @@ def test_nothing_remains_of_the_comparison() -> None:
         assert_close(without, with_comparison, tolerance=0.0)
     one, _ = fit(Net)
     assert_close(weights_of(one), weights)
+    # Beside the layers, dropout sees whole tensors.
+    (dropout,) = [message for message in messages if "Dropout between cut layers" in message]
+    assert "a tensor of shape [12, 14] is one of [12, 7] in each process" in dropout
     (message,) = [message for message in messages if "were not compared" in message]
     assert "TypeError: cannot pickle '_thread.lock' object" in message
 

@@ -98,12 +98,12 @@ class LayerComparison:
     Attributes:
         parts: What is compared, for messages.
         wholes: With what it is compared.
-        compares_buffers: Whether buffers are compared, too.
+        sees_all: Whether each process sees whole sequences. Then buffers, and what dropout sees, are compared as well.
     """
 
     parts: ClassVar[str] = "cut layers"
     wholes: ClassVar[str] = "whole ones"
-    compares_buffers: ClassVar[bool] = True
+    sees_all: ClassVar[bool] = True
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -141,8 +141,8 @@ class LayerComparison:
         Args:
             step: The step.
             batch: The batch of this row.
-            compute: Computes the gradients of a batch with the cut layers, without dropout, and returns the loss. None:
-                some process has none.
+            compute: Computes the gradients of a batch with the cut layers, and returns the loss. None: some process has
+                none.
 
         Returns:
             False if nothing could be compared with this batch.
@@ -154,12 +154,12 @@ class LayerComparison:
         self._module.zero_grad()
         try:
             if self._is_possible(self._check):
-                with preserve_state(self._module, containers=True), own_forwards():
+                with preserve_state(self._module, containers=True), own_forwards(), without_dropout() as shapes:
                     loss = compute(step, copied(batch))
                     buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
                 if loss is None:
                     return False
-                self._compare(step, batch, loss, buffers)
+                self._compare(step, batch, loss, buffers, shapes)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -215,25 +215,35 @@ class LayerComparison:
 
     # The comparison.
 
-    def _compare(self, step: TrainingStep, batch: Any, loss: Tensor, buffers: dict[str, Tensor]) -> None:
-        """Compute the loss and the gradients of whole layers, and compare."""
+    def _compare(
+        self, step: TrainingStep, batch: Any, loss: Tensor, buffers: dict[str, Tensor], shapes: list[torch.Size]
+    ) -> None:
+        """Compute the loss and the gradients of whole layers, and compare.
+
+        Args:
+            step: The step.
+            batch: The batch of this row.
+            loss: That of cut layers.
+            buffers: Those that cut layers leave.
+            shapes: Those that dropout sees between cut layers and elsewhere.
+        """
         twin = self._twin
         assert twin is not None
         losses: list[Tensor] = []
 
         def compute() -> None:
-            with without_dropout():
-                outcome = step.run_on(twin.module, copied(batch), 1)
-                assert outcome.loss is not None
-                run_backward_in_modes(outcome.loss)
+            outcome = step.run_on(twin.module, copied(batch), 1)
+            assert outcome.loss is not None
+            run_backward_in_modes(outcome.loss)
             losses.append(outcome.loss)
 
-        with preserve_state(self._module, containers=True):
+        with preserve_state(self._module, containers=True), without_dropout() as whole_shapes:
             twin.fill(self._module, loss.device)
             if not self._is_possible(compute):
                 return
-        if self.compares_buffers:
+        if self.sees_all:
             self._check_buffers(buffers, twin.module)
+            _warn_of_equal_masks(shapes, whole_shapes)
         self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
 
     def _check_buffers(self, buffers: dict[str, Tensor], twin: nn.Module) -> None:
@@ -340,6 +350,19 @@ class LayerComparison:
             "Correct the plan: a ColwiseParallel layer is followed by a RowwiseParallel one, and an attribute such as"
             " the number of heads is divided by the size of the mesh."
         )
+
+
+def _warn_of_equal_masks(shapes: Sequence[torch.Size], whole_shapes: Sequence[torch.Size]) -> None:
+    """Warn where dropout sees a part in each process, since all of them draw the same numbers."""
+    for shape, whole in zip(shapes, whole_shapes, strict=False):
+        if shape != whole:
+            rank_zero_warn(
+                f"Dropout between cut layers draws one mask for all parts: a tensor of shape {list(whole)} is one of"
+                f" {list(shape)} in each process, and all processes of a row draw the same numbers. Gradients are right"
+                " for these masks. For those of one device, drop elements in front of the first layer that is cut, or"
+                " behind the last."
+            )
+            return
 
 
 def _whole_of(tensor: Tensor) -> Tensor:

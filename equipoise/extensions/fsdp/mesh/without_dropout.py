@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["DROPOUTS", "without_dropout"]
 
 _F = nn.functional
-# Functions that return their input if they drop nothing, and those with a probability among their arguments.
+# Functions that return their input if they drop nothing.
 DROPOUTS = {
     _F.dropout,
     _F.dropout1d,
@@ -22,44 +22,69 @@ DROPOUTS = {
     _F.feature_alpha_dropout,
     torch.dropout,
 }
-_WITH_PROBABILITY = {_F.scaled_dot_product_attention, _F.multi_head_attention_forward}
-# The place of that argument of a function of C++, whose signature cannot be read.
-_PLACE_IN_ATTENTION = 4
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Lets the functions of torch drop nothing."""
+    """Lets the functions of torch drop nothing.
+
+    Attributes:
+        shapes: Shapes of tensors of which elements would be dropped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func in DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func in _WITH_PROBABILITY:
-            args = _without_probability(func, args, kwargs)
+            return self._keep(*args, **kwargs)
+        if func is _F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is _F.multi_head_attention_forward:
+            # Its layers are packed, so they are whole.
+            call = inspect.signature(func).bind(*args, **kwargs)
+            call.arguments["dropout_p"] = 0.0
+            return func(*call.args, **call.kwargs)
         return func(*args, **kwargs)
 
+    def _keep(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    ) -> Tensor:
+        if p and training and train:
+            self.shapes.append(input.shape)
+        return input
 
-def _without_probability(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the positional arguments with a probability of 0; among the keyword arguments it is set."""
-    place = _PLACE_IN_ATTENTION
-    if func is _F.multi_head_attention_forward:
-        place = [*inspect.signature(func).parameters].index("dropout_p")
-    if len(args) > place:
-        return (*args[:place], 0.0, *args[place + 1 :])
-    kwargs["dropout_p"] = 0.0
-    return args
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if dropout_p:
+            self.shapes.append(query.shape)
+        return _F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
 @contextmanager
-def without_dropout() -> Iterator[None]:
+def without_dropout() -> Iterator[list[torch.Size]]:
     """Leave dropout out of forwards in a `with` block of this thread.
 
+    Yields:
+        A list that receives the shapes of tensors that would lose elements; of attention, those of the queries.
+
     Example:
-        >>> with without_dropout():
+        >>> with without_dropout() as shapes:
         ...     nn.Dropout(0.5)(torch.ones(2))
         tensor([1., 1.])
+        >>> shapes
+        [torch.Size([2])]
     """
-    with _WithoutDropout():
-        yield
+    with _WithoutDropout() as mode:
+        yield mode.shapes

@@ -16,8 +16,7 @@ class SequenceComparison(LayerComparison):
 
     parts: ClassVar[str] = "parts of sequences"
     wholes: ClassVar[str] = "whole sequences"
-    # Statistics of parts of sequences are those of the parts.
-    compares_buffers: ClassVar[bool] = False
+    sees_all: ClassVar[bool] = False
 
     def advice(self, loss: Difference, worst: Difference) -> str:
         """Return what to do about parts that compute something else."""
