@@ -72,7 +72,6 @@ class StageClient:
         """Let the workers drop the module, all of which is in this process again."""
         self.commands.send_to_all("begin", [])
         self.commands.messenger.flush()
-        self.placement.clear()
 
     def send_stages(self, root: nn.Module, stages: Sequence[StageProgram]) -> int:
         """Send every worker its stages, and return the number by which the workers know them.

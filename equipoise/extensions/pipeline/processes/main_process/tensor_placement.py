@@ -23,51 +23,53 @@ class TensorPlacement:
 
     Args:
         module: The module.
-        last: Number of the first stage of the main process; the workers' first stages are the numbers before.
+        workers: Number of workers.
 
     Attributes:
         tensors: All parameters and buffers of the module. Their indices are the keys.
-        needed_here: Keys of the tensors that workers have and that the stages of the main process use as well.
+        keys_of_workers: For each worker, by its first stage, the keys of the tensors that it has.
+        needed_here: Keys of the tensors that the stages of the main process use.
         on_host: Keys of copies of parameters that lie on the host on purpose, beside other devices.
 
     Example:
-        >>> placement = TensorPlacement(nn.Linear(2, 3), last=1)
-        >>> placement.add_worker(0, [1])
-        >>> placement.keys_elsewhere(), placement.has_tensor(0, 1), placement.has_tensor(1, 1)
-        ([1], True, False)
+        >>> placement = TensorPlacement(nn.Linear(2, 3), workers=1)
+        >>> placement.keys_of_workers[0].add(1)
+        >>> placement.is_elsewhere(0), placement.is_elsewhere(1), placement.workers_with(1)
+        (False, True, [0])
     """
 
-    def __init__(self, module: nn.Module, last: int) -> None:
-        self._last = last
+    def __init__(self, module: nn.Module, workers: int) -> None:
         self.tensors: list[Tensor] = []
         # For the identity of a tensor its key.
         self._keys: dict[int, int] = {}
         for tensor in parameters_and_buffers(module):
-            identity = id(tensor)
-            if identity in self._keys:
-                continue
-            key = len(self.tensors)
-            self._keys[identity] = key
-            self.tensors.append(tensor)
+            if id(tensor) not in self._keys:
+                self._add(tensor)
         self._num_own = len(self.tensors)
         # For the key of a parameter those of its copies.
         self._copies: dict[int, list[int]] = {}
         self.on_host: set[int] = set()
-        # For a key the workers that have the tensor.
-        self._workers_with: dict[int, list[int]] = {}
+        self.keys_of_workers: list[set[int]] = [set() for _ in range(workers)]
         self.needed_here: set[int] = set()
 
     # Keys.
 
+    def _add(self, tensor: Tensor) -> int:
+        """Return the key of a new tensor."""
+        key = len(self.tensors)
+        self._keys[id(tensor)] = key
+        self.tensors.append(tensor)
+        return key
+
     def specs(self) -> list[TensorSpec]:
         """Return the properties of all tensors."""
         specs = []
-        for tensor in self.tensors:
+        for key, tensor in enumerate(self.tensors):
             spec = TensorSpec(
                 is_parameter=isinstance(tensor, nn.Parameter),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
-                on_host=self._keys[id(tensor)] in self.on_host,
+                on_host=key in self.on_host,
             )
             specs.append(spec)
         return specs
@@ -81,17 +83,14 @@ class TensorPlacement:
             device: The device of this process.
         """
         for parameter, of_copy in zip(module.parameters(), copied.parameters(), strict=True):
-            key = len(self.tensors)
+            key = self._add(of_copy)
             self._copies.setdefault(self._keys[id(parameter)], []).append(key)
-            self._keys[id(of_copy)] = key
-            self.tensors.append(of_copy)
             if of_copy.device.type == "cpu" != device.type:
                 self.on_host.add(key)
 
     def key_of(self, tensor: Tensor) -> int | None:
         """Return the key of a tensor; None if the module does not have it."""
-        identity = id(tensor)
-        return self._keys.get(identity)
+        return self._keys.get(id(tensor))
 
     def keys_of_layers(self, layers: Mapping[str, Any]) -> set[int]:
         """Return the keys of the tensors of layers.
@@ -101,8 +100,7 @@ class TensorPlacement:
         """
         keys: set[int] = set()
         for layer in layers.values():
-            tensors = parameters_and_buffers(layer)
-            for tensor in tensors:
+            for tensor in parameters_and_buffers(layer):
                 key = self.key_of(tensor)
                 # A forward may use tensors that are not the module's.
                 if key is not None:
@@ -111,96 +109,41 @@ class TensorPlacement:
 
     # Places.
 
-    def is_elsewhere(self, key: int) -> bool:
-        """Return True if only workers have a tensor."""
-        if key in self.needed_here:
+    def workers_with(self, key: int) -> list[int]:
+        """Return the first stages of the workers that have a tensor; the first of them owns it."""
+        return [stage for stage, keys in enumerate(self.keys_of_workers) if key in keys]
+
+    def is_elsewhere(self, key: int | None) -> bool:
+        """Return True if only workers have a tensor; None is the key of one that is not the module's."""
+        if key is None or key in self.needed_here:
             return False
-        return key in self._workers_with
+        return any(key in keys for keys in self.keys_of_workers)
 
-    def has_tensor(self, stage: int, key: int) -> bool:
-        """Return True if the process of a stage has a tensor."""
-        if stage == self._last:
-            return not self.is_elsewhere(key)
-        stages = self._workers_with.get(key, [])
-        return stage in stages
+    def keys_in_workers(self) -> set[int]:
+        """Return the keys of the tensors that workers have."""
+        return set().union(*self.keys_of_workers)
 
-    def stages_with(self, key: int) -> list[int]:
-        """Return the first stages of the workers that have a tensor."""
-        return self._workers_with.get(key, [])
-
-    def owner_of(self, key: int) -> int:
-        """Return the first stage that has a tensor."""
-        stages = self._workers_with.get(key)
-        if stages is None:
-            return self._last
-        return stages[0]
-
-    def keys_elsewhere(self) -> list[int]:
+    def keys_elsewhere(self) -> set[int]:
         """Return the keys of the tensors that only workers have."""
-        keys = []
-        for key in self._workers_with:
-            if self.is_elsewhere(key):
-                keys.append(key)
-        return keys
+        return self.keys_in_workers() - self.needed_here
 
     def keys_here_too(self) -> list[int]:
         """Return the keys of the module's tensors that workers have and whose values are in this process, too."""
-        keys = []
-        for key in self._workers_with:
-            has_values = key in self.needed_here or not isinstance(self.tensors[key], nn.Parameter)
-            # Averages of what is here are computed here alone.
-            if has_values and key < self._num_own:
-                keys.append(key)
-        return keys
-
-    def keys_in_workers(self) -> list[int]:
-        """Return the keys of the tensors that workers have."""
-        return list(self._workers_with)
-
-    def keys_of_worker(self, stage: int) -> list[int]:
-        """Return the keys of the tensors that a worker has."""
-        keys = []
-        for key, stages in self._workers_with.items():
-            if stage in stages:
-                keys.append(key)
-        return keys
+        # Averages of what is here are computed here alone.
+        keys = sorted(key for key in self.keys_in_workers() if key < self._num_own)
+        return [key for key in keys if key in self.needed_here or not isinstance(self.tensors[key], nn.Parameter)]
 
     def places(self) -> list[list[int]]:
-        """Return the keys of the tensors of each worker, and last those that the main process needs as well."""
-        places = []
-        for stage in range(self._last):
-            keys = self.keys_of_worker(stage)
-            places.append(sorted(keys))
-        places.append(sorted(self.needed_here))
-        return places
+        """Return the keys of the tensors of each worker, and last those that the main process needs."""
+        return [sorted(keys) for keys in (*self.keys_of_workers, self.needed_here)]
 
-    def tied_parameters(self) -> dict[int, list[int]]:
-        """Return for the key of each trainable parameter of several processes the workers that have it."""
-        tied = {}
-        for key, stages in self._workers_with.items():
-            count = len(stages)
-            if key in self.needed_here:
-                count += 1
-            if count == 1:
-                continue
-            tensor = self.tensors[key]
-            if tensor.requires_grad:
-                tied[key] = stages
-        return tied
-
-    # Changes.
-
-    def add_worker(self, stage: int, keys: Iterable[int]) -> None:
-        """Record that a worker has received tensors."""
+    def tied_parameters(self, keys: Iterable[int | None]) -> list[int]:
+        """Return those of the keys whose tensors are trainable parameters of several processes."""
+        tied = []
         for key in keys:
-            stages = self._workers_with.setdefault(key, [])
-            stages.append(stage)
-            stages.sort()
-
-    def need_here(self, keys: set[int]) -> None:
-        """Record that the main process needs tensors."""
-        self.needed_here |= keys
-
-    def clear(self) -> None:
-        """Record that the workers have dropped all tensors."""
-        self._workers_with = {}
+            if key is None or not self.tensors[key].requires_grad:
+                continue
+            stages = self.workers_with(key)
+            if len(stages) > 1 or (stages and key in self.needed_here):
+                tied.append(key)
+        return tied

@@ -127,7 +127,7 @@ class ProcessBackend(PortableState):
         for stage in range(self._commands.last):
             states_of_stage = {}
             for parameter, state in states.items():
-                if self._has(stage, parameter):
+                if self._placement.key_of(parameter) in self._placement.keys_of_workers[stage]:
                     states_of_stage[parameter] = _on_cpu(state)
             description = (type(optimizer), states_of_stage, groups, optimizer.defaults)
             content = dumps(description, self._placement.tensors)
@@ -143,16 +143,7 @@ class ProcessBackend(PortableState):
                 optimizer.state.pop(parameter, None)
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
-        key = self._placement.key_of(parameter)
-        if key is None:
-            return False
-        return self._placement.is_elsewhere(key)
-
-    def _has(self, stage: int, parameter: Tensor) -> bool:
-        key = self._placement.key_of(parameter)
-        if key is None:
-            return False
-        return self._placement.has_tensor(stage, key)
+        return self._placement.is_elsewhere(self._placement.key_of(parameter))
 
     def _recall_states(self) -> None:
         """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
@@ -168,7 +159,7 @@ class ProcessBackend(PortableState):
         placement = self._placement
         for key, state in states.items():
             # The state of tied parameters is the same in all of their stages.
-            is_owner = placement.owner_of(key) == stage
+            is_owner = placement.workers_with(key)[0] == stage
             if is_owner and placement.is_elsewhere(key):
                 parameter = placement.tensors[key]
                 optimizer.state[parameter] = state
@@ -253,9 +244,9 @@ class ProcessBackend(PortableState):
         index = self.number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
         for parameter in parameters:
-            if parameter.grad is not None and self._is_elsewhere(parameter):
-                key = self._placement.key_of(parameter) or 0
-                stage = self._placement.owner_of(key)
+            key = self._placement.key_of(parameter)
+            if key is not None and parameter.grad is not None and self._placement.is_elsewhere(key):
+                stage = self._placement.workers_with(key)[0]
                 raise StepError(
                     f"`training_step` uses {self._name_of(parameter)} beside the network's call, but that lies in the"
                     f" process of stage {stage}. Use it within the network's forward, or take engine='threads'."

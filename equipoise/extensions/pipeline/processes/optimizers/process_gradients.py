@@ -25,8 +25,7 @@ def sum_tied_gradients(
     # 1. Find the tied parameters.
     commands = processes.commands
     placement = processes.placement
-    keys = {placement.key_of(parameter) for parameter in parameters}
-    tied = {key: stages for key, stages in placement.tied_parameters().items() if key in keys}
+    tied = placement.tied_parameters(map(placement.key_of, parameters))
     if not tied:
         return
 
@@ -34,7 +33,7 @@ def sum_tied_gradients(
     totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
     sums = dict(zip(tied, totals, strict=True))
     for stage in range(commands.last):
-        sums_of_stage = {key: sums[key] for key, stages in tied.items() if stage in stages}
+        sums_of_stage = {key: sums[key] for key in tied if key in placement.keys_of_workers[stage]}
         if sums_of_stage:
             commands.send_command(stage, "tensors.set_gradients", sums_of_stage)
 
@@ -55,12 +54,12 @@ def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> li
     # 1. Fetch the gradients of each worker.
     commands = processes.commands
     placement = processes.placement
-    needed = {placement.key_of(parameter) for parameter in parameters}
+    needed = {key for key in map(placement.key_of, parameters) if key is not None}
     requests = {}
     for stage in range(commands.last):
-        keys = [key for key in placement.keys_of_worker(stage) if key in needed]
+        keys = placement.keys_of_workers[stage] & needed
         if keys:
-            requests[stage] = ("tensors.gradients_of", keys)
+            requests[stage] = ("tensors.gradients_of", sorted(keys))
     gradients_of_stages = commands.request(requests)
 
     # 2. Add those of this process, which has the last stage.
