@@ -2,7 +2,8 @@
 
 The main process of a pipeline decides what happens next, and the other processes wait for its commands without a
 limit: a validation may last for hours. So no timeout of an exchange reveals that the main process hangs. A thread of
-the main process sends a beat whenever the run has made progress, and a thread of each other process waits for beats.
+the main process counts a beat in a store whenever the run has made progress, and a thread of each other process looks
+whether the count grows.
 
 The run makes progress while a thread that computes for it uses the processor, or while it waits for a value of another
 process, which has a limit already. So a step may take any time, and a loader that polls for its next batch may wait
@@ -17,21 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Progress", "await_end", "heard", "sending"]
+__all__ = ["Progress", "heard", "sending"]
 
-# Number of beats within a timeout.
-_BEATS = 8
+# Key of the count of beats.
+_BEATS = "beats"
+# Number of looks at it within a timeout.
+_CHECKS = 8
 # Prefix of the names of threads in which steps and stages run.
 _COMPUTING = "equipoise-"
-# Value of an ordinary beat.
-_GOES_ON = 1
-# Value of the last beat.
-_LAST = 0
-# Seconds that the last beat has to arrive. A process that it does not reach has ended, or hangs.
+# Seconds that a thread has to end: the process that serves the store may hang.
 _LEAVING = 10.0
 
 
@@ -75,96 +73,73 @@ def _processor_time(thread: threading.Thread) -> float:
 
 
 @contextlib.contextmanager
-def sending(group: dist.ProcessGroup, count: int, timeout: float, waits: Callable[[], bool]) -> Iterator[None]:
-    """Send beats to the other processes during a block.
+def sending(store: Store, timeout: float, waits: Callable[[], bool]) -> Iterator[None]:
+    """Count beats in a store during a block, which the other processes read.
 
     Args:
-        group: Process group that only the heartbeat uses.
-        count: Number of processes in the group; this one is rank 0.
+        store: Store of the processes, in which nothing else is.
         timeout: Seconds after which the other processes count this one as hung.
         waits: Returns True while this process waits for another.
     """
+    progress = Progress(threading.current_thread(), waits)
+
+    def beat() -> None:
+        if progress.has_gone_on():
+            store.add(_BEATS, 1)
+
+    store.add(_BEATS, 1)
+    with _repeated(beat, timeout / _CHECKS):
+        yield
+
+
+@contextlib.contextmanager
+def heard(store: Store, timeout: float) -> Iterator[None]:
+    """Look for beats of the main process during a block; abort this process when none comes.
+
+    Args:
+        store: The store in which the main process counts its beats.
+        timeout: Seconds to wait for a beat.
+    """
+    beats = b""
+    checks_since = 0
+
+    def check() -> None:
+        nonlocal beats, checks_since
+        checks_since += 1
+        try:
+            present = store.get(_BEATS)
+        except dist.DistStoreError:
+            # No answer for so long: what serves the store is in the process that hangs.
+            present = beats
+            checks_since = _CHECKS
+        if present != beats:
+            beats = present
+            checks_since = 0
+        elif checks_since >= _CHECKS:
+            _abort(timeout)
+
+    with _repeated(check, timeout / _CHECKS):
+        yield
+
+
+@contextlib.contextmanager
+def _repeated(function: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call a function again and again during a block, in a thread."""
     ended = threading.Event()
-    caller = threading.current_thread()
 
-    def run(rank: int) -> None:
-        progress = Progress(caller, waits)
-        # An error means that the other process has ended, which is reported elsewhere.
+    def run() -> None:
+        # An error means that the process which serves the store has ended, which is reported elsewhere.
         with contextlib.suppress(RuntimeError):
-            while not ended.wait(timeout / _BEATS):
-                if progress.has_gone_on():
-                    _send_beat(_GOES_ON, rank, group)
-            _send_beat(_LAST, rank, group)
+            while not ended.wait(seconds):
+                function()
 
-    # One thread for each process: a send returns when the receiver takes the beat, and the receiver may hang.
-    threads = []
-    for rank in range(1, count):
-        thread = threading.Thread(target=run, args=(rank,), name="heartbeat", daemon=True)
-        threads.append(thread)
-        thread.start()
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        for thread in threads:
-            thread.join(_LEAVING)
-
-
-@contextlib.contextmanager
-def heard(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
-    """Wait for beats of the main process during a block; abort this process when none arrives.
-
-    Args:
-        group: Process group that only the heartbeat uses, with the same timeout.
-        timeout: Seconds to wait for a beat.
-    """
-
-    def run() -> None:
-        value = torch.ones(1, dtype=torch.int64)
-        try:
-            while int(value) != _LAST:
-                _receive_beat(value, group)
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                _abort(timeout)
-
-    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
-    thread.start()
-    yield
-    thread.join()
-
-
-def await_end(group: dist.ProcessGroup, seconds: float) -> None:
-    """Wait until the main process has ended, which closes its connections; called after the last beat.
-
-    Args:
-        group: Process group that only the heartbeat uses.
-        seconds: Longest time to wait: the main process may handle its error and continue.
-    """
-
-    def run() -> None:
-        # Nothing more is sent, so only the end of the main process ends this.
-        with contextlib.suppress(RuntimeError):
-            _receive_beat(torch.ones(1, dtype=torch.int64), group)
-
-    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def _send_beat(value: int, rank: int, group: dist.ProcessGroup) -> None:
-    """Send a beat, and wait until the receiver takes it."""
-    # `send` knows only groups within the default group.
-    work = dist.isend(torch.tensor([value]), group=group, group_dst=rank)
-    assert work is not None
-    work.wait()
-
-
-def _receive_beat(value: Tensor, group: dist.ProcessGroup) -> None:
-    """Wait for a beat of the main process, and write it into a tensor."""
-    work = dist.irecv(value, group=group, group_src=0)
-    assert work is not None
-    work.wait()
+        thread.join(_LEAVING)
 
 
 def _abort(timeout: float) -> None:

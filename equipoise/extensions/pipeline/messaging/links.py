@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.membership import in_group
 from equipoise.parallel.communication.object_exchange import gather_objects
-from equipoise.parallel.communication.process_group import another_group, group_apart
+from equipoise.parallel.communication.process_group import group_apart
 from equipoise.parallel.communication.rank import Rank
 
 __all__ = ["StageLinks", "in_replica", "index_of_device", "processes_of_replica"]
@@ -29,12 +30,12 @@ class StageLinks:
 
     Attributes:
         stages: Group for the values of stages and for commands; None: torch's default group.
-        beats: Group for heartbeats.
+        beats: Store for heartbeats.
         devices: Device of each process, in the order of ranks.
     """
 
     stages: dist.ProcessGroup | None
-    beats: dist.ProcessGroup
+    beats: Store
     devices: list[torch.device]
 
 
@@ -61,19 +62,14 @@ def in_replica(
         # `joined` refuses groups of another program if there are columns.
         assert store is not None
         replica, rank = divmod(place.global_rank, count)
-        connections: list[Any] = []
-        for name in ("stages", "beats"):
-            group_name = f"{name}/{replica}"
-            group = group_apart(store, group_name, rank, count, limit, local=port is not None)
-            connections.append(group)
-        stages, beats = connections
+        stages: Any = group_apart(store, f"stages/{replica}", rank, count, limit, local=port is not None)
 
         # The store has the names of the devices.
         keys = [f"device/{replica}/{index}" for index in range(count)]
         store.set(keys[rank], str(device))
         store.wait(keys, limit)
         devices = [torch.device(store.get(key).decode()) for key in keys]
-        yield StageLinks(stages, beats, devices)
+        yield StageLinks(stages, PrefixStore(f"beats/{replica}", store), devices)
         # No process leaves while another still exchanges with it.
         stages.barrier().wait()
 
@@ -81,14 +77,12 @@ def in_replica(
 @contextmanager
 def _only_replica(place: Rank, device: torch.device, *, timeout: float, port: int | None) -> Iterator[StageLinks]:
     """Join the processes of a pipeline that has one replica; see `in_replica`."""
-    limit = timedelta(seconds=timeout)
-    with (
-        in_group(place, device, timeout=timeout, port=port, backend="gloo"),
-        another_group(limit, local=port is not None) as beats,
-    ):
-        names = gather_objects(str(device))
-        devices = [torch.device(name) for name in names]
-        yield StageLinks(None, beats, devices)
+    with in_group(place, device, timeout=timeout, port=port, backend="gloo"):
+        devices = [torch.device(name) for name in gather_objects(str(device))]
+        assert dist.group.WORLD is not None
+        # Another program may have begun the group.
+        store = PrefixStore("beats", dist.group.WORLD.get_group_store())
+        yield StageLinks(None, store, devices)
 
 
 def index_of_device(local_rank: int, count: int, num_devices: int) -> int:

@@ -3,7 +3,8 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from equipoise.errors import StepError
-from equipoise.extensions.pipeline.messaging.heartbeat import await_end, heard, sending
+from equipoise.extensions.pipeline.messaging.commands import COMMAND
+from equipoise.extensions.pipeline.messaging.heartbeat import heard, sending
 from equipoise.extensions.pipeline.messaging.links import in_replica, index_of_device, processes_of_replica
 from equipoise.extensions.pipeline.messaging.messages import Messenger
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
@@ -170,8 +172,7 @@ class StageLaunch(ConnectedProcesses):
                 with _signals_ignored(), heard(links.beats, self._timeout):
                     content = self._serve(messenger, rank_in_replica, links.devices)
                 if content is None and port is None:
-                    # Launchers such as torchrun report the process that ends first: the one that names the cause.
-                    await_end(links.beats, _FAREWELL)
+                    _await_end(links.stages)
                 if content is None:
                     raise FirstProcessFailed("connection closed by peer: the first process has failed.")
                 if shared_objects is None:
@@ -182,7 +183,7 @@ class StageLaunch(ConnectedProcesses):
             client = StageClient(messenger, links.devices[::-1], self.rank)
             self.processes = client
             self._on_joined()
-            with sending(links.beats, self.count, self._timeout, lambda: messenger.waits):
+            with sending(links.beats, self._timeout, lambda: messenger.waits):
                 return self._lead(client, function, shared_objects)
 
     def _serve(self, messenger: Messenger, rank: int, devices: Sequence[torch.device]) -> bytes | None:
@@ -221,6 +222,18 @@ class StageLaunch(ConnectedProcesses):
             if not client.commands.messenger.broken:
                 client.commands.send_to_all("end", content)
                 client.commands.messenger.flush()
+
+
+def _await_end(group: dist.ProcessGroup | None) -> None:
+    """Wait until the main process has ended, which closes its connections, but not for long: it may continue.
+
+    Launchers such as torchrun report the process that ends first: the one that names the cause.
+    """
+    # Nothing more is sent.
+    with suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), group=group, group_src=0, tag=COMMAND)
+        assert work is not None
+        work.wait(timedelta(seconds=_FAREWELL))
 
 
 @contextmanager

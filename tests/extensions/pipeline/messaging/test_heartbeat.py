@@ -6,23 +6,12 @@ Each loop ends as soon as what it waits for is so, and never where that is wrong
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
-import torch.distributed as dist
+from torch.distributed import HashStore
 
 from equipoise.extensions.pipeline.messaging import heartbeat
-from equipoise.extensions.pipeline.messaging.heartbeat import Progress, await_end
-from equipoise.parallel.communication.process_group import StoreServer, another_group, joined
-from equipoise.parallel.communication.rank import Rank
-from equipoise.parallel.workers.preloading import preloading
-
-PATIENCE = timedelta(seconds=120)
+from equipoise.extensions.pipeline.messaging.heartbeat import Progress
 
 
 @contextmanager
@@ -77,62 +66,19 @@ def test_other_threads_do_not_count(idle: threading.Thread) -> None:
             pass
 
 
-def test_beats_come_as_long_as_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    beats: list[tuple[int, int]] = []
-
-    def isend(content: torch.Tensor, *, group: Any, group_dst: int) -> Any:
-        beats.append((group_dst, int(content)))
-        return Mock()
-
-    monkeypatch.setattr(heartbeat.dist, "isend", isend)
-    group: Any = None
-    with heartbeat.sending(group, 3, 0.01, lambda: False):
-        while not all(beats.count((rank, 1)) >= 3 for rank in (1, 2)):
+def test_beats_come_as_long_as_the_run_goes_on() -> None:
+    store = HashStore()
+    with heartbeat.sending(store, 0.01, lambda: False):
+        while int(store.get("beats")) < 4:
             pass
-    assert [beat for rank, beat in beats if rank == 1][-1] == 0
-    assert [beat for rank, beat in beats if rank == 2][-1] == 0
+    last = store.get("beats")
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert store.get("beats") == last
 
 
-# The end of the main process
-
-
-def end_when_asked(place: Rank, port: int, pipe: Connection) -> None:
-    """Be the main process: end, connections and all, once the test says so."""
-    with joined(place, torch.device("cpu"), timeout=PATIENCE, port=port), another_group(PATIENCE, local=True):
-        assert pipe.recv() == "end"
-        raise SystemExit
-
-
-def wait_for_the_end(place: Rank, port: int, pipe: Connection) -> None:
-    """Be another process: report before and after the wait."""
-    with joined(place, torch.device("cpu"), timeout=PATIENCE, port=port), another_group(PATIENCE, local=True) as group:
-        pipe.send("waits")
-        await_end(group, PATIENCE.total_seconds())
-        pipe.send("continues")
-        dist.destroy_process_group()
-        raise SystemExit
-
-
-def test_a_process_can_wait_until_the_main_process_has_ended() -> None:
-    context = get_context("forkserver")
-    pipes = []
-    processes = []
-    with StoreServer() as store, preloading():
-        for rank, role in enumerate((end_when_asked, wait_for_the_end)):
-            here, there = context.Pipe()
-            process = context.Process(target=role, args=(Rank(rank, rank, 0, 2, 2), store.port, there))
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        main, other = pipes
-        assert other.recv() == "waits"
-        assert not other.poll(0.5)
-        main.send("end")
-        assert other.recv() == "continues"
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
-            process.close()
-        for pipe in pipes:
-            pipe.close()
+def test_a_process_that_hears_no_beat_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+    monkeypatch.setattr(heartbeat, "_abort", lambda timeout: aborted.set())
+    store = HashStore()
+    with heartbeat.sending(store, 120.0, lambda: False), heartbeat.heard(store, 0.01):
+        assert aborted.wait(120)

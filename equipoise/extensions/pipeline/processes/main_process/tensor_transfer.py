@@ -76,7 +76,7 @@ class TensorTransfer:
             self._drop_values_elsewhere()
 
     def _drop_values_elsewhere(self) -> None:
-        """Leave the parameters of other processes their shapes. Buffers stay: they are small, and snapshots copy them."""
+        """Leave the parameters of workers their shapes. Buffers stay: they are small, and snapshots copy them."""
         for key in self._placement.keys_elsewhere():
             tensor = self._placement.tensors[key]
             if isinstance(tensor, nn.Parameter):
