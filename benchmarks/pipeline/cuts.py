@@ -13,7 +13,7 @@ from equipoise.extensions.pipeline.graph.stages import StageProgram, make_stages
 from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
 from equipoise.extensions.pipeline.planning.partition import choose_cuts
 from equipoise.extensions.pipeline.planning.profile import profile_calls
-from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
 from equipoise.extensions.pipeline.recording.tracing import trace
 
 __all__ = ["Found", "best_slowest", "cut_network"]
@@ -78,7 +78,7 @@ def cut_network(network: nn.Module, batch: Tensor, counts: Sequence[int], rounds
     for count in counts:
         begin = time.perf_counter()
         blocks, ends_of_blocks = merge_blocks(calls, count)
-        chosen = choose_cuts(blocks, [StageDevice()] * count, micro_batches=2 * count)
+        chosen = choose_cuts(Costs(blocks, [StageDevice()] * count, micro_batches=2 * count))
         choosing = time.perf_counter() - begin
         slowest = max(_times(blocks, chosen))
         best = best_slowest(calls, count)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,9 +11,9 @@ from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.block_merging import add_rest, merge_blocks
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, build_cut, public_name
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
-from equipoise.extensions.pipeline.planning.partition import DoesNotFit, NoCut, choose_cuts, describe_stages
+from equipoise.extensions.pipeline.planning.partition import DoesNotFit, NoCut, choose_cuts
 from equipoise.extensions.pipeline.planning.profile import profile_calls
-from equipoise.extensions.pipeline.planning.stage_costs import Block, Stage, StageDevice
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
 from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.extensions.pipeline.schedule.simulation import simulate
 from equipoise.formats import format_bytes
@@ -92,26 +91,21 @@ def best_cut(
 
     # 2. Choose the last block of each stage.
     devices = options.stage_devices()
-    plan: dict[str, Any] = {
-        "schedule": options.schedule,
-        "micro_batches": options.micro_batches,
-        "stages_per_device": options.stages_per_device,
-    }
+    costs = Costs(blocks, devices, options.schedule, options.micro_batches, options.stages_per_device)
     try:
-        ends = choose_cuts(blocks, devices, **plan)
+        ends = choose_cuts(costs)
     except DoesNotFit as error:
-        _, peaks = describe_stages(blocks, devices, error.best, **plan)
-        message = _does_not_fit(options, devices, peaks)
+        message = _does_not_fit(options, devices, costs.peaks(costs.stages(error.best)))
         raise ConfigurationError(message) from None
 
     # 3. Describe the cut.
-    stages, peaks = describe_stages(blocks, devices, ends, **plan)
+    stages = costs.stages(ends)
     return replace(
         cut_at(ends),
         stages=stages,
         idle=_idle(stages, options),
         samples=_samples_of(tensors),
-        peaks=peaks,
+        peaks=costs.peaks(stages),
         beside=loss_seconds,
     )
 

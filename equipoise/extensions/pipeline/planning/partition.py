@@ -5,21 +5,19 @@ stage, with the exchange of what passes. Among cuts whose times differ by less t
 that pass between stages. Devices may be of unequal speed and memory, and so may the links between them (the problem of
 Narayanan et al., "PipeDream", 2019).
 
-Several stages on a device share its memory, so the memory of one depends on the rest. First the programme runs without
-a limit of memory: if that cut fits, it is the best one. Otherwise each stage gets a part of its device's memory, and
-the programme runs again: at first with equal parts, then in the ratio of what the stages of the previous cut need. A
-cut that is returned fits, but a quicker one that fits may exist. A search without a result does not prove that none
-fits.
+First the programme runs without a limit of memory: if that cut fits, it is the best one. Otherwise each stage gets a
+part of its device's memory, and the programme runs again: at first with equal parts, then in the ratio of what the
+stages of the previous cut need. With several stages on a device, whose memory depends on one another, a quicker cut
+that fits may exist, and a search without a result does not prove that none fits.
 """
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
-from equipoise.extensions.pipeline.schedule.schedule import Schedule
+from equipoise.extensions.pipeline.planning.stage_costs import Costs
 
-__all__ = ["DoesNotFit", "NoCut", "choose_cuts", "describe_stages"]
+__all__ = ["DoesNotFit", "NoCut", "choose_cuts"]
 
 # Cuts whose slowest stages differ by no more than this factor are equally good.
 _TOLERANCE = 1.01
@@ -43,23 +41,11 @@ class DoesNotFit(Exception):
         self.best = list(best)
 
 
-def choose_cuts(
-    blocks: Sequence[Block],
-    devices: Sequence[StageDevice],
-    *,
-    schedule: Schedule = "1f1b",
-    micro_batches: int = 1,
-    stages_per_device: int = 1,
-) -> list[int]:
+def choose_cuts(costs: Costs) -> list[int]:
     """Choose the blocks with which stages end.
 
     Args:
-        blocks: The blocks, in order.
-        devices: One for each stage, in order. With several stages on each of p devices, stage s has the device of stage
-            s - p, and all stages of a device share its memory.
-        schedule: The schedule; it decides how many activations a stage holds.
-        micro_batches: Number of micro-batches.
-        stages_per_device: Number of stages on each device. Default: 1.
+        costs: Costs of the blocks in stages. All stages of a device share its memory.
 
     Returns:
         For each stage the index of the block after its last.
@@ -69,41 +55,38 @@ def choose_cuts(
         DoesNotFit: If no cut fits into memory; with several stages on a device, if none was found.
 
     Example:
+        >>> from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
         >>> blocks = [Block(name=str(index), forward=seconds) for index, seconds in enumerate([1, 1, 1, 3])]
-        >>> choose_cuts(blocks, [StageDevice(), StageDevice()])
+        >>> choose_cuts(Costs(blocks, [StageDevice(), StageDevice()]))
         [3, 4]
     """
-    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device)
-    if stages_per_device > 1:
-        cuts = _cut_with_shared_memory(costs, stages_per_device)
-    else:
-        cuts = _cut(costs)
-    if cuts is None:
-        raise NoCut(
-            f"{len(devices)} stages need as many blocks, and places to cut between them; there are {len(blocks)}."
-        )
-    if _overrun(costs, cuts) > 0:
-        raise DoesNotFit(cuts)
-    return cuts
+    stages = len(costs.devices)
+    # 1. Try without a limit of memory.
+    attempts = [_cut(costs.with_memory([None] * stages))]
+
+    # 2. Divide each device's memory between its stages until a cut fits, or a division comes up once more.
+    parts = [costs.num_devices / stages] * stages
+    divisions: list[list[float]] = []
+    while _overrun(costs, attempts[-1]) > 0 and parts not in divisions and len(divisions) < _ROUNDS:
+        divisions.append(parts)
+        memory = []
+        for device, part in zip(costs.devices, parts, strict=True):
+            limit = None
+            if device.memory is not None:
+                limit = int(part * device.memory)
+            memory.append(limit)
+        attempts.append(_cut(costs.with_memory(memory)))
+        parts = _parts_by_need(costs, attempts[-1])
+
+    # 3. Take the first cut that fits, or the one that overruns memory least.
+    best = min(attempts, key=lambda attempt: _overrun(costs, attempt))
+    if _overrun(costs, best) > 0:
+        raise DoesNotFit(best)
+    return best
 
 
-def describe_stages(
-    blocks: Sequence[Block],
-    devices: Sequence[StageDevice],
-    cuts: Sequence[int],
-    *,
-    schedule: Schedule = "1f1b",
-    micro_batches: int = 1,
-    stages_per_device: int = 1,
-) -> tuple[list[Stage], list[int]]:
-    """Return the costs of each stage of a cut, and for each device the bytes at its peak; see `choose_cuts`."""
-    costs = Costs(blocks, devices, schedule, micro_batches, stages_per_device)
-    stages = costs.stages(cuts)
-    return stages, costs.peaks(stages)
-
-
-def _cut(costs: Costs) -> list[int] | None:
-    """Return the best cut, each stage by itself within its device's memory, or the one that overruns it least."""
+def _cut(costs: Costs) -> list[int]:
+    """Return the best cut, each stage by itself within its limit of memory, or the one that overruns it least."""
     # 1. Find the time of the slowest stage.
     _, cost = _best(costs)
     # 2. Among the cuts that are about as fast, find the one that passes the fewest bytes between stages.
@@ -111,55 +94,21 @@ def _cut(costs: Costs) -> list[int] | None:
     return cuts
 
 
-def _cut_with_shared_memory(costs: Costs, stages_per_device: int) -> list[int] | None:
-    """Return a good cut if the stages of a device share its memory; see the text above."""
-    stages = len(costs.devices)
-    devices = stages // stages_per_device
-
-    # 1. Try without a limit of memory.
-    without_limit = costs.with_memory([None] * stages)
-    cuts = _cut(without_limit)
-
-    # 2. Divide each device's memory between its stages until a cut fits.
-    attempts = [cuts]
-    parts = [1 / stages_per_device] * stages
-    while len(attempts) <= _ROUNDS:
-        if not cuts or _overrun(costs, cuts) == 0:
-            break
-        if len(attempts) > 1:
-            parts = _parts_by_need(costs, cuts, devices)
-        memory = []
-        for device, part in zip(costs.devices, parts, strict=True):
-            limit = None
-            if device.memory is not None:
-                limit = int(part * device.memory)
-            memory.append(limit)
-        with_limits = costs.with_memory(memory)
-        cuts = _cut(with_limits)
-        attempts.append(cuts)
-
-    # 3. Take the first cut that fits, or the one that overruns memory least.
-    candidates = [candidate for candidate in attempts if candidate]
-    return min(candidates, key=lambda candidate: _overrun(costs, candidate), default=None)
-
-
-def _parts_by_need(costs: Costs, cuts: Sequence[int], devices: int) -> list[float]:
+def _parts_by_need(costs: Costs, cuts: Sequence[int]) -> list[float]:
     """Return for each stage its part of the memory that the stages of its device need together."""
     sizes = [stage.memory for stage in costs.stages(cuts)]
     parts = []
     for index, size in enumerate(sizes):
-        device = index % devices
-        size_of_device = sum(sizes[device::devices])
+        size_of_device = sum(sizes[index % costs.num_devices :: costs.num_devices])
         parts.append(size / max(1, size_of_device))
     return parts
 
 
 def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
     """Return the share of its memory by which the worst device is overrun; 0 if all fit."""
-    stages = costs.stages(cuts)
     worst = 0.0
     # The first stages have one device each. The devices repeat for the stages after them.
-    for peak, device in zip(costs.peaks(stages), costs.devices, strict=False):
+    for peak, device in zip(costs.peaks(costs.stages(cuts)), costs.devices, strict=False):
         if device.memory is not None:
             overrun = peak / max(1, device.memory) - 1
             worst = max(worst, overrun)
@@ -194,12 +143,15 @@ class _LastStage(NamedTuple):
 _Row = dict[int, _LastStage]
 
 
-def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, _Cost]:
+def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int], _Cost]:
     """Return the best ends of all stages, and their cost.
 
     Args:
         costs: Costs of stages.
         enough: Seconds of the slowest stage below which a partition does not become better. Default: 0.
+
+    Raises:
+        NoCut: If there are more stages than blocks between which a cut is allowed.
     """
     blocks = costs.blocks
     stages = len(costs.devices)
@@ -225,8 +177,7 @@ def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int] | None, _Cost]:
                 hint = last_stage.first
         rows.append(row)
     if last_end not in rows[stages]:
-        impossible = _Cost(overrun=math.inf, slowest=math.inf, passing=0)
-        return None, impossible
+        raise NoCut(f"{stages} stages need as many blocks, and places to cut between them; there are {last_end}.")
 
     # 2. Follow the beginnings back from the last stage.
     cuts = []

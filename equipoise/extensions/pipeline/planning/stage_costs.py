@@ -6,13 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from equipoise.extensions.pipeline.schedule.schedule import (
-    Schedule,
-    actions_of,
-    occupancy,
-    releases_activations,
-    splits,
-)
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, effect_of, occupancy
 
 __all__ = ["Block", "Costs", "Stage", "StageDevice"]
 
@@ -133,29 +127,32 @@ class Costs:
 
     Args:
         blocks: The blocks.
-        devices: For each stage its device; see `StageDevice`.
-        schedule: The schedule.
-        micro_batches: Number of micro-batches.
-        stages_per_device: Number of stages on each device.
+        devices: One for each stage, in order. With several stages on each of p devices, stage s has the device of stage
+            s - p.
+        schedule: The schedule; it decides how many activations a stage holds. Default: "1f1b".
+        micro_batches: Number of micro-batches. Default: 1.
+        stages_per_device: Number of stages on each device. Default: 1.
+
+    Attributes:
+        blocks, devices: As above.
+        num_devices: Number of devices.
     """
 
     def __init__(
         self,
         blocks: Sequence[Block],
         devices: Sequence[StageDevice],
-        schedule: Schedule,
-        micro_batches: int,
-        stages_per_device: int,
+        schedule: Schedule = "1f1b",
+        micro_batches: int = 1,
+        stages_per_device: int = 1,
     ) -> None:
         self.blocks = blocks
         self.devices = devices
-        self._schedule = schedule
+        self.num_devices = len(devices) // stages_per_device
+        self._schedule: Schedule = schedule
         # Arguments of `actions_of` and `occupancy`.
-        stages = len(devices)
-        self._plan = (stages // stages_per_device, micro_batches, stages_per_device)
-        self._occupancies = []
-        for stage in range(stages):
-            self._occupancies.append(occupancy(schedule, stage, *self._plan))
+        self._plan = (self.num_devices, micro_batches, stages_per_device)
+        self._occupancies = [occupancy(schedule, stage, *self._plan) for stage in range(len(devices))]
 
         # By the number of a storage, the index of the block that saves it.
         self._saver: dict[int, int] = {}
@@ -177,11 +174,8 @@ class Costs:
         Args:
             memory: For each stage the available bytes; None: no limit.
         """
-        devices = []
-        for device, limit in zip(self.devices, memory, strict=True):
-            devices.append(replace(device, memory=limit))
         costs = copy.copy(self)
-        costs.devices = devices
+        costs.devices = [replace(device, memory=limit) for device, limit in zip(self.devices, memory, strict=True)]
         return costs
 
     def stage(self, stage: int, first: int, end: int) -> Stage:
@@ -285,11 +279,7 @@ class Costs:
 
     def peaks(self, stages: Sequence[Stage]) -> list[int]:
         """Return for each device the bytes at the peak, all of its stages together."""
-        devices, _, _ = self._plan
-        peaks = []
-        for device in range(devices):
-            peaks.append(self._peak(device, stages))
-        return peaks
+        return [self._peak(device, stages) for device in range(self.num_devices)]
 
     def _peak(self, device: int, stages: Sequence[Stage]) -> int:
         """Follow the actions of a device and return its peak: its stages are full at different times."""
@@ -299,29 +289,14 @@ class Costs:
         for index, action in actions_of(self._schedule, device, *self._plan):
             stage = stages[index]
             live_before = live
-
-            # 1. Activations come with the forward, and go with the backward or with its second half.
-            is_release = releases_activations(self._schedule, action)
-            if not action.backward:
-                live += stage.activations
-            if is_release:
-                live -= stage.activations
-
-            # 2. The first half of a split backward leaves gradients for the second.
-            if splits(self._schedule) and action.weights:
-                live -= stage.left
-            elif splits(self._schedule) and action.backward:
-                live += stage.left
-
-            # 3. Gradients of parameters stay from the first backward on.
-            if is_release and index not in stages_with_gradients:
+            effect = effect_of(self._schedule, action)
+            live += effect.held * stage.activations + effect.halved * stage.left
+            # Gradients of parameters stay from the first backward on.
+            if effect.held < 0 and index not in stages_with_gradients:
                 stages_with_gradients.add(index)
                 live += stage.trained
-            most = max(live_before, live)
-            peak = max(peak, most + stage.transient)
+            peak = max(peak, max(live_before, live) + stage.transient)
 
-        # 4. Parameters and the optimiser's state are there all the time.
-        devices, _, _ = self._plan
-        stages_of_device = stages[device::devices]
-        resting = sum(stage.resting for stage in stages_of_device)
+        # Parameters and the optimiser's state are there all the time.
+        resting = sum(stage.resting for stage in stages[device :: self.num_devices])
         return peak + resting

@@ -37,9 +37,9 @@ __all__ = [
     "actions_of",
     "check_schedule",
     "check_stages",
+    "effect_of",
     "needed_for",
     "occupancy",
-    "releases_activations",
     "splits",
 ]
 
@@ -289,6 +289,34 @@ def needed_for(stage: int, action: Action, stages: int) -> Task | None:
 # The activations that a stage holds.
 
 
+def splits(schedule: Schedule) -> bool:
+    """Return True if the gradients of weights are actions of their own."""
+    return schedule == "interleaved_zero_bubble"
+
+
+class Effect(NamedTuple):
+    """Changes of what a stage holds by an action.
+
+    Attributes:
+        held: Change of the number of micro-batches whose activations it holds.
+        halved: Change of the number of micro-batches between the two halves of a split backward.
+    """
+
+    held: int
+    halved: int
+
+
+def effect_of(schedule: Schedule, action: Action) -> Effect:
+    """Return the effect of an action. Activations are held until the weights have their gradients."""
+    if not action.backward:
+        return Effect(held=1, halved=0)
+    if not splits(schedule):
+        return Effect(held=-1, halved=0)
+    if action.weights:
+        return Effect(held=-1, halved=-1)
+    return Effect(held=0, halved=1)
+
+
 class Occupancy(NamedTuple):
     """Numbers of micro-batches whose activations a stage holds.
 
@@ -307,41 +335,17 @@ def occupancy(
     schedule: Schedule, stage: int, devices: int, micro_batches: int, stages_per_device: int = 1
 ) -> Occupancy:
     """Return how many micro-batches a stage holds; see `actions_of` for the arguments."""
-    most = 0
-    later = 0
-    between = 0
-    # Micro-batches after their forward and before the gradients of weights.
-    active = 0
-    # Micro-batches between the two halves of their backward.
-    half_done = 0
+    held = [0]
+    held_with_gradients = [0]
+    halved = [0]
     has_gradients = False
     for task_stage, action in actions_of(schedule, stage % devices, devices, micro_batches, stages_per_device):
         if task_stage != stage:
             continue
-        is_release = releases_activations(schedule, action)
-        if not action.backward:
-            active += 1
-        elif not is_release:
-            half_done += 1
-        if action.weights:
-            half_done -= 1
-        if is_release:
-            active -= 1
-            has_gradients = True
-        most = max(most, active)
+        effect = effect_of(schedule, action)
+        held.append(held[-1] + effect.held)
+        halved.append(halved[-1] + effect.halved)
+        has_gradients = has_gradients or effect.held < 0
         if has_gradients:
-            later = max(later, active)
-        between = max(between, half_done)
-    return Occupancy(most, later, between)
-
-
-def splits(schedule: Schedule) -> bool:
-    """Return True if the gradients of weights are actions of their own."""
-    return schedule == "interleaved_zero_bubble"
-
-
-def releases_activations(schedule: Schedule, action: Action) -> bool:
-    """Return True if a stage holds nothing of the micro-batch after this action: its weights have their gradients."""
-    if splits(schedule):
-        return action.weights
-    return action.backward
+            held_with_gradients.append(held[-1])
+    return Occupancy(max(held), max(held_with_gradients), max(halved))

@@ -3,13 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from equipoise.extensions.pipeline.schedule.schedule import (
-    Schedule,
-    Task,
-    actions_of,
-    needed_for,
-    releases_activations,
-)
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, needed_for, splits
 from equipoise.strategies.timeline import Action, Span, Timeline
 
 __all__ = ["simulate"]
@@ -41,8 +35,7 @@ def simulate(
     def seconds(stage: int, action: Action) -> float:
         if not action.backward:
             return forward[stage]
-        is_half = action.weights or not releases_activations(schedule, action)
-        if is_half:
+        if splits(schedule):
             return 0.5 * backward[stage]
         return backward[stage]
 

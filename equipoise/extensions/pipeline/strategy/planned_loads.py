@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, releases_activations
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, effect_of
 from equipoise.extensions.planning.description.loads import DeviceLoad, PlannedLoads, StageAction, StageWork
 
 __all__ = ["stage_loads"]
@@ -57,8 +57,7 @@ def _stage_actions(
     """Return the actions of a device that allocate or release activations."""
     actions = []
     for stage, action in actions_of(schedule, device, count, micro_batches, stages_per_device):
-        releases = releases_activations(schedule, action)
-        # The first half of a split backward keeps them.
-        if releases or not action.backward:
-            actions.append(StageAction(stage, action.micro_batch, releases))
+        held = effect_of(schedule, action).held
+        if held:
+            actions.append(StageAction(stage, action.micro_batch, held < 0))
     return actions

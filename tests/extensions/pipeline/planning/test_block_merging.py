@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from equipoise.extensions.pipeline.planning.block_merging import add_rest, merge_blocks
-from equipoise.extensions.pipeline.planning.partition import describe_stages
-from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
 from tests.extensions.pipeline.planning.test_partition import random_blocks
 
 OPTIONS = {"schedule": "1f1b", "micro_batches": 4}
@@ -27,8 +26,8 @@ def test_stages_of_merged_blocks_cost_as_much():
         compared += 1
         cut = draw.randint(1, len(merged) - 1)
         devices = [StageDevice(), StageDevice()]
-        whole = describe_stages(merged, devices, [cut, len(merged)], **OPTIONS)[0]
-        singly = describe_stages(blocks, devices, [ends[cut - 1], len(blocks)], **OPTIONS)[0]
+        whole = Costs(merged, devices, **OPTIONS).stages([cut, len(merged)])
+        singly = Costs(blocks, devices, **OPTIONS).stages([ends[cut - 1], len(blocks)])
         for stage, other in zip(whole, singly, strict=True):
             assert stage.forward == pytest.approx(other.forward)
             assert stage.backward == pytest.approx(other.backward)

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from equipoise.extensions.pipeline.planning.partition import DoesNotFit, choose_cuts, describe_stages
-from equipoise.extensions.pipeline.planning.stage_costs import Block, StageDevice
+from equipoise.extensions.pipeline.planning.partition import DoesNotFit, choose_cuts
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 
 
@@ -57,7 +57,7 @@ def test_against_all_cuts():
         ]
 
         def price(cuts, blocks=blocks, devices=devices, options=options, count=count):
-            made = describe_stages(blocks, devices, cuts, **options)[0]
+            made = Costs(blocks, devices, **options).stages(cuts)
             over = max(
                 0.0 if device.memory is None else max(0.0, stage.memory / device.memory - 1)
                 for stage, device in zip(made, devices, strict=True)
@@ -67,16 +67,16 @@ def test_against_all_cuts():
 
         if not all_cuts:
             with pytest.raises(ValueError, match="need as many blocks"):
-                choose_cuts(blocks, devices, **options)
+                choose_cuts(Costs(blocks, devices, **options))
             continue
         best = min(map(price, all_cuts))
         if best[0] > 0:
             with pytest.raises(DoesNotFit) as raised:
-                choose_cuts(blocks, devices, **options)
+                choose_cuts(Costs(blocks, devices, **options))
             assert price(raised.value.best)[0] == pytest.approx(best[0])
             continue
         fitted += 1
-        over, slowest, passed = price(choose_cuts(blocks, devices, **options))
+        over, slowest, passed = price(choose_cuts(Costs(blocks, devices, **options)))
         assert over == 0
         assert slowest <= 1.01 * best[1] * (1 + 1e-9)
         alike = [made for made in map(price, all_cuts) if made[0] == 0 and made[1] <= 1.01 * best[1] * (1 - 1e-9)]
@@ -86,42 +86,43 @@ def test_against_all_cuts():
 
 def test_a_slow_device_gets_less():
     blocks = [Block(name=str(index), forward=1.0) for index in range(8)]
-    assert choose_cuts(blocks, [StageDevice(slowness=3.0), StageDevice()]) == [2, 8]
-    assert choose_cuts(blocks, [StageDevice(), StageDevice(slowness=3.0)]) == [6, 8]
+    assert choose_cuts(Costs(blocks, [StageDevice(slowness=3.0), StageDevice()])) == [2, 8]
+    assert choose_cuts(Costs(blocks, [StageDevice(), StageDevice(slowness=3.0)])) == [6, 8]
 
 
 def test_a_small_device_gets_less():
     blocks = [Block(name=str(index), forward=1.0, parameters=10, trained=10) for index in range(8)]
-    assert choose_cuts(blocks, [StageDevice(memory=80), StageDevice()]) == [2, 8]
+    assert choose_cuts(Costs(blocks, [StageDevice(memory=80), StageDevice()])) == [2, 8]
 
 
 def test_a_slow_link_passes_less() -> None:
     blocks = [Block(name=str(index), forward=1.0, boundary=100 if index == 1 else 10) for index in range(4)]
-    assert choose_cuts(blocks, [StageDevice(), StageDevice()]) == [2, 4]
+    assert choose_cuts(Costs(blocks, [StageDevice(), StageDevice()])) == [2, 4]
     slow = [StageDevice(link=0.01), StageDevice()]
-    assert choose_cuts(blocks, slow) in ([1, 4], [3, 4])
-    (stage, _), _ = describe_stages(blocks, slow, [2, 4])
+    assert choose_cuts(Costs(blocks, slow)) in ([1, 4], [3, 4])
+    stage, _ = Costs(blocks, slow).stages([2, 4])
     assert (stage.forward, stage.backward) == pytest.approx((3.0, 1.0))
 
 
 def test_among_equals_what_passes_decides():
     sizes = [5, 9, 1, 9]
     blocks = [Block(name=str(index), boundary=size) for index, size in enumerate(sizes)]
-    assert choose_cuts(blocks, [StageDevice(), StageDevice()]) == [3, 4]
+    assert choose_cuts(Costs(blocks, [StageDevice(), StageDevice()])) == [3, 4]
 
 
 def test_a_little_more_time_is_no_reason_to_pass_much_more():
     blocks = [Block(name=str(index), forward=1.0, boundary=9) for index in range(400)]
     blocks[200] = Block(name="200", forward=1.0, boundary=1)
     blocks[210] = Block(name="210", forward=1.0, boundary=0)
-    assert choose_cuts(blocks, [StageDevice(), StageDevice()]) == [201, 400]
+    assert choose_cuts(Costs(blocks, [StageDevice(), StageDevice()])) == [201, 400]
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [5 * 40, 5 * 40]), ("1f1b", [2 * 40, 40])])
 def test_activations_in_flight(schedule, expected):
     blocks = [Block(name=str(index), saved=40) for index in range(2)]
-    made, peaks = describe_stages(blocks, [StageDevice()] * 2, [1, 2], schedule=schedule, micro_batches=5)
-    assert [stage.memory for stage in made] == peaks == expected
+    costs = Costs(blocks, [StageDevice()] * 2, schedule, 5)
+    stages = costs.stages([1, 2])
+    assert [stage.memory for stage in stages] == costs.peaks(stages) == expected
 
 
 def test_what_is_saved_and_passes_counts_once():
@@ -131,9 +132,9 @@ def test_what_is_saved_and_passes_counts_once():
         Block(name="1", saved=10, saves=frozenset({1}), passing={2: 7, 3: 4}, boundary=11),
         Block(name="2", saved=4, saves=frozenset({3}), passing={4: 1}, boundary=1),
     ]
-    made, _ = describe_stages(blocks, [StageDevice()] * 3, [1, 2, 3], micro_batches=1)
+    made = Costs(blocks, [StageDevice()] * 3).stages([1, 2, 3])
     assert [stage.memory for stage in made] == [17, 10 + 7 + 4, 7 + 4 + 1]
-    (whole,), _ = describe_stages(blocks, [StageDevice()], [3], micro_batches=1)
+    (whole,) = Costs(blocks, [StageDevice()]).stages([3])
     assert whole.memory == 15
 
 
@@ -164,21 +165,23 @@ def test_several_stages_on_a_device_against_all_cuts():
         ]
         if not all_cuts:
             with pytest.raises(ValueError, match="need as many blocks"):
-                choose_cuts(blocks, own * 2, **options)
+                choose_cuts(Costs(blocks, own * 2, **options))
             continue
 
         def price(cuts, blocks=blocks, own=own, options=options):
-            stages, peaks = describe_stages(blocks, own * 2, cuts, **options)
+            costs = Costs(blocks, own * 2, **options)
+            stages = costs.stages(cuts)
+            peaks = costs.peaks(stages)
             fits = all(device.memory is None or peak <= device.memory for peak, device in zip(peaks, own, strict=True))
             return not fits, max(stage.forward + stage.backward for stage in stages)
 
         quickest = min(price(cuts)[1] for cuts in all_cuts)
         free = [StageDevice(slowness=device.slowness) for device in own]
-        assert price(choose_cuts(blocks, free * 2, **options))[1] <= 1.01 * quickest * (1 + 1e-9)
+        assert price(choose_cuts(Costs(blocks, free * 2, **options)))[1] <= 1.01 * quickest * (1 + 1e-9)
         best = min(map(price, all_cuts))
         tight += not best[0]
         try:
-            cuts, fits = choose_cuts(blocks, own * 2, **options), True
+            cuts, fits = choose_cuts(Costs(blocks, own * 2, **options)), True
         except DoesNotFit as error:
             cuts, fits = error.best, False
         found += fits
@@ -189,8 +192,9 @@ def test_several_stages_on_a_device_against_all_cuts():
 def test_the_stages_of_a_device_are_full_at_different_times():
     """Its peak is that of all of them together, gone through action by action."""
     blocks = [Block(name=str(index), saved=10, parameters=4, trained=4, transient=3) for index in range(4)]
-    options = {"schedule": "interleaved_1f1b", "micro_batches": 6, "stages_per_device": 2}
-    stages, peaks = describe_stages(blocks, [StageDevice()] * 4, [1, 2, 3, 4], **options)
+    costs = Costs(blocks, [StageDevice()] * 4, "interleaved_1f1b", micro_batches=6, stages_per_device=2)
+    stages = costs.stages([1, 2, 3, 4])
+    peaks = costs.peaks(stages)
     assert [stage.resting for stage in stages] == [12] * 4
     # Device 0 begins with three forwards of its first stage and two of its second, and never holds more than these.
     assert peaks[0] == 24 + 5 * 10 + 2 * 4 + 3
@@ -203,6 +207,6 @@ def test_a_large_block_leaves_little_for_its_device_s_other_stage():
     sizes = [10, 1, 1, 1, 1, 1, 1, 1]
     blocks = [Block(name=str(index), forward=1.0, parameters=size) for index, size in enumerate(sizes)]
     limits = [StageDevice(memory=11), StageDevice(memory=100)]
-    cuts = choose_cuts(blocks, limits * 2, schedule="looped_bfs", micro_batches=1, stages_per_device=2)
+    cuts = choose_cuts(Costs(blocks, limits * 2, schedule="looped_bfs", micro_batches=1, stages_per_device=2))
     assert cuts[0] == 1
     assert cuts[2] - cuts[1] == 1

@@ -133,11 +133,12 @@ class Watch(L.Callback):
             self.measured = [self.ledger.peak(f"device {device}").nbytes for device in range(self.count)]
 
 
-def evenly(blocks: Any, devices: Any, **options: Any) -> list[int]:
+def evenly(costs: Any) -> list[int]:
     """Cuts by number, so that the test measures the same stages every time."""
+    blocks = costs.blocks
     ends: list[int] = []
-    for index in range(len(devices)):
-        first = max([len(blocks) * (index + 1) // len(devices), *(end + 1 for end in ends[-1:])])
+    for index in range(len(costs.devices)):
+        first = max([len(blocks) * (index + 1) // len(costs.devices), *(end + 1 for end in ends[-1:])])
         ends.append(next(at for at in range(first, len(blocks) + 1) if blocks[at - 1].may_end))
     return ends
 
