@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.errors import StepError, WorkerError
+from equipoise.errors import WorkerError
 from equipoise.extensions.pipeline.graph.stages import plain_items
 from equipoise.extensions.pipeline.messaging.tensor_memory import (
     TensorKind,
@@ -189,41 +189,6 @@ class Messenger:
         padding = torch.zeros(last.body_size, dtype=torch.uint8)
         first = torch.cat([length, padding])
         return [first, torch.frombuffer(bytearray(header), dtype=torch.uint8), *body]
-
-    def send_result(
-        self,
-        to: int,
-        tag: int,
-        value: Any,
-        *,
-        stage: int,
-        device: torch.device,
-    ) -> StageError | None:
-        """Send the result of a stage, or an error if the result cannot be sent.
-
-        Args:
-            to: Rank of the receiver.
-            tag: Tag of the message.
-            value: The result.
-            stage: The stage.
-            device: Its device.
-
-        Returns:
-            The error that was sent; None if the value was sent.
-        """
-        try:
-            self.send(to, tag, value)
-        except BaseException as error:
-            if self.broken:
-                raise
-            reason = StepError(
-                f"A stage returns a value that cannot be sent to another process: {error}. Let the network's blocks"
-                " exchange tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
-            )
-            failure = StageError.of(reason, stage, device)
-            self.send(to, tag, failure)
-            return failure
-        return None
 
     def flush(self) -> None:
         """Wait until all values have left, so that they may change."""

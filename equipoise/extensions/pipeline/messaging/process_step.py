@@ -103,7 +103,7 @@ class ProcessStep:
         if source is not None:
             received = arrivals.receive(*source)
             if isinstance(received, StageError):
-                self._note(received)
+                self.failure = self.failure or received
 
         # 2. Compute.
         result = self._attempt(stage, action, received)
@@ -111,14 +111,22 @@ class ProcessStep:
         # 3. Send.
         target = self._target_of(stage, action)
         if target is not None:
-            rank, tag = target
-            unsent = self._messenger.send_result(rank, tag, result, stage=stage, device=self._device)
-            if unsent is not None:
-                self._note(unsent)
+            self._send(stage, target, result)
 
-    def _note(self, failure: StageError) -> None:
-        if self.failure is None:
-            self.failure = failure
+    def _send(self, stage: int, way: Way, result: Any) -> None:
+        """Send the result of an action, or an error if it cannot be sent."""
+        try:
+            self._messenger.send(*way, result)
+        except BaseException as error:
+            if self._messenger.broken:
+                raise
+            self._fail(stage, error)
+            self._messenger.send(*way, self.failure)
+
+    def _fail(self, stage: int, error: BaseException) -> None:
+        self.failure = StageError.of(error, stage, self._device)
+        if self._on_error is not None:
+            self._on_error(error)
 
     def _attempt(self, stage: int, action: Action, received: Any) -> Any:
         """Return the result of an action, or the failure of the step."""
@@ -130,9 +138,7 @@ class ProcessStep:
             loss_backward = self._loss_backward if stage == self._last_stage else None
             result = run_action(self._graphs[stage], stage, action, received, self._forward, loss_backward)
         except BaseException as error:
-            self.failure = StageError.of(error, stage, self._device)
-            if self._on_error is not None:
-                self._on_error(error)
+            self._fail(stage, error)
             return self.failure
         self.spans.append(Span(stage, action, begin, perf_counter()))
         return result

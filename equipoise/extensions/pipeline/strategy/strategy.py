@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.cut_choice import CommonCut
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
 from equipoise.extensions.pipeline.processes.launch import StageLaunch
+from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.processes.optimizers.backend import ProcessBackend
 from equipoise.extensions.pipeline.processes.optimizers.process_optimizer import ProcessOptimizer
+from equipoise.extensions.pipeline.processes.optimizers.replica_exchange import ReplicaExchange
 from equipoise.extensions.pipeline.schedule.schedule import check_schedule, check_stages, splits
 from equipoise.extensions.pipeline.strategy.checks import (
     all_are,
@@ -24,20 +27,26 @@ from equipoise.extensions.pipeline.strategy.checks import (
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
 from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
 from equipoise.extensions.pipeline.strategy.recovery import FinerBatch, PipelineRecovery
-from equipoise.extensions.pipeline.strategy.run import PipelineRun, ProcessParts
+from equipoise.extensions.pipeline.strategy.run import PipelineRun
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.lightning.callbacks import copies_of
 from equipoise.interop.torch.modules import set_device_of
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.membership import compute_metrics_alone
+from equipoise.parallel.communication.process_group import group_store
+from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.loaders import refuse_missing_batch, shard_of_process
+from equipoise.strategies.distributed.metric_sync import synchronise_metrics
+from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
@@ -233,15 +242,11 @@ class PipelineStrategy(Strategy):
         set_device_of(module, self.root_device)
         self._module = module
 
-        # 2. Connect with the processes of other stages and of other replicas.
-        client = None
-        parts = None
+        # 2. Connect with the processes of other stages.
+        client = None if self._launch is None else self._launch.processes
         devices = tuple(self.devices)
         measured_on = None
-        if self._launch is not None and self._launch.processes is not None:
-            client = self._launch.processes
-            own_state = (self._own_state, self._load_own_state)
-            parts = ProcessParts.connect(client, module, own_state, has_replicas=self.replicas > 1)
+        if client is not None:
             client.seeds.steps = self._steps
             devices = tuple(client.commands.devices)
             # The devices of other processes cannot be measured from here.
@@ -265,10 +270,41 @@ class PipelineStrategy(Strategy):
             training=self._is_training,
             pinned=self._pinned,
             processes=client,
-            common_cut=None if parts is None else parts.common_cut,
+            common_cut=self._common_cut(),
         )
-        self._run = PipelineRun(network, Splitter(module), parts)
+        self._run = PipelineRun(network, Splitter(module))
+        if client is not None:
+            self._connect_processes(self._run, client, module)
         network.cover()
+
+    def _common_cut(self) -> CommonCut | None:
+        """Return the cut of all replicas; None if there is one replica."""
+        if self.replicas == 1:
+            return None
+        store = group_store()
+        # Replicas have begun their process groups themselves.
+        assert store is not None
+        return CommonCut(store)
+
+    def _connect_processes(self, run: PipelineRun, client: StageClient, module: nn.Module) -> None:
+        """Let workers and other replicas begin with a module, all of which is in this process.
+
+        Args:
+            run: Receives what connects this process with the others.
+            client: The processes of other stages.
+            module: The user's module, the same in all replicas once this returns.
+        """
+        copies = copies_of(module)
+        if self.replicas == 1:
+            run.backend = ProcessBackend(client, module, self._own_state, self._load_own_state, copies)
+            run.restore_metrics = compute_metrics_alone(module)
+            return
+        check_same_modules(module)
+        for replicated in (module, *copies):
+            copy_from_first((*replicated.parameters(), *replicated.buffers()))
+        run.backend = ProcessBackend(client, module, self._own_state, self._load_own_state, copies)
+        run.restore_metrics = synchronise_metrics(module)
+        run.exchange = ReplicaExchange(run.backend, module)
 
     def _num_micro_batches(self, num_devices: int) -> int:
         """Return the number of micro-batches of a batch that has enough samples."""
@@ -298,9 +334,10 @@ class PipelineStrategy(Strategy):
         if run is not None:
             run.network.release()
             self._keep_cut(run.network)
-            if run.processes is not None:
-                run.processes.restore_metrics()
-                self._end_backend(run.processes.backend)
+            if run.restore_metrics is not None:
+                run.restore_metrics()
+            if run.backend is not None:
+                self._end_backend(run.backend)
         super().teardown(error)
 
     def _keep_cut(self, network: StagedNetwork) -> None:
@@ -372,11 +409,11 @@ class PipelineStrategy(Strategy):
         if len(sizes) > 1:
             micro_batches = run.splitter.parts(parts[0], sizes)
         batch = PipelinedBatch(step, self._module, micro_batches, sizes)
-        run.begin_batch(batch)
+        run.batch = batch
         try:
             results = batch.compute(run.network, run.client, self.root_device)
         finally:
-            run.end_batch()
+            run.batch = None
             if batch.timeline is not None:
                 self.timeline = batch.timeline
         # All micro-batches log by the module's own metrics, so each metric is its own original.

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple
 
 import pytest
@@ -82,25 +81,6 @@ def same(found: Any, value: Any) -> None:
             same(one, other)
     else:
         assert found == value
-
-
-def send_lock(rank: int) -> tuple[str, bool]:
-    """The first sends a lock as a result; both return the error that they have of it."""
-    messenger = Messenger(5.0)
-    if rank:
-        failure = messenger.receive(0, 3)
-    else:
-        failure = messenger.send_result(1, 3, Lock(), stage=2, device=torch.device("cpu"))
-    messenger.flush()
-    return str(failure.as_error()), messenger.broken
-
-
-def test_a_result_that_cannot_be_sent_is_an_error_in_both_processes() -> None:
-    outcomes = in_group(send_lock)
-    assert outcomes[0] == outcomes[1]
-    message, is_broken = outcomes[0]
-    assert "A stage returns a value that cannot be sent to another process" in message
-    assert not is_broken
 
 
 class Told(Exception):
