@@ -9,9 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.backends import cuda, cudnn, mkldnn
+from torch.backends import cuda
 
 __all__ = ["capture", "restore"]
+
+# torch declares no types for the operators of these backends.
+cudnn: Any = torch.backends.cudnn
+mkldnn: Any = torch.backends.mkldnn
 
 _Read = Callable[[], Any]
 _Write = Callable[[Any], Any]
