@@ -37,9 +37,7 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
         ConfigurationError: If there is no such checkpoint.
     """
     state = context.state
-    entry_point = "fit"
-    if state.status.fn is not None:
-        entry_point = state.status.fn.value
+    entry_point = "fit" if state.status.fn is None else state.status.fn.value
 
     # 1. None: the choice of the trainer.
     if ckpt_path is None:
@@ -50,10 +48,8 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
             return None
 
     # 2. A path.
-    if not isinstance(ckpt_path, str | os.PathLike):
+    if not isinstance(ckpt_path, str | os.PathLike) or not os.fspath(ckpt_path):
         raise ConfigurationError(f"ckpt_path must be a path, 'best', 'last', 'hpc' or None, not {ckpt_path!r}.")
-    if not os.fspath(ckpt_path):
-        raise ConfigurationError("ckpt_path must be a path, 'best', 'last', 'hpc' or None, not empty.")
 
     # 3. The path of a word.
     if ckpt_path == "best":
@@ -68,10 +64,8 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
 def _default_choice(state: "RunState", entry_point: str, *, module_given: bool) -> str | None:
     """Return "best", "last" or None, if the user has chosen nothing."""
     # A fit continues where an exception has ended the last one.
-    if state.fitting:
-        for callback in state.callbacks:
-            if is_a(callback, OnExceptionCheckpoint):
-                return "last"
+    if state.fitting and any(is_a(callback, OnExceptionCheckpoint) for callback in state.callbacks):
+        return "last"
     if module_given:
         return None
     rank_zero_warn(
@@ -92,63 +86,50 @@ def _best(state: "RunState", entry_point: str) -> str:
     # Without a value to monitor there is no best, but the last file.
     callbacks = [callback for callback in callbacks if getattr(callback, "monitor", None) is not None] or callbacks
     callback = callbacks[0]
-    count = len(callbacks)
-    if count > 1:
-        monitor = getattr(callback, "monitor", None)
+    if len(callbacks) > 1:
         rank_zero_warn(
-            f"`{entry_point}(ckpt_path='best')`: {count} callbacks save checkpoints. The best of"
-            f" the first is used, which monitors {monitor!r}. Give a path for another."
+            f"`{entry_point}(ckpt_path='best')`: {len(callbacks)} callbacks save checkpoints. The best of the first is"
+            f" used, which monitors {getattr(callback, 'monitor', None)!r}. Give a path for another."
         )
     path = getattr(callback, "best_model_path", "")
     if path:
         return str(path)
-    reason = ""
-    if state.fast_dev_run:
-        reason = " With fast_dev_run nothing is saved."
+    reason = " With fast_dev_run nothing is saved." if state.fast_dev_run else ""
     raise ConfigurationError(
         f"`{entry_point}(ckpt_path='best')`: no checkpoint was saved yet.{reason} Give a path, or fit first."
     )
 
 
 def _of_interrupted_job(state: "RunState", entry_point: str) -> str:
-    """Return the newest checkpoint of an interrupted job of Slurm."""
-    path = _newest_of_any_job(state)
-    if path is None:
-        raise ConfigurationError(
-            f"`{entry_point}(ckpt_path='hpc')`: there is no checkpoint of an interrupted job in"
-            f" {state.default_root_dir}, neither slurm-JOB.ckpt nor Lightning's hpc_ckpt_N.ckpt. Give a path, or the"
-            " default_root_dir of that job."
-        )
-    return path
-
-
-def _newest_of_any_job(state: "RunState") -> str | None:
-    """Return the newest checkpoint that an interrupted job of Slurm has left in `default_root_dir`; None if none has.
+    """Return the newest checkpoint that an interrupted job of Slurm has left in `default_root_dir`.
 
     Of Lightning's files it is that with the highest number. Of a fit it is one of a fit with the same number, and in an
     array of jobs one of the same task.
     """
     folder = to_path(state.default_root_dir)
-    if not folder.is_dir():
-        return None
+    paths: list[Any] = list(folder.iterdir()) if folder.is_dir() else []
     # 1. Our files, and the last one of Lightning's.
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     candidates: list[str] = []
     of_lightning: dict[int, str] = {}
-    for path in folder.iterdir():
-        name = path.name
-        ours = _OURS.fullmatch(name)
+    for path in paths:
+        ours = _OURS.fullmatch(path.name)
         if ours is not None:
             is_of_fit = not state.fitting or int(ours[2] or 1) == state.number_of_fit
             if is_of_fit and (task is None or ours[1] == task):
                 candidates.append(str(path))
-        lightnings = _LIGHTNINGS.fullmatch(name)
+        lightnings = _LIGHTNINGS.fullmatch(path.name)
         if lightnings is not None:
             of_lightning[int(lightnings[1])] = str(path)
     if of_lightning:
         candidates.append(of_lightning[max(of_lightning)])
     # 2. The newest of them.
-    return next(iter(newest_first(candidates)), None)
+    for newest in newest_first(candidates):
+        return newest
+    raise ConfigurationError(
+        f"`{entry_point}(ckpt_path='hpc')`: there is no checkpoint of an interrupted job in {state.default_root_dir},"
+        " neither slurm-JOB.ckpt nor Lightning's hpc_ckpt_N.ckpt. Give a path, or the default_root_dir of that job."
+    )
 
 
 def _last(context: "RunContext", entry_point: str) -> str | None:

@@ -14,7 +14,7 @@ import locale
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +47,28 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     if writer is None:
         return None
 
-    # 1. Write the rows that the logger holds in memory, and read all of them.
+    # Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
-    path = to_path(writer.metrics_file_path)
-    lines = _complete_lines(path)
-
-    # 2. Count them. The first line is the header; an empty file has not even that.
+    lines = _complete_lines(to_path(writer.metrics_file_path))
+    # The first line is the header; an empty file has not even that.
     number_of_rows = max(0, len(lines) - 1)
-    last_step = _step_of(lines, number_of_rows)
-    return {"rows": number_of_rows, "step": last_step}
+    return {"rows": number_of_rows, "step": _step_of(lines, number_of_rows)}
 
 
 def _complete_lines(path: AnyPath) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    return [line for line in lines if line.endswith(b"\n")]
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     """Return the step of a row, counted from 1; None if there is no such row."""
     if not 0 < row < len(lines):
         return None
-    header = lines[0].decode(_ENCODING)
-    line = lines[row].decode(_ENCODING)
-    names, values = csv.reader([header, line])
-    cells = dict(zip(names, values, strict=False))
-    return cells.get("step")
+    names, values = csv.reader([lines[0].decode(_ENCODING), lines[row].decode(_ENCODING)])
+    return dict(zip(names, values, strict=False)).get("step")
 
 
 def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
@@ -92,61 +84,37 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        entry = checkpoint.get("equipoise", {})
-        saved = entry.get("rows", [])
-        for index, logger in enumerate(loggers):
-            rows = None
-            # A run may have more loggers than the one before it.
-            if index < len(saved):
-                rows = saved[index]
+        saved = checkpoint.get("equipoise", {}).get("rows", [])
+        # A run may have more loggers than the one before it.
+        for logger, rows in zip_longest(loggers, saved[: len(loggers)]):
             _continue_file(logger, rows)
 
 
 def _continue_file(logger: Any, saved: dict[str, Any] | None) -> None:
-    """Let one logger append to its file.
+    """Let one logger append to its file, of which the checkpoint has the number of rows and the last step, or nothing.
 
-    Args:
-        logger: The logger.
-        saved: The number of rows and the last step that the checkpoint has for it; None if it has none.
+    The logger would delete the file when it begins.
     """
-    path = _file_to_delete(logger)
-    if path is None:
+    if not isinstance(logger, CSVLogger) or csv_writer(logger) is not None:
+        return
+    path = to_path(logger.log_dir) / _FILE
+    if not path.is_file():
         return
 
     # 1. Check that its rows are those of the checkpoint.
     lines = _complete_lines(path)
-    if saved is None or not lines:
-        put_aside(path)
-        return
-    number_of_rows = saved["rows"]
-    last_step = saved["step"]
-    if _step_of(lines, number_of_rows) != last_step:
+    if saved is None or not lines or _step_of(lines, saved["rows"]) != saved["step"]:
         put_aside(path)
         return
 
     # 2. Drop the rows after them, which this run will write again, and append.
-    _replace(path, b"".join(lines[: number_of_rows + 1]))
+    _replace(path, b"".join(lines[: saved["rows"] + 1]))
     columns = next(csv.reader([lines[0].decode(_ENCODING)]))
-
-    # 3. Hide the file from the logger, which deletes it when it begins.
     hidden = put_aside(path)
     try:
         start_csv(logger, columns)
     finally:
         hidden.rename(path)
-
-
-def _file_to_delete(logger: Any) -> AnyPath | None:
-    """Return the file that a CSV logger would delete when it begins; None if there is none."""
-    if not isinstance(logger, CSVLogger):
-        return None
-    has_begun = csv_writer(logger) is not None
-    if has_begun:
-        return None
-    path = to_path(logger.log_dir) / _FILE
-    if not path.is_file():
-        return None
-    return path
 
 
 def keep_rows(loggers: Iterable[Any]) -> None:
@@ -160,15 +128,13 @@ def keep_rows(loggers: Iterable[Any]) -> None:
         writer = csv_writer(logger)
         if writer is None:
             continue
-        path = to_path(writer.metrics_file_path)
-        set_csv_rewriting(writer, partial(_rewrite, path))
+        set_csv_rewriting(writer, partial(_rewrite, to_path(writer.metrics_file_path)))
 
 
 def _rewrite(path: AnyPath, columns: Sequence[str]) -> None:
     """Write the rows of a file again, with more columns."""
     with path.open("r", encoding=_ENCODING, newline="") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
+        rows = list(csv.DictReader(file))
     # Rows of before have empty cells in the new columns.
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns)

@@ -69,7 +69,7 @@ def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
 def test_no_checkpoint_was_saved_yet() -> None:
     refuses(resume("best"), "ckpt_path='best'", "needs a ModelCheckpoint", "Give a path")
     refuses(resume("best", enable_checkpointing=True), "ckpt_path='best'", "no checkpoint was saved yet", "Give a path")
-    refuses(resume(""), "ckpt_path must be a path", "not empty")
+    refuses(resume(""), "ckpt_path must be a path", "not ''")
     with pytest.warns(UserWarning, match=r"there is no last checkpoint yet.*present weights.*save_last=True"):
         trainer(enable_checkpointing=True, max_steps=0).fit(Small(), loader(), ckpt_path="last")
 
