@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from itertools import zip_longest
+from traceback import walk_tb
 from typing import Any, Literal, cast
 
 import torch
@@ -29,11 +30,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loader_state import PersistentWorkers, has_state, separate_workers
 
-__all__ = [
-    "Loaders",
-    "Source",
-    "set_epoch",
-]
+__all__ = ["Loaders", "Source", "set_epoch"]
 
 
 class Source:
@@ -253,13 +250,11 @@ class Loaders:
         if self.single:
             return extents[0]
         longest = min if self._mode == "min_size" else max
-        certainty = max(extent.certainty for extent in extents)
-        if certainty is not Certainty.AT_REQUEST:
-            certainty = Certainty.AT_END
+        is_certain = all(extent.certainty is Certainty.AT_REQUEST for extent in extents)
         return Extent(
             longest(extent.promised for extent in extents),
             longest(extent.limit for extent in extents),
-            certainty,
+            Certainty.AT_REQUEST if is_certain else Certainty.AT_END,
         )
 
     def _check_not_empty(self, limit: float) -> None:
@@ -405,12 +400,7 @@ class Loaders:
 
 def _is_about_arguments_of_torch(error: ValueError) -> bool:
     """Return True if a constructor of `torch.utils.data` has raised an error."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return False
-    frame = traceback.tb_frame
+    *_, (frame, _) = walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     return module.startswith("torch.utils.data.") and frame.f_code.co_name == "__init__"
 
@@ -479,54 +469,26 @@ def extent_of(loader: Any, limit: float, source: Source) -> Extent:
     Raises:
         ConfigurationError: If the limit is a fraction of a loader without length.
     """
-    length: float | None = length_of(loader)
-    certainty = certainty_of(loader)
-    if length is None:
-        length = math.inf
-        if not isinstance(limit, int) and limit != 1.0:
-            raise ConfigurationError(
-                f"limit_{source.stage}_batches={limit} is a fraction, but {source.describe()} has no length. Give a"
-                " number of batches, or 1.0."
-            )
-    if isinstance(limit, int):
-        most: float = limit
-    else:
-        most = math.inf if limit == 1.0 else int(length * limit)
-    return Extent(length, most, certainty)
+    length = length_of(loader)
+    if length is None and not isinstance(limit, int) and limit != 1.0:
+        raise ConfigurationError(
+            f"limit_{source.stage}_batches={limit} is a fraction, but {source.describe()} has no length. Give a number"
+            " of batches, or 1.0."
+        )
+    promised = math.inf if length is None else length
+    most = limit
+    if not isinstance(limit, int):
+        most = math.inf if limit == 1.0 else int(promised * limit)
+    return Extent(promised, most, certainty_of(loader))
 
 
 def _extent_of_part(loader: Any, shard: Shard, limit: float, source: Source) -> Extent:
     """Return the number of batches of a loader that this process reads.
 
-    In training a limit is that of each process, in an evaluation that of all together.
+    In training a limit is that of each process, in an evaluation that of all together, which take batches in turn.
     """
-    if source.stage != "train" and shard.num_shards > 1 and shard.in_turn:
-        return _extent_of_turns(loader, shard, limit, source)
-    return extent_of(shard.loader, limit, source)
-
-
-def _divided_length(loader: Any, shard: Shard) -> int | None:
-    """Return the length of the data that the trainer divides: samples, or batches of what is no DataLoader.
-
-    None: they are not divided, or have no length.
-    """
-    if shard.num_shards == 1:
-        return None
-    return length_of(getattr(loader, "dataset", loader))
-
-
-def _extent_of_turns(loader: Any, shard: Shard, limit: float, source: Source) -> Extent:
-    """Return the number of batches of a loader that this process reads, where processes take them in turn.
-
-    Args:
-        loader: The loader, the same in all processes.
-        shard: The part of this process.
-        limit: The limit of all processes together; see `extent_of`.
-        source: Origin of the loader, for the messages.
-
-    Raises:
-        ConfigurationError: If the loader is empty, or the limit leaves no batch or cannot be applied.
-    """
+    if source.stage == "train" or shard.num_shards == 1 or not shard.in_turn:
+        return extent_of(shard.loader, limit, source)
     whole = extent_of(loader, limit, source)
     if not whole.num_batches:
         raise nothing_to_read(whole.promised, limit, source, divided=True)
@@ -535,6 +497,13 @@ def _extent_of_turns(loader: Any, shard: Shard, limit: float, source: Source) ->
     assert promised is not None
     assert most is not None
     return Extent(promised, most, certainty_of(shard.loader))
+
+
+def _divided_length(loader: Any, shard: Shard) -> int | None:
+    """Return the length of the data that the trainer divides, in samples or batches; None: there is none."""
+    if shard.num_shards == 1:
+        return None
+    return length_of(getattr(loader, "dataset", loader))
 
 
 def nothing_to_read(length: float, limit: float, source: Source, *, divided: bool = False) -> ConfigurationError:
@@ -552,9 +521,7 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
             f"{name}={limit} of the {length:.0f} batches of {source.describe()} is less than one. Give at least"
             f" {name}={1 / length:.4g}, or a number."
         )
-    remedy = ""
-    if divided:
-        remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)."
+    remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)." if divided else ""
     return ConfigurationError(
         f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
         f"{remedy}"
@@ -563,15 +530,11 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
-    sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [sampler]
-    inner_sampler = getattr(batch_sampler, "sampler", None)
-    if inner_sampler is not sampler:
-        samplers.append(inner_sampler)
+    samplers = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
     if isinstance(batch_sampler, DrawnAlike):
         samplers.append(batch_sampler)
-    for each_sampler in samplers:
-        method = getattr(each_sampler, "set_epoch", None)
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        method = getattr(sampler, "set_epoch", None)
         if callable(method):
             method(epoch)

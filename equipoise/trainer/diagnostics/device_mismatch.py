@@ -37,7 +37,7 @@ def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> 
     # The user's `__repr__` or `__len__` may fail, but the user must see the error itself.
     with suppress(Exception):
         add_notes(error, module, batch)
-    if not _is_device_mismatch(error):
+    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MESSAGES):
         return
 
     # 1. All tensors are on one device, so the step has created another one.
@@ -64,20 +64,9 @@ def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> 
     ) from error
 
 
-def _is_device_mismatch(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return any(part in message for part in _MESSAGES)
-
-
 def _devices_of_tensors(module: nn.Module, batch: Any) -> dict[str, torch.device]:
     """Return the device of each parameter, buffer and entry of the batch, by a description."""
-    devices = {}
-    for name, parameter in module.named_parameters():
-        devices[f"parameter {name!r}"] = parameter.device
-    for name, buffer in module.named_buffers():
-        devices[f"buffer {name!r}"] = buffer.device
-    for path, tensor in entries_of(batch):
-        devices[f"batch{path}"] = tensor.device
+    devices = {f"parameter {name!r}": parameter.device for name, parameter in module.named_parameters()}
+    devices |= {f"buffer {name!r}": buffer.device for name, buffer in module.named_buffers()}
+    devices |= {f"batch{path}": tensor.device for path, tensor in entries_of(batch)}
     return devices

@@ -61,15 +61,10 @@ class LossWatch:
 
     def bind(self) -> Watch | None:
         """Return the function that the loop calls after each batch; None if no loss is checked."""
-        state = self._state
-        if state.detect_nonfinite is False or state.barebones:
-            return None
-        if self._has_reported:
+        if self._state.detect_nonfinite is False or self._state.barebones or self._has_reported:
             return None
         # With `detect_nonfinite=True` the user accepts that each step waits.
-        if self._outputs is not None:
-            return self._check_now
-        if self._strategy.root_device.type == "cpu":
+        if self._outputs is not None or self._strategy.root_device.type == "cpu":
             return self._check_now
         return self._check_later
 
@@ -125,18 +120,14 @@ class LossWatch:
 
     def _check_skips(self, last: bool) -> None:
         """Report if the step returned None in all of the first windows, or in all of the first epoch."""
-        # 1. Only the end of a window counts, and only as long as there was no loss.
-        if not last or not self.skipped:
+        # Only the end of a window counts, and only as long as there was no loss.
+        if not last or not self.skipped or self._has_seen_loss or self._has_reported:
             return
-        if self._has_seen_loss or self._has_reported:
-            return
-
-        # 2. A few windows without a loss are allowed.
+        # A few windows without a loss are allowed.
         self._windows_without_loss += 1
         if self._windows_without_loss < _MOST_WINDOWS and not self._batches_done():
             return
-
-        # 3. Report it once.
+        # It is reported once.
         self._has_seen_loss = True
         warn(
             "`training_step` returned None for every batch so far, so nothing was trained. Return the loss, or a"

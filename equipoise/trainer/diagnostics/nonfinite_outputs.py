@@ -69,9 +69,7 @@ class NonFiniteOutputs:
         kind = type(module).__name__
         name = self._names.get(module)
         # A replica has no name.
-        if not name:
-            return f"a {kind}"
-        return f"{name!r} ({kind})"
+        return f"{name!r} ({kind})" if name else f"a {kind}"
 
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
         # An evaluation between two steps is no part of a step.
@@ -89,12 +87,8 @@ class NonFiniteOutputs:
 
 def _flags(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return a flag for each tensor that can be infinite; it stays on the device of the tensor."""
-    flags = []
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            is_nonfinite = torch.isfinite(tensor).logical_not()
-            flags.append(is_nonfinite.any())
-    return flags
+    can_be_infinite = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
+    return [torch.isfinite(tensor).logical_not().any() for tensor in can_be_infinite]
 
 
 def _any(flags: list[Tensor]) -> bool:
