@@ -52,7 +52,9 @@ def _write_atomically(target: Path, write: Callable[[Any], None], file: "_Counte
             os.fsync(handle)
 
             # 3. A temporary file is private; a checkpoint has the usual permissions.
-            mode = target.stat().st_mode if target.is_file() else 0o666 & ~umask()
+            mode = 0o666 & ~umask()
+            if target.is_file():
+                mode = target.stat().st_mode
             set_permissions(name, mode)
             # While the file is open, its lock keeps others from clearing it.
             if not HAS_LOCKS:

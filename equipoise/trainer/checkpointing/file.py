@@ -133,7 +133,8 @@ def _place_that_cannot_be_pickled(value: Any, place: str = "") -> str | None:
     elif isinstance(value, list | tuple):
         children = enumerate(value)
     for key, child in children:
-        result = _place_that_cannot_be_pickled(child, f"{place}[{key!r}]" if place else repr(key))
+        child_place = f"{place}[{key!r}]" if place else repr(key)
+        result = _place_that_cannot_be_pickled(child, child_place)
         if result is not None:
             return result
     return f"{place or 'the checkpoint'}, a {type(value).__name__},"

@@ -79,7 +79,9 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
     """
     from equipoise.safe_loading.stand_in import stand_ins_in
 
-    unused = _HYPERPARAMETERS if fitting else _HYPERPARAMETERS | _OF_TRAINING
+    unused = _HYPERPARAMETERS
+    if not fitting:
+        unused = _HYPERPARAMETERS | _OF_TRAINING
     entries = {key: value for key, value in checkpoint.items() if key not in unused}
     objects = stand_ins_in(entries)
     if objects:

@@ -66,16 +66,22 @@ class Source:
     @property
     def name(self) -> str:
         """Name of the method that returns the loaders; empty where they were passed."""
-        return self.method if self.is_module() else ""
+        if not self.is_module():
+            return ""
+        return self.method
 
     @property
     def instance(self) -> Any:
         """The loaders that were passed, else the module or data module whose method returns them."""
-        return self.owner if self.loaders is None else self.loaders
+        if self.loaders is None:
+            return self.owner
+        return self.loaders
 
     def dataloader(self) -> Any:
         """Return the loaders, by calling the method if they were not passed."""
-        return getattr(self.owner, self.method)() if self.is_module() else self.loaders
+        if self.is_module():
+            return getattr(self.owner, self.method)()
+        return self.loaders
 
     def request(self, call: Callable[[str], Any]) -> Any:
         """Return the loaders as the user passed them, or as the method returns them.
@@ -478,7 +484,7 @@ def extent_of(loader: Any, limit: float, source: Source) -> Extent:
     promised = math.inf if length is None else length
     most = limit
     if not isinstance(limit, int):
-        most = math.inf if limit == 1.0 else int(promised * limit)
+        most = int(promised * limit) if limit != 1.0 else math.inf
     return Extent(promised, most, certainty_of(loader))
 
 
@@ -521,7 +527,9 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
             f"{name}={limit} of the {length:.0f} batches of {source.describe()} is less than one. Give at least"
             f" {name}={1 / length:.4g}, or a number."
         )
-    remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)." if divided else ""
+    remedy = ""
+    if divided:
+        remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)."
     return ConfigurationError(
         f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
         f"{remedy}"

@@ -52,7 +52,9 @@ def sample_size(dataset: Any) -> int | None:
         16
     """
     if isinstance(dataset, Tensor):
-        return dataset.nbytes // max(1, len(dataset)) if _lies_in_memory(dataset) else None
+        if not _lies_in_memory(dataset):
+            return None
+        return dataset.nbytes // max(1, len(dataset))
     kind: Any = type(dataset)
     # Subclasses and objects with methods of their own may read samples in another way.
     if kind not in _PARTS or "__getitems__" in vars(dataset) or _methods_of(kind) != _METHODS[kind]:
@@ -63,15 +65,20 @@ def sample_size(dataset: Any) -> int | None:
         if size is None:
             return None
         sizes.append(size)
+    if kind is not ConcatDataset:
+        return sum(sizes)
     # A sample of joined datasets is that of one of them.
-    if kind is ConcatDataset:
-        return max(sizes) if max(sizes) <= _LARGEST_JOINED_SAMPLE else None
-    return sum(sizes)
+    largest = max(sizes)
+    if largest > _LARGEST_JOINED_SAMPLE:
+        return None
+    return largest
 
 
-def _parts_of(dataset: Any) -> Sequence[Any]:
+def _parts_of(dataset: Any) -> Any:
     parts = _PARTS[type(dataset)](dataset)
-    return tuple(parts.values()) if isinstance(parts, dict) else parts
+    if isinstance(parts, dict):
+        return tuple(parts.values())
+    return parts
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:

@@ -74,7 +74,7 @@ class Prefetch:
         # 1. Batches of which only their own classes know how they are copied.
         movable: list[Any] = []
         apply_to_collection(batch, _Movable, movable.append)
-        kinds = [type(each) for each in movable if not isinstance(each, Tensor)]
+        kinds = [type(value) for value in movable if not isinstance(value, Tensor)]
         if kinds:
             name = f"{kinds[0].__module__}.{kinds[0].__qualname__}"
             self._report(f"the copy of a {name} in a batch is a matter of its class")
@@ -87,10 +87,14 @@ class Prefetch:
         copies = self._copies(tensors, device)
         if copies is None:
             return copy_batch(batch, device)
-        copied = iter(copies)
-        return apply_to_collection(
-            batch, Tensor, lambda tensor: next(copied) if _may_be_copied(tensor) else to_device(tensor, device)
-        )
+        remaining = iter(copies)
+
+        def place(tensor: Tensor) -> Tensor:
+            if _may_be_copied(tensor):
+                return next(remaining)
+            return to_device(tensor, device)
+
+        return apply_to_collection(batch, Tensor, place)
 
     def _gains(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a stream of its own is worth its time for these tensors."""
@@ -133,7 +137,7 @@ class Prefetch:
 
 @runtime_checkable
 class _Movable(Protocol):
-    """What is copied by a method of its own, as tensors are."""
+    """An object with a method for its copy, as tensors have it."""
 
     def to(self, device: torch.device) -> Any: ...
 
