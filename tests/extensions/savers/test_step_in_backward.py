@@ -1,6 +1,5 @@
 """Steps within the backward: the numbers of the usual step to the bit, fewer gradients, and early refusals."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +125,6 @@ def test_the_same_steps(kind: str) -> None:
 )
 def test_with_other_arguments(options: dict[str, Any]) -> None:
     assert_equal(fit(Module(), step_in_backward=True, **options), fit(Module(), **options))
-
-
-def test_random_networks() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    numbers = random.Random(seed)
-    for _ in range(3):
-        kind = numbers.choice(list(KINDS))
-        width = numbers.randint(1, 20)
-        epochs = numbers.randint(1, 3)
-        modules = [Module(kind, width) for _ in range(2)]
-        assert_equal(fit(modules[0], step_in_backward=True, max_epochs=epochs), fit(modules[1], max_epochs=epochs))
 
 
 def test_resumed(tmp_path: Path) -> None:

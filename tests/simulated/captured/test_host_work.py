@@ -1,9 +1,12 @@
-"""A step whose Python code does something at each call is not replayed: it stays eager, with the reason."""
+"""A step whose Python code does something at each call is not replayed: it stays eager, with the reason.
+
+What the compiler finds in any step that it traces, such as counters, lists, metrics and draws, is tested with compiled
+steps.
+"""
 
 import datetime
 import itertools
 import os
-import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +16,6 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from tests.conftest import ignoring
 from tests.simulated.captured.capturing import STAYS_EAGER, Result, assert_same, fit
@@ -48,56 +50,12 @@ class Impure(Network):
 # Effects
 
 
-class Counts(Impure):
-    count = 0
-
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        self.count += 1
-
-    def noted(self) -> Any:
-        return self.count
-
-
 class CountsElsewhere(Impure):
     def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
         STATE.calls += 1
 
     def noted(self) -> Any:
         return STATE.calls
-
-
-class Appends(Impure):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        self.losses.append(loss.detach())
-
-    def noted(self) -> Any:
-        return self.losses
-
-
-class Pops(Impure):
-    """Takes something out of its batch, which hooks see."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [*batch, torch.ones(1, dtype=batch[0].dtype)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        factor = batch.pop()
-        result = Network.training_step(self, batch, batch_idx)
-        return {"loss": result["loss"] * factor.sum()}
-
-
-class Updates(Impure):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def more(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
-        self.mean(loss)
-        self.log("mean", self.mean)
 
 
 class Hooks(Impure):
@@ -265,8 +223,6 @@ class TensorIsReplaced(ByHook):
 
 # What can be said in one expression, with the reason.
 SIMPLE: dict[str, tuple[Callable[[Any, Tensor, Any, int], Any], str]] = {
-    "Prints": (lambda self, loss, batch, batch_idx: print("step"), "Failed to trace"),
-    "Draws": (lambda self, loss, batch, batch_idx: random.random(), "Attempted to call function marked as skipped"),
     "DrawsByNumpy": (lambda self, loss, batch, batch_idx: float(numpy.random.rand()), ""),
     "DrawsOnTheHost": (lambda self, loss, batch, batch_idx: torch.rand(()), "its operation \\w+ computes on cpu"),
     "DrawsAndCopies": (
@@ -290,16 +246,11 @@ SIMPLE: dict[str, tuple[Callable[[Any, Tensor, Any, int], Any], str]] = {
         lambda self, loss, batch, batch_idx: 1.0 + batch_idx,
         "does something else again and again, now because batch_idx",
     ),
-    "UsesGlobalStep": (lambda self, loss, batch, batch_idx: 1.0 + self.global_step, ""),
 }
 
 REASONS: dict[type[Impure], str] = {
     **{type(name, (Impure,), {"more": more}): reason for name, (more, reason) in SIMPLE.items()},
-    Counts: "its Python code changes .*count",
     CountsElsewhere: "Unsupported method call",
-    Appends: "its Python code changes .*losses",
-    Pops: "its Python code changes the batch",
-    Updates: "Data-dependent branching",
     Hooks: "HOP: Unsafe side effect",
     HasGenerator: "",
     EnvironmentChanges: "does something else again and again",
