@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.extensions.ensemble.members.stacked_members import own_memory
-from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
+from equipoise.extensions.ensemble.run import EnsembleRun
 from equipoise.strategies.portable_state import PortableState
 
 __all__ = ["MEMBERS", "MemberStates"]
@@ -22,10 +22,9 @@ class MemberStates(PortableState):
 
     Args:
         count: The number of members.
+        run: The present run; None outside of one.
         states: Function that returns the weights of all members but the first; None: there are none yet.
         keep: Function that receives those of a checkpoint.
-        optimizer_of: Function that returns an optimiser as the strategy steps it; None outside of a run.
-        other_optimizer_states: Function that returns the states of a checkpoint for all members but the first.
         own_state: Function that returns the further state that members need to continue.
         load_own_state: Function that restores what `own_state` has returned.
     """
@@ -33,19 +32,17 @@ class MemberStates(PortableState):
     def __init__(
         self,
         count: int,
+        run: EnsembleRun | None,
         states: Callable[[], list[dict[str, Any]] | None],
         keep: Callable[[list[dict[str, Any]]], None],
-        optimizer_of: Callable[[Optimizer], MemberOptimizer | None],
-        other_optimizer_states: Callable[[Optimizer], Sequence[OptimizerState] | None],
         own_state: Callable[[], dict[str, Any]],
         load_own_state: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(own_state, load_own_state)
         self._count = count
+        self._run = run
         self._states = states
         self._keep = keep
-        self._optimizer_of = optimizer_of
-        self._other_optimizer_states = other_optimizer_states
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of the first member."""
@@ -92,17 +89,15 @@ class MemberStates(PortableState):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the first member's optimiser."""
-        member_optimizer = self._optimizer_of(optimizer)
-        if member_optimizer is None:
+        if self._run is None:
             return super().optimizer_state(optimizer)
-        return member_optimizer.member_states()[0]
+        return self._run.optimizer_of(optimizer).member_states()[0]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the states of the optimisers of all members."""
-        member_optimizer = self._optimizer_of(optimizer)
-        further_states = self._other_optimizer_states(optimizer)
-        # Outside of a run, and for a checkpoint without them.
-        if member_optimizer is None or further_states is None:
+        """Load the states of the optimisers of all members; outside of a run, and without them, the first member's."""
+        if self._run is None or not self._run.loaded_optimizers:
             super().load_optimizer_state(optimizer, state)
             return
-        member_optimizer.load_member_states([state, *further_states])
+        # There is one optimiser.
+        other_states = self._run.loaded_optimizers[0]
+        self._run.optimizer_of(optimizer).load_member_states([state, *other_states])

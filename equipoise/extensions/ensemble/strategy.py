@@ -2,9 +2,8 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from equipoise.extensions.ensemble.data.member_batches import (
     with_member_order,
 )
 from equipoise.extensions.ensemble.data.random_streams import RandomStreams
-from equipoise.extensions.ensemble.gradients import WeightsOfMembers, clip_by_norm, clip_by_value
+from equipoise.extensions.ensemble.gradients import clip_by_norm, clip_by_value
 from equipoise.extensions.ensemble.members.initial_members import Factory, check_seeds, construct_members, member_seeds
-from equipoise.extensions.ensemble.members.stacked_members import StackedMembers, StackedParameter, gradient_state
-from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
+from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
+from equipoise.extensions.ensemble.optimizers import OptimizerState
 from equipoise.extensions.ensemble.outputs import MemberLogs, averaged
 from equipoise.extensions.ensemble.portable_state import MemberStates
+from equipoise.extensions.ensemble.run import EnsembleRun, Steps
 from equipoise.interop.lightning.callbacks import copying_callbacks
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.torch.modules import has_gradient_hooks
@@ -46,73 +46,6 @@ from equipoise.validation import check_whole
 __all__ = ["EnsembleStrategy"]
 
 _MODES = ("auto", "together", "one_by_one")
-
-
-class _Steps(NamedTuple):
-    """The computation of one kind of steps.
-
-    Attributes:
-        side_by_side: Runs the steps of all members together.
-        choice: The way in which they are run.
-    """
-
-    side_by_side: SideBySide
-    choice: Choice
-
-
-@dataclass
-class _Run:
-    """State of a run.
-
-    Attributes:
-        members: The members' modules and tensors.
-        training: The computation of training steps.
-        evaluation: The computation of evaluation steps.
-        logs: Logs the values of all members.
-        splitter: Counts the samples of batches.
-        weights: The weights of the losses in the window.
-        optimizers: The optimisers, by the identity of the user's.
-        loaded_optimizers: States of a checkpoint for all members but the first, for each optimiser.
-        loaded_gradients: Gradients of a checkpoint, of an open window.
-        computed: The members that had a loss in the present step, if it was computed together.
-        is_window_open: True between the steps of a window.
-    """
-
-    members: StackedMembers
-    training: _Steps
-    evaluation: _Steps
-    logs: MemberLogs
-    splitter: Splitter
-    weights: WeightsOfMembers = field(default_factory=WeightsOfMembers)
-    optimizers: dict[int, MemberOptimizer] = field(default_factory=dict)
-    loaded_optimizers: list[Any] = field(default_factory=list)
-    loaded_gradients: list[Any] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
-    is_window_open: bool = False
-
-    def optimizer_of(self, optimizer: Optimizer) -> MemberOptimizer:
-        """Return one of the user's optimisers for all members."""
-        key = id(optimizer)
-        if key not in self.optimizers:
-            self.optimizers[key] = MemberOptimizer(optimizer, self.members)
-        return self.optimizers[key]
-
-    def window_parameters(self) -> list[StackedParameter]:
-        """Return the parameters of the optimisers, in the order in which checkpoints have their gradients."""
-        return [parameter for optimizer in self.optimizers.values() for parameter in optimizer.parameters()]
-
-    def load_gradients(self) -> None:
-        """Restore the gradients of a checkpoint that was written in an open window."""
-        if self.loaded_gradients:
-            self.members.load_gradients(self.window_parameters(), self.loaded_gradients)
-            self.loaded_gradients = []
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Keep the state of a checkpoint until it is needed."""
-        self.loaded_optimizers = state.get("optimizers", [])
-        self.loaded_gradients = state.get("gradients", [])
-        if "weights" in state:
-            self.weights.load_state_dict(state["weights"])
 
 
 class _NoRecovery(RecoverySupport):
@@ -179,7 +112,7 @@ class EnsembleStrategy(Strategy):
         self.factory = factory
         self.own_order = own_order
         self.mode: Mode = mode
-        self._run: _Run | None = None
+        self._run: EnsembleRun | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -250,10 +183,10 @@ class EnsembleStrategy(Strategy):
         device = self.root_device
         members = StackedMembers(module, states, device)
         make = partial(SideBySide, members, allows_randomness=self.mode == "together")
-        self._run = _Run(
+        self._run = EnsembleRun(
             members,
-            _Steps(make(), Choice(self.mode, device, "trained")),
-            _Steps(make(), Choice(self.mode, device, "evaluated")),
+            Steps(make(), Choice(self.mode, device, "trained")),
+            Steps(make(), Choice(self.mode, device, "evaluated")),
             MemberLogs(members.metrics(), device),
             Splitter(module),
         )
@@ -294,14 +227,14 @@ class EnsembleStrategy(Strategy):
             run.training.side_by_side.close()
             run.evaluation.side_by_side.close()
             self._states = [_on_cpu(state) for state in run.members.states()[1:]]
-            self._optimizer_states = _other_states(run)
+            self._optimizer_states = run.other_optimizer_states()
             for optimizer in run.optimizers.values():
                 optimizer.release()
             run.members.release()
         super().teardown(error)
 
     @property
-    def _current_run(self) -> _Run:
+    def _current_run(self) -> EnsembleRun:
         assert self._run is not None
         return self._run
 
@@ -405,7 +338,7 @@ class EnsembleStrategy(Strategy):
         return averaged([result.outputs for result in results])
 
     def _run_members(
-        self, step: TrainingStep | EvaluationStep, batches: list[Any], computation: _Steps
+        self, step: TrainingStep | EvaluationStep, batches: list[Any], computation: Steps
     ) -> list[StepResult]:
         """Run the step of each member in the present way."""
         run = self._current_run
@@ -479,10 +412,9 @@ class EnsembleStrategy(Strategy):
         """Full states: the first member's, and those of the others beside; see `Strategy.portable`."""
         return MemberStates(
             self.members,
+            self._run,
             self._other_states,
             self._keep_loaded,
-            self._optimizer_of,
-            self._loaded_optimizer_states,
             self._own_state,
             self._load_own_state,
         )
@@ -490,30 +422,14 @@ class EnsembleStrategy(Strategy):
     def _keep_loaded(self, states: list[dict[str, Any]]) -> None:
         self._loaded_states = states
 
-    def _optimizer_of(self, optimizer: Optimizer) -> MemberOptimizer | None:
-        if self._run is None:
-            return None
-        return self._run.optimizer_of(optimizer)
-
-    def _loaded_optimizer_states(self, optimizer: Optimizer) -> Sequence[OptimizerState] | None:
-        """Return the states that a checkpoint has for the other members; there is one optimiser."""
-        if self._run is None or not self._run.loaded_optimizers:
-            return None
-        states: Sequence[OptimizerState] = self._run.loaded_optimizers[0]
-        return states
-
     def _own_state(self) -> dict[str, Any]:
         """Return what the members but the first need to continue: random numbers, optimisers, open windows."""
-        run = self._run
-        state: dict[str, Any] = {"optimizers": self._optimizer_states}
+        if self._run is None:
+            state: dict[str, Any] = {"optimizers": self._optimizer_states}
+        else:
+            state = self._run.state()
         if self._streams is not None:
             state["streams"] = self._streams.get_state()
-        if run is None:
-            return state
-        state["optimizers"] = _other_states(run)
-        if run.is_window_open:
-            state["gradients"] = gradient_state(run.window_parameters())
-            state["weights"] = run.weights.state_dict()
         return state
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
@@ -522,11 +438,6 @@ class EnsembleStrategy(Strategy):
             self._run.load(state)
         if self._streams is not None and "streams" in state:
             self._streams.set_state(state["streams"])
-
-
-def _other_states(run: _Run) -> list[list[OptimizerState]]:
-    """Return, for each optimiser, the states of all members but the first."""
-    return [optimizer.member_states()[1:] for optimizer in run.optimizers.values()]
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
