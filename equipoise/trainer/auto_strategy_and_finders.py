@@ -1,9 +1,7 @@
 """What extensions decide before a run: the strategy that "auto" means, and searches that callbacks ask for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from equipoise.interop.lightning.finders import is_stock_finder
 from equipoise.names.extensions import load_extension, names_of_extensions
@@ -11,9 +9,6 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["choose_strategy", "search"]
-
-# Kinds of devices with memory of their own. Processes on the CPU share that of the host.
-_KINDS = ("cuda",)
 
 
 def choose_strategy(trainer: Any, request: Request) -> Strategy:
@@ -26,15 +21,13 @@ def choose_strategy(trainer: Any, request: Request) -> Strategy:
         request: The fit.
     """
     present: Strategy = trainer.connected_strategy
-    if not _have_memory(present.processes.devices):
+    devices = present.processes.devices
+    # Processes on the CPU share the memory of the host.
+    if len(devices) < 2 or any(device.type != "cuda" for device in devices):
         return present
     for name in names_of_extensions("strategy_choices"):
         present = load_extension("strategy_choices", name)(trainer, request, present)
     return present
-
-
-def _have_memory(devices: Sequence[torch.device]) -> bool:
-    return len(devices) > 1 and all(device.type in _KINDS for device in devices)
 
 
 def search(trainer: Any, make: Callable[..., Any], request: Request) -> bool:

@@ -10,6 +10,7 @@ release everything, on_fit_end, teardown
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,6 @@ from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import make_context, prepare, set_up
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.preflight import placing, refuse_lost_reports
-from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
@@ -397,22 +397,24 @@ def _report_to(callback: Callback, parts: TrainerParts, module: LightningModule,
 def _release(parts: TrainerParts, module: LightningModule, error: BaseException | None) -> None:
     """Release workers, devices and whatever else a run holds, even if releasing one of them fails."""
     state = parts.state
-    steps: list[Callable[[], object]] = [parts.fit_loop.release, parts.predict_loop.release]
-    for loop in (parts.fit_loop.val_loop, *parts.evaluations.values()):
-        steps.append(loop.release)
-    steps.append(partial(parts.logs.close, failed=error is not None))
-    # A plugin that writes in the background comes to its end.
-    if state.checkpoint_io is not None:
-        steps.append(state.checkpoint_io.teardown)
-    steps.append(partial(parts.strategy.teardown, error))
-    if state.activation_checkpointing:
-        from equipoise.parallel.activation_checkpointing import keep_activations
+    # The last one is called first, and all of them even if one fails.
+    with ExitStack() as releasing:
+        # Other programs may use the memory; a later run allocates again what it needs.
+        releasing.callback(empty_cache, parts.strategy.devices)
+        releasing.callback(_move_states_to_cpu, state)
+        if state.activation_checkpointing:
+            from equipoise.parallel.activation_checkpointing import keep_activations
 
-        steps.append(partial(keep_activations, module))
-    steps.append(partial(_move_states_to_cpu, state))
-    # Other programs may use the memory; a later run allocates again what it needs.
-    steps.append(partial(empty_cache, parts.strategy.devices))
-    call_all(steps)
+            releasing.callback(keep_activations, module)
+        releasing.callback(parts.strategy.teardown, error)
+        # A plugin that writes in the background comes to its end.
+        if state.checkpoint_io is not None:
+            releasing.callback(state.checkpoint_io.teardown)
+        releasing.callback(parts.logs.close, failed=error is not None)
+        for loop in (parts.fit_loop.val_loop, *parts.evaluations.values()):
+            releasing.callback(loop.release)
+        releasing.callback(parts.predict_loop.release)
+        releasing.callback(parts.fit_loop.release)
 
 
 def _move_states_to_cpu(state: RunState) -> None:

@@ -27,7 +27,7 @@ from equipoise.parallel.batches.sampling import (
 )
 from equipoise.parallel.batches.whole_steps import AgreedOrder, DealtSteps, WholeSteps
 
-__all__ = ["Certainty", "Extent", "certainty_of", "draw_order", "joined_extent", "length_of", "whole_steps"]
+__all__ = ["Certainty", "Extent", "certainty_of", "draw_order", "joined_extent", "length_of"]
 
 _SAMPLERS = (
     SequentialSampler,
@@ -87,17 +87,6 @@ def joined_extent(extents: Sequence[Extent]) -> Extent:
         max(extent.limit for extent in extents),
         max(extent.certainty for extent in extents),
     )
-
-
-def whole_steps(lengths: Sequence[float]) -> float:
-    """Return the number of first batches that each process has.
-
-    The last batch of the shortest pass does not count: where processes share samples, it may lack some.
-
-    Args:
-        lengths: Number of batches of each process.
-    """
-    return min(lengths) - 1
 
 
 def certainty_of(loader: Any) -> Certainty:

@@ -5,6 +5,7 @@ were, then so do steps, counters and schedules, whatever the number of processes
 changes. So a run notes the number of processes with which it began, and the sizes of its steps.
 """
 
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,48 +19,33 @@ from equipoise.parallel.communication.processes import Processes
 __all__ = ["RunSteps"]
 
 
+@dataclass
 class RunSteps:
     """Steps with which a run began, and in which it continues.
 
-    Args:
+    Attributes:
         processes: Number of processes with which the run began; None if it begins now.
         seed: Seed of the order that several processes share. Default: that of `seed_everything`.
         batch_sizes: The `batch_size` of each training loader then; None if it is not known any more.
         step_sizes: Number of samples in a step of each loader; None if it is not known any more.
         has_one_state: Whether its processes have one state; see `Processes`. Default: None, the run begins now.
-
-    Attributes:
         obstacle: Reason why the steps of a run with another number of processes could not be kept. Empty: they are.
     """
 
-    def __init__(
-        self,
-        processes: int | None = None,
-        seed: int | None = None,
-        batch_sizes: list[int | None] | None = None,
-        step_sizes: list[int | None] | None = None,
-        has_one_state: bool | None = None,
-    ) -> None:
-        self.processes = processes
-        self.seed = seed_of_order() if seed is None else seed
-        self.batch_sizes = batch_sizes
-        self.step_sizes = step_sizes
-        self.has_one_state = has_one_state
-        self.obstacle = ""
-        # Whether a strategy of the other kind continues the run.
-        self._is_of_other_kind = False
+    processes: int | None = None
+    seed: int = field(default_factory=seed_of_order)
+    batch_sizes: list[int | None] | None = None
+    step_sizes: list[int | None] | None = None
+    has_one_state: bool | None = None
+    obstacle: str = field(default="", init=False)
+    # Whether a strategy of the other kind continues the run.
+    _is_of_other_kind: bool = field(default=False, init=False)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps in plain data."""
-        return {
-            "processes": self.processes,
-            "seed": self.seed,
-            "batch_sizes": self.batch_sizes,
-            "step_sizes": self.step_sizes,
-            "has_one_state": self.has_one_state,
-        }
+        return {declared.name: getattr(self, declared.name) for declared in fields(self) if declared.init}
 
     @classmethod
     def from_checkpoint(cls, entry: dict[str, Any]) -> "RunSteps":

@@ -11,7 +11,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.random_state import drawn_alike
-from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of, whole_steps
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
@@ -234,7 +234,8 @@ class BatchStream:
 
             lengths = exchange_number(here)
             everywhere = max(lengths)
-            self.whole = whole_steps(lengths)
+            # Where processes share samples, the last batch of the shortest pass may lack some.
+            self.whole = min(lengths) - 1
         self.length = everywhere
         if self.extent.certainty is Certainty.ONCE_DRAWN:
             self._end(everywhere)

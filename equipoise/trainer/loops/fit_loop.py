@@ -10,6 +10,7 @@ A resumed run first completes the epoch in which its checkpoint was written.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -33,7 +34,6 @@ from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
 from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
-from equipoise.trainer.runtime.releasing import call_all
 from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:
@@ -198,18 +198,19 @@ class FitLoop:
 
     def release(self) -> None:
         """End worker processes and release what belongs to the run."""
-        closing = [self.fit.data.close]
-        if self.loss_watch is not None:
-            closing.insert(0, self.loss_watch.close)
-        if self.step_class is not None:
-            closing.append(self.step_class.close)
-        if self._close_epoch_hooks is not None:
-            closing.append(self._close_epoch_hooks)
-        self._close_epoch_hooks = None
-        self.loss_watch = None
-        self.step_class = None
-        self.uncounted_steps = None
-        call_all(closing)
+        # The last one is called first, and all of them even if one fails.
+        with ExitStack() as closing:
+            if self._close_epoch_hooks is not None:
+                closing.callback(self._close_epoch_hooks)
+            if self.step_class is not None:
+                closing.callback(self.step_class.close)
+            closing.callback(self.fit.data.close)
+            if self.loss_watch is not None:
+                closing.callback(self.loss_watch.close)
+            self._close_epoch_hooks = None
+            self.loss_watch = None
+            self.step_class = None
+            self.uncounted_steps = None
 
     # Data.
 

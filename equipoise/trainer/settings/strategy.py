@@ -14,14 +14,16 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count
 from equipoise.trainer.settings.devices import Devices, select_devices, select_num_nodes
 
-__all__ = ["connect_strategy", "select_strategy"]
+__all__ = ["connect_strategy"]
 
 
 def connect_strategy(strategy: Any, accelerator: Any, devices: Devices, num_nodes: int | None) -> tuple[Strategy, int]:
     """Choose strategy, devices and number of machines, from the arguments and the rank of this process.
 
     Args:
-        strategy: A name, an object, or "auto".
+        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several or if a launcher has
+            started several processes, with measured shares if devices are unequal. Where no process can be started,
+            `dp` or `balanced` for several.
         accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
         devices: See `select_devices`.
         num_nodes: The number of machines; None if the user gave none.
@@ -31,40 +33,16 @@ def connect_strategy(strategy: Any, accelerator: Any, devices: Devices, num_node
     """
     check_count("num_nodes", num_nodes, least=1, optional=True)
     rank = find_rank()
-    available = select_devices(accelerator, devices, rank, num_nodes)
-    machines = select_num_nodes(num_nodes, available, rank)
-    choose_devices = devices == "auto"
-    connected = select_strategy(strategy, available, machines, rank, choose_devices=choose_devices)
-    return connected, machines
-
-
-def select_strategy(
-    strategy: Any,
-    devices: Sequence[torch.device],
-    num_nodes: int,
-    rank: Rank | None = None,
-    *,
-    choose_devices: bool = False,
-) -> Strategy:
-    """Return a strategy that is connected to its devices.
-
-    Args:
-        strategy: A name, an object, or "auto": `single_device` for one device, `ddp` for several or if a launcher has
-            started several processes, with measured shares if devices are unequal. Where no process can be started,
-            `dp` or `balanced` for several.
-        devices: The devices.
-        num_nodes: The number of machines.
-        rank: The rank that a launcher has given this process. Default: None, no launcher.
-        choose_devices: Whether these are all available devices, of which the strategy may choose. Default: False.
-    """
+    selected: Sequence[torch.device] = select_devices(accelerator, devices, rank, num_nodes)
+    machines = select_num_nodes(num_nodes, selected, rank)
     connected: Strategy = strategy
     if not isinstance(strategy, Strategy):
-        connected = _strategy_named(strategy, devices, rank)
-    # A launcher has decided on the devices of its processes.
-    if choose_devices and rank is None:
-        devices = connected.default_devices(devices)
-    connected.connect(devices, num_nodes)
-    return connected
+        connected = _strategy_named(strategy, selected, rank)
+    # Of all devices the strategy chooses its own, unless a launcher has decided on those of its processes.
+    if devices == "auto" and rank is None:
+        selected = connected.default_devices(selected)
+    connected.connect(selected, machines)
+    return connected, machines
 
 
 def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | None) -> Strategy:

@@ -54,18 +54,23 @@ class TrainerParts:
     precision: Precision
 
     # What runs write to.
-    logs: Logs
-    logger_output: LoggerOutput
+    logs: Logs = field(init=False, default_factory=Logs)
+    logger_output: LoggerOutput = field(init=False)
 
     # The loops, whose states a second run continues with.
-    fit_loop: FitLoop
-    evaluations: dict[str, EvaluationLoop]
-    predict_loop: PredictionLoop
-    context: RunContext | None = None
+    fit_loop: FitLoop = field(init=False)
+    evaluations: dict[str, EvaluationLoop] = field(init=False)
+    predict_loop: PredictionLoop = field(init=False)
+    context: RunContext | None = field(init=False, default=None)
     strategy_view: StrategyView = field(init=False)
-    _wrapped_optimizers: list[LightningOptimizer] = field(default_factory=list)
+    _wrapped_optimizers: list[LightningOptimizer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        state = self.state
+        self.logger_output = LoggerOutput(state, self.logs, self.trainer)
+        self.fit_loop = FitLoop(state, EvaluationLoop(state, "val", fitting=True))
+        self.evaluations = {"validate": EvaluationLoop(state, "val"), "test": EvaluationLoop(state, "test")}
+        self.predict_loop = PredictionLoop(state)
         self.replace_strategy(self.strategy)
 
     def replace_strategy(self, strategy: Strategy) -> None:

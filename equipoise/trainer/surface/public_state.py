@@ -21,8 +21,6 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
-from equipoise.trainer.logging.logger_output import LoggerOutput
-from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.logging.results_table import to_scalars
 from equipoise.trainer.loops.fit_loop import FitLoop
 from equipoise.trainer.settings.devices import accelerator_of
@@ -40,44 +38,23 @@ class PublicState(StateFields, LightningNames):
     Attributes:
         parts: The objects of the trainer, on which a run is carried out.
         run_state: The state that the parts of a run share.
-        connected_strategy: The strategy itself; `strategy` has the names of Lightning's as well.
-        precision_in_use: The precision itself; `precision` is its name.
-        logs: The logged values.
-        fit_loop_state: The training loop; `fit_loop` has the names of Lightning's.
-        evaluations: The loops of `validate` and `test`.
-        predict_loop: The loop of `predict`.
+        logs: The logged values, which `self.log` and callbacks read in each step.
         precision_plugin: Lightning's plugin for the precision.
         accelerator: Lightning's accelerator of the root device.
     """
 
     def __init__(self, strategy: Strategy, precision: Precision, root_dir: str) -> None:
-        # 1. The objects. Some are attributes as well, since `self.log` and callbacks read them in each step.
-        state = RunState(root_dir=root_dir)
-        self.run_state = state
-        self.connected_strategy = strategy
-        self.precision_in_use = precision
-        self.logs = Logs()
-        self.fit_loop_state = FitLoop(state, EvaluationLoop(state, "val", fitting=True))
-        self.evaluations = {"validate": EvaluationLoop(state, "val"), "test": EvaluationLoop(state, "test")}
-        self.predict_loop = PredictionLoop(state)
-
-        # 2. All of them together.
-        parts = TrainerParts(
-            trainer=self,
-            state=state,
-            strategy=strategy,
-            precision=precision,
-            logs=self.logs,
-            logger_output=LoggerOutput(state, self.logs, self),
-            fit_loop=self.fit_loop_state,
-            evaluations=self.evaluations,
-            predict_loop=self.predict_loop,
-        )
-
-        # 3. Lightning's names for all this.
-        super().__init__(parts)
+        self.run_state = RunState(root_dir=root_dir)
+        super().__init__(TrainerParts(self, self.run_state, strategy, precision))
+        self.logs = self.parts.logs
         self.accelerator: Accelerator = accelerator_of(strategy.root_device)
         self.precision_plugin = self._precision_plugin()
+
+    connected_strategy = Reads[Strategy]("parts.strategy", "The strategy itself.")
+    precision_in_use = Reads[Precision]("parts.precision", "The precision itself; `precision` is its name.")
+    fit_loop_state = Reads[FitLoop]("parts.fit_loop", "The training loop; `fit_loop` has the names of Lightning's.")
+    evaluations = Reads[dict[str, EvaluationLoop]]("parts.evaluations", "The loops of `validate` and `test`.")
+    predict_loop = Reads[PredictionLoop]("parts.predict_loop", "The loop of `predict`.")
 
     def _precision_plugin(self) -> LightningPrecision:
         precision = self.precision_in_use
@@ -86,7 +63,6 @@ class PublicState(StateFields, LightningNames):
 
     def _replace_strategy(self, strategy: Strategy) -> None:
         """Run under another strategy from now on, which is connected to the same devices."""
-        self.connected_strategy = strategy
         self.parts.replace_strategy(strategy)
         self.precision_plugin = self._precision_plugin()
 
@@ -98,12 +74,12 @@ class PublicState(StateFields, LightningNames):
     # Where it runs.
 
     strategy = Reads[Any]("parts.strategy_view", "The strategy, with the names of Lightning's strategies as well.")
-    global_rank = Reads[int]("connected_strategy.processes.rank", "Rank of this process among all.")
-    local_rank = Reads[int]("connected_strategy.processes.local_rank", "Rank of this process on its machine.")
-    node_rank = Reads[int]("connected_strategy.processes.node_rank", "Rank of this machine.")
-    world_size = Reads[int]("connected_strategy.processes.world_size", "Number of processes.")
+    global_rank = Reads[int]("parts.strategy.processes.rank", "Rank of this process among all.")
+    local_rank = Reads[int]("parts.strategy.processes.local_rank", "Rank of this process on its machine.")
+    node_rank = Reads[int]("parts.strategy.processes.node_rank", "Rank of this machine.")
+    world_size = Reads[int]("parts.strategy.processes.world_size", "Number of processes.")
     is_global_zero = Reads[bool](
-        "connected_strategy.processes.is_main", "True in the process that writes files and reports to the user."
+        "parts.strategy.processes.is_main", "True in the process that writes files and reports to the user."
     )
 
     @property
@@ -131,8 +107,8 @@ class PublicState(StateFields, LightningNames):
         processes_of_a_machine = strategy.processes.world_size // self.run_state.num_nodes
         return max(len(strategy.devices), processes_of_a_machine)
 
-    precision = Reads[str]("precision_in_use.name", "The name of the precision.")
-    scaler = Reads[torch.amp.GradScaler | None]("precision_in_use.scaler", "The loss scaler of 16-mixed.")
+    precision = Reads[str]("parts.precision.name", "The name of the precision.")
+    scaler = Reads[torch.amp.GradScaler | None]("parts.precision.scaler", "The loss scaler of 16-mixed.")
 
     # Counters.
 
@@ -149,10 +125,10 @@ class PublicState(StateFields, LightningNames):
         "progress.batch.is_last_batch", "True if the present training batch is the last of the epoch."
     )
     num_training_batches = Reads[float](
-        "fit_loop_state.fit.data.max_batches", "Number of training batches of an epoch; infinite if unknown."
+        "parts.fit_loop.fit.data.max_batches", "Number of training batches of an epoch; infinite if unknown."
     )
     val_check_batch = Reads[float | None](
-        "fit_loop_state.fit.val_check_batch",
+        "parts.fit_loop.fit.val_check_batch",
         "Number of training batches between validations; infinite: at the epoch's end; None: by the clock.",
     )
     num_val_batches = Reads[list[float]]("parts.validation.num_batches", "Validation batches of each loader.")
@@ -169,7 +145,7 @@ class PublicState(StateFields, LightningNames):
         """Test batches of each loader."""
         return self.evaluations["test"].num_batches
 
-    num_predict_batches = Reads[list[float]]("predict_loop.max_batches", "Prediction batches of each loader.")
+    num_predict_batches = Reads[list[float]]("parts.predict_loop.max_batches", "Prediction batches of each loader.")
 
     # Data.
 

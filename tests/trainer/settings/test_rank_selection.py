@@ -16,7 +16,6 @@ from equipoise import (
     Strategy,
     Trainer,
 )
-from equipoise.trainer.settings.strategy import select_strategy
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses
 
@@ -81,7 +80,7 @@ def test_several_gpus_where_no_process_can_be_started(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["slow", "fast", "fast"][device.index])
     kinds = {1: SingleDeviceStrategy, 2: DataParallelStrategy, 3: BalancedDataParallelStrategy}
     for count, kind in kinds.items():
-        assert type(select_strategy("auto", CARDS[3 - count : 3], 1)) is kind
+        assert type(plain(devices=list(range(3 - count, 3))).connected_strategy) is kind
 
 
 def test_a_strategy_of_the_users_own() -> None:
