@@ -123,16 +123,18 @@ class AutomaticOptimization:
         self._needs_no_closure = self._user_step is None and is_unnoticed
         self._lightning_optimizer = None if self._needs_no_closure else context.as_lightning(self._optimizer)
 
-        # 5. The optimiser's step, if that is all that there is to do.
-        self._plain_step: Callable[[], Any] | None = None
-        is_default = type(optimizers.of(self._optimizer)) is StrategyOptimizer
-        if is_default and self._needs_no_closure and self._scaler is None:
-            self._plain_step = plain_step(self._optimizer)
-            if self._recovery is not None:
-                self._plain_step = self._recovery.repeatable(self._optimizer, self._plain_step)
+        self._plain_step = self._bind_plain_step(optimizers)
 
         # Outputs of the parts of a batch are put together only if a hook reads them.
         self._gathers_outputs = hooks.reads_outputs("on_train_batch_end")
+
+    def _bind_plain_step(self, optimizers: StrategyOptimizers) -> Callable[[], Any] | None:
+        """Return the optimiser's step, if that is all that there is to do; None if there is more."""
+        is_default = type(optimizers.of(self._optimizer)) is StrategyOptimizer
+        if not is_default or not self._needs_no_closure or self._scaler is not None:
+            return None
+        step = plain_step(self._optimizer)
+        return step if self._recovery is None else self._recovery.repeatable(self._optimizer, step)
 
     def _start_scaler(self, device: torch.device) -> "ScaledSteps | None":
         if self._scaler is None:
