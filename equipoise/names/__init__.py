@@ -1,1 +1,1 @@
-"""Public names: where they are defined, and where they were. Patterns of names."""
+"""Public names, extensions, and patterns of names."""

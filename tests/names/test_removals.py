@@ -1,0 +1,22 @@
+"""What a warning announces is removed by the version that the warning names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import equipoise
+
+PACKAGE = Path(equipoise.__file__).parent
+
+
+@pytest.mark.whole_package
+def test_what_is_due_has_been_removed() -> None:
+    announced = [
+        (path.name, version)
+        for path in PACKAGE.rglob("*.py")
+        for version in re.findall(r"removed in Equipoise (\d[\d.]*\d)", path.read_text(encoding="utf-8"))
+    ]
+    assert ("run_summary.py", "0.3") in announced
+    assert not [name for name, version in announced if Version(version) <= Version(equipoise.__version__)]
