@@ -1,4 +1,4 @@
-"""What a warning announces is removed by the version that the warning names."""
+"""Removals that a warning has announced for a version."""
 
 import re
 from pathlib import Path
