@@ -18,21 +18,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from equipoise import Trainer
 from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, load_saving_states, saving_states
 from equipoise.interop.lightning.finders import (
-    BatchSizeSettings,
-    LearningRateSettings,
-    batch_size_settings,
     ends_after_search,
     keep_learning_rates,
     learning_rate_settings,
@@ -40,12 +35,10 @@ from equipoise.interop.lightning.finders import (
     suggested_rate,
 )
 from equipoise.interop.lightning.loaders import combine
-from equipoise.interop.lightning.loggers import csv_writer, start_csv
-from equipoise.interop.lightning.modules import attach_profiler, forget_run, pretend_device
+from equipoise.interop.lightning.modules import forget_run, pretend_device
 from equipoise.interop.lightning.optimizers import no_closure, wrap_optimizer
 from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log
 from equipoise.interop.metrics import load_metric_states, metric_states
-from equipoise.interop.torch.optimizers import unscales_by_itself
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -216,34 +209,6 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     assert taken_back(tmp_path / "elsewhere")["last_global_step_saved"] == 0
 
 
-def test_a_csv_logger_that_goes_on_in_its_file(tmp_path: Path) -> None:
-    """Its writer would delete the file; columns that it does not know would be an error."""
-    first = CSVLogger(tmp_path, name="", version="")
-    assert csv_writer(first) is None
-    first.log_metrics({"a": 1.0}, 0)
-    first.save()
-    assert csv_writer(first) is first.experiment
-    assert csv_writer(object()) is None
-    second = CSVLogger(tmp_path, name="", version="")
-    hidden = (tmp_path / "metrics.csv").rename(tmp_path / "hidden.csv")
-    start_csv(second, ["a", "step"])
-    hidden.rename(tmp_path / "metrics.csv")
-    assert csv_writer(second) is second.experiment
-    second.log_metrics({"b": 2.0}, 1)
-    second.save()
-    assert (tmp_path / "metrics.csv").read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
-    second.log_hyperparams({"lr": 0.1})
-    second.save()
-    assert (tmp_path / "hparams.yaml").is_file()
-
-    class Own(CSVLogger):
-        @property
-        def experiment(self) -> Any: ...
-
-    start_csv(own := Own(tmp_path))
-    assert csv_writer(own) is None
-
-
 # Modules and optimisers
 
 
@@ -313,29 +278,7 @@ def test_gradients_of_one_optimiser_alone() -> None:
     assert seen == [[False, False, True, True], [True] * 4]
 
 
-def test_optimisers_that_unscale_by_themselves() -> None:
-    """The scaler leaves unscaling to them, which is what we must know."""
-
-    class Own(Optimizer):
-        def __init__(self, parameters: Any, by_itself: bool) -> None:
-            super().__init__(parameters, {"lr": 0.1})
-            self._step_supports_amp_scaling = by_itself
-
-        def step(self, closure: Any = None) -> Any:
-            self.seen = self.param_groups[0]["params"][0].grad.clone()
-
-    for by_itself in (True, False):
-        parameter = nn.Parameter(torch.ones(1))
-        optimizer, scaler = Own([parameter], by_itself), torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer)
-        assert unscales_by_itself(optimizer) == by_itself
-        assert optimizer.seen == (4.0 if by_itself else 1.0)
-    assert unscales_by_itself(Adam(Small().parameters(), fused=True))
-    assert not unscales_by_itself(Adam(Small().parameters()))
-
-
-# Loaders and profilers
+# Loaders
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
@@ -345,39 +288,7 @@ def test_the_mode_of_a_combined_loader(mode: Any) -> None:
     assert combine(combine([[1], [2]], mode)[0], "sequential")[1] == mode
 
 
-def test_a_profiler_knows_its_module_without_keeping_it() -> None:
-    profiler, module = SimpleProfiler(), Small()
-    attach_profiler(profiler, module)
-    assert profiler._lightning_module.layer is module.layer
-    del module
-    with pytest.raises(ReferenceError):
-        _ = profiler._lightning_module.layer
-
-
 # Finders
-
-
-def test_the_settings_of_a_batch_size_finder() -> None:
-    finder = BatchSizeFinder(
-        mode="binsearch", steps_per_trial=4, init_val=3, max_trials=7, batch_arg_name="size", margin=0.1, max_val=99
-    )
-    assert batch_size_settings(finder) == BatchSizeSettings(
-        doubles=False, steps=4, first=3, most_trials=7, attribute="size", margin=0.1, largest=99
-    )
-    assert batch_size_settings(BatchSizeFinder()).doubles
-
-
-def test_the_settings_of_a_learning_rate_finder() -> None:
-    finder = LearningRateFinder(1e-5, 0.5, 30, "linear", early_stop_threshold=None, update_attr=False, attr_name="rate")
-    assert learning_rate_settings(finder) == LearningRateSettings(
-        smallest=1e-5,
-        largest=0.5,
-        steps=30,
-        mode="linear",
-        divergence=None,
-        updates_attribute=False,
-        attribute="rate",
-    )
 
 
 def test_a_search_of_the_tuner_ends_before_the_fit() -> None:
