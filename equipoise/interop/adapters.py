@@ -205,16 +205,15 @@ def find(name: str) -> Any:
     return value
 
 
-def find_if_tested(package: str, name: str) -> Any:
-    """Return what a name stands for; None if it is missing, or the package is newer than the tested versions.
+def find_if_tested(name: str) -> Any:
+    """Return what a name of torch stands for; None if it is missing, or torch is newer than the tested versions.
 
     This is for names whose meaning may change while they stay, and which have a fallback.
 
     Args:
-        package: The package, a key of `TESTED`.
         name: A name with its module.
     """
-    if is_newer_than_tested(package):
+    if is_newer_than_tested("torch"):
         return None
     return find(name)
 

@@ -223,16 +223,15 @@ def other_state(metric: Metric) -> dict[str, Any]:
     """
     # Flags are no counts, although a bool is an int.
     mergeable = {*metric.metric_state, *_EMPTY}
-    numbers = {}
-    lengths = {}
+    numbers: dict[str, Any] = {}
     for name, value in vars(metric).items():
         if name in mergeable or isinstance(value, bool):
             continue
         if isinstance(value, int | float):
             numbers[name] = value
         elif type(value) is list:
-            lengths[name] = len(value)
-    return numbers | lengths
+            numbers[name] = len(value)
+    return numbers
 
 
 def restore_metric_state(metric: Metric, state: MetricState) -> None:
@@ -305,12 +304,8 @@ def merge_metric_states(
 
 def _forward_values(copies: Sequence[Any]) -> list[Any]:
     """Return the values that `forward` of the copies returned."""
-    values: list[Any] = []
-    for copy in copies:
-        value: Any = getattr(copy, _LAST, None)
-        if value is not None:
-            values.append(value)
-    return values
+    values = [getattr(copy, _LAST, None) for copy in copies]
+    return [value for value in values if value is not None]
 
 
 def _set_batch_value(metric: Metric, values: list[Any]) -> None:
@@ -371,13 +366,13 @@ def _on(state: Any, device: torch.device) -> Any:
     return state.to(device)
 
 
-def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any]) -> Any:
-    """Merge one state of a metric with the reduction that the metric declares."""
+def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any], *, interleaved: bool = False) -> Any:
+    """Merge one state of a metric with the reduction that the metric declares; lists stay lists."""
     if len(states) == 1:
         return states[0]
     reduction = _reduction_of(metric, name)
     if isinstance(states[0], list):
-        return _concatenated(states)
+        return interleave(states) if interleaved else [item for items in states for item in items]
     if reduction is dim_zero_cat:
         # Scalars have no dimension to concatenate.
         vectors = []
@@ -408,17 +403,9 @@ def _reduction_of(metric: Metric, name: str) -> Any:
     return getattr(metric, _REDUCTIONS)[name]
 
 
-def _concatenated(lists: list[list[Any]]) -> list[Any]:
-    return [item for items in lists for item in items]
-
-
 def metrics_of(metrics: nn.Module) -> list[Metric]:
     """Return a metric and those inside it, or all metrics of a collection."""
-    parts = []
-    for child in metrics.modules():
-        if isinstance(child, Metric):
-            parts.append(child)
-    return parts
+    return [child for child in metrics.modules() if isinstance(child, Metric)]
 
 
 def states_to_send(metrics: nn.Module) -> list[MetricState]:
@@ -448,8 +435,7 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
     """
     # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
-    all_metrics = metrics_of(metrics)
-    for metric, states in zip(all_metrics, states_by_metric, strict=True):
+    for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
         _check_names(metric)
         # Without this, `compute` would exchange the joined states once more.
         metric.distributed_available_fn = _never
@@ -492,21 +478,17 @@ def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
 def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], interleaved: bool) -> Any:
     """Join one state of several processes."""
     reduction = _reduction_of(metric, name)
-    if isinstance(states[0], list):
-        if interleaved:
-            items = interleave(states)
-        else:
-            items = _concatenated(states)
-        if reduction is None or reduction is dim_zero_cat:
-            return items
-        return reduction(items)
-    if reduction is None and len(states) > 1:
+    is_list = isinstance(states[0], list)
+    if not is_list and reduction is None and len(states) > 1:
         # torchmetrics leaves such states stacked as well; the metric itself reduces them. In older versions a state of
         # one number has a dimension or none, by the number of updates.
         if len({state.numel() for state in states}) == 1:
             states = [state.reshape(states[0].shape) for state in states]
         return torch.stack(states)
-    return _reduced(metric, name, states, counts)
+    joined = _reduced(metric, name, states, counts, interleaved=interleaved)
+    if is_list and reduction not in (None, dim_zero_cat):
+        return reduction(joined)
+    return joined
 
 
 # States of metrics in checkpoints, for another number of processes
@@ -555,12 +537,8 @@ def merge_saved_states(
 
 def _updated_states(name: str, of_processes: Sequence[dict[str, SavedState]]) -> list[SavedState]:
     """Return the states of a metric in the processes that have updated it."""
-    updated = []
-    for states_of_process in of_processes:
-        state = states_of_process.get(name)
-        if state is not None and state["count"]:
-            updated.append(state)
-    return updated
+    states = [states_of_process.get(name) for states_of_process in of_processes]
+    return [state for state in states if state is not None and state["count"]]
 
 
 def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> SavedState:
@@ -574,32 +552,20 @@ def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> Save
     merged: MetricState = dict(first)
     for name in names:
         values = [state[name] for state in states]
-        is_list = isinstance(values[0], list)
-        is_mean = not is_list and _reduction_of(metric, name) is dim_zero_mean
+        is_mean = isinstance(values[0], Tensor) and _reduction_of(metric, name) is dim_zero_mean
         if rank and not is_mean:
             merged[name] = _default(metric, name)
-        elif not is_list:
-            merged[name] = _reduced(metric, name, values, counts)
-        # Lists stay lists, since the metric continues appending.
-        elif interleaved:
-            merged[name] = interleave(values)
         else:
-            merged[name] = _concatenated(values)
+            # Lists stay lists, since the metric continues appending.
+            merged[name] = _reduced(metric, name, values, counts, interleaved=interleaved)
     # A process updates a metric once for each batch, so this counts the batches.
     return {"state": merged, "count": max(counts)}
 
 
 def _has_separate_state(metric: Metric, saved: SavedState) -> bool:
     """Return True if a metric has a tensor without a reduction: it merges such states itself, when it computes."""
-    state = saved["state"]
-    names = _states_of(metric)
-    is_separate = False
-    for name in names:
-        reduction = _reduction_of(metric, name)
-        value = state.get(name)
-        if reduction is None and isinstance(value, Tensor):
-            is_separate = True
-    return is_separate
+    tensors = [name for name in _states_of(metric) if isinstance(saved["state"].get(name), Tensor)]
+    return any(_reduction_of(metric, name) is None for name in tensors)
 
 
 def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank: int, count: int) -> SavedState:
@@ -614,13 +580,8 @@ def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank:
         )
     if rank < holders:
         return saved[rank]
-    first = saved[0]
-    state = dict(first["state"])
-    names = _states_of(metric)
-    for state_name in names:
-        default = _default(metric, state_name)
-        state[state_name] = default
-    return {"state": state, "count": 0}
+    defaults = {state_name: _default(metric, state_name) for state_name in _states_of(metric)}
+    return {"state": saved[0]["state"] | defaults, "count": 0}
 
 
 def _default(metric: Metric, name: str) -> Any:

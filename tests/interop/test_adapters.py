@@ -95,17 +95,17 @@ def test_features_and_adapters_name_each_other() -> None:
 
 
 def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_if_tested("torch", "math.tau") == math.tau
-    assert find_if_tested("torch", "math._tau") is None
+    assert find_if_tested("math.tau") == math.tau
+    assert find_if_tested("math._tau") is None
     monkeypatch.setattr(versions, "TESTED", {"torch": ("2.0.0", "2.1.0")})
-    assert find_if_tested("torch", "math.tau") is None
+    assert find_if_tested("math.tau") is None
 
 
 def test_the_names_that_are_looked_up_are_in_the_table() -> None:
     names = {name for adapter in ADAPTERS for name in adapter.names}
     interop = Path(adapters.__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in interop.rglob("*.py") if path.name != "adapters.py"]
-    found = {name for text in sources for name in re.findall(r'find(?:_if_tested)?\((?:"torch", )?"([\w.]+)"', text)}
+    found = {name for text in sources for name in re.findall(r'find(?:_if_tested)?\("([\w.]+)"', text)}
     # Operators of torch are public.
     private = {name for name in found if not name.startswith("torch.ops.")}
     # Names of Lightning have a table of their own, in `docs/private_names.md`.

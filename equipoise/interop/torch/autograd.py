@@ -23,7 +23,7 @@ __all__ = [
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
 # small layer. No public function leaves that out.
-_engine_run_backward: Callable[..., Any] | None = find_if_tested("torch", "torch.autograd.graph._engine_run_backward")
+_engine_run_backward: Callable[..., Any] | None = find_if_tested("torch.autograd.graph._engine_run_backward")
 _has_versions = find("torch.Tensor._version") is not None
 _get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
 _current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")

@@ -24,7 +24,7 @@ __all__ = [
 
 # Torch opens a record for its profiler around each step of an optimiser, even if none is at work. Nothing public
 # shows whether a profiler is at work, or whether hooks for all optimisers were registered.
-_profiler_enabled: Callable[[], bool] | None = find_if_tested("torch", "torch._C._autograd._profiler_enabled")
+_profiler_enabled: Callable[[], bool] | None = find_if_tested("torch._C._autograd._profiler_enabled")
 _global_pre_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_pre_hooks")
 _global_post_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_post_hooks")
 
