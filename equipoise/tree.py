@@ -152,11 +152,7 @@ def _rebuild_mapping(like: Mapping[Any, Any], values: Sequence[Any]) -> Any:
 
 
 class _Slot:
-    """Place of a tensor that was extracted.
-
-    Args:
-        index: The index of the tensor.
-    """
+    """Place of a tensor that was extracted."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -156,12 +156,7 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
 
 
 def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return copies, since metrics change their states in place.
-
-    Args:
-        state: Tensors and lists of tensors by name.
-        device: Device of the copies. Default: the device of each tensor.
-    """
+    """Return copies, on a device or each on its own, since metrics change their states in place."""
 
     def copy(tensor: Tensor) -> Tensor:
         target = device or tensor.device

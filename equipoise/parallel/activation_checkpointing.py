@@ -180,11 +180,7 @@ _forward.__name__ = "forward"
 
 
 class _ForwardStart:
-    """State at the beginning of a forward, as far as the forward changes it. Torch keeps its own generators.
-
-    Args:
-        module: The module.
-    """
+    """State at the beginning of a forward, as far as the forward changes it. Torch keeps its own generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())

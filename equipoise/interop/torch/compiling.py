@@ -411,10 +411,8 @@ Lower = Callable[[Any, NotedInputs], Callable[..., Any]]
 def _first_change(own_attributes: set[str]) -> str | None:
     """Return the name of the first object that the traced code changes; None if it changes none.
 
-    The compiler would change it after each call, also after one whose effects are not wanted.
-
-    Args:
-        own_attributes: Names of attributes that may change on the object whose method is traced.
+    The compiler would change it after each call, also after one whose effects are not wanted. Own attributes may change
+    on the object whose method is traced.
     """
     for name, attributes, _ in _changes():
         is_own = name == _OWNER and attributes <= own_attributes
@@ -428,10 +426,8 @@ def _first_change(own_attributes: set[str]) -> str | None:
 def _change_elsewhere(owner: str) -> str | None:
     """Return the name of the first object outside of a module that the traced code changes; None if there is none.
 
-    Inside are the attributes of the module and its submodules, and the containers in their public attributes.
-
-    Args:
-        owner: The argument of the traced function that is the module.
+    Inside are the attributes of the module, which is the argument `owner` of the traced function, and its submodules,
+    and the containers in their public attributes.
     """
     own_container = re.compile(rf"L\['{owner}'\].*\.(?!_)\w+")
     for name, attributes, value in _changes():
@@ -472,11 +468,8 @@ def _lower(graph: Any, inputs: Any, backend: str = _INDUCTOR, options: Mapping[s
 def _with_own_code(function: Callable[..., Any], *, innermost: bool = True) -> Callable[..., Any]:
     """Return a copy of a function or method whose code is an object of its own.
 
-    The compiler keeps the variants with the code: they would count for all functions with this code.
-
-    Args:
-        function: The function or method.
-        innermost: Whether decorators are left out. Default: True.
+    The compiler keeps the variants with the code: they would count for all functions with this code. The innermost one
+    is without decorators.
     """
     owner = getattr(function, "__self__", None)
     original: Any = function if owner is None else function.__func__  # type: ignore[attr-defined]

@@ -72,12 +72,9 @@ def add_rows(rows: Sequence[Sequence[Tensor | None]], device: torch.device, *, i
 
 
 def _reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the sums of lists of tensors, on the device of the first list.
+    """Return the sums of lists of equal length, each of tensors on one device, on the device of the first list.
 
     Without coalescing the sums are written into the first list.
-
-    Args:
-        tensors: Lists of equal length, each on one device.
     """
     first, *rest = tensors
     if not first or not rest:
@@ -105,12 +102,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _as_sent(received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
-    """Return received tensors in the dtypes of those that were sent.
-
-    Args:
-        received: Tensors of real numbers.
-        sent: As many tensors, some of which may be complex.
-    """
+    """Return received tensors in the dtypes of those that were sent, some of which may be complex."""
     tensors = []
     for values, original in zip(received, sent, strict=True):
         if original.is_complex():

@@ -102,10 +102,6 @@ def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
 class _PartOfProcess:
     """The part of one process in a save.
 
-    Args:
-        content: What it writes.
-        rank: Its number.
-
     Attributes:
         folder: Where all processes write.
         token: What the names of their files hold.
@@ -164,12 +160,7 @@ class _PartOfProcess:
 
 
 class _Steps:
-    """Steps that all processes carry out together, so that each learns of an error in any of them.
-
-    Args:
-        content: What this process writes, for messages.
-        exchange: Returns the values of all processes.
-    """
+    """Steps that all processes carry out together, so that each learns of an error in any of them."""
 
     def __init__(self, content: Content, exchange: Exchange) -> None:
         self._target = content.target

@@ -85,12 +85,7 @@ class Buffers:
 
 
 class _BufferGroup:
-    """Copies of buffers of one dtype and device. Small buffers are copied into one tensor, by one operation.
-
-    Args:
-        buffers: All buffers.
-        indices: The indices of those in the group.
-    """
+    """Copies of buffers of one dtype and device. Small buffers are copied into one tensor, by one operation."""
 
     def __init__(self, buffers: list[Tensor], indices: list[int]) -> None:
         # 1. A function that selects the group's buffers, always as a list or tuple.

@@ -159,11 +159,7 @@ def _gather_reports(workers: list[WorkerProcess], seconds: float | None, signals
 
 
 class _Deadline:
-    """The end of a time, by the monotonic clock.
-
-    Args:
-        seconds: Length of the time; None: without end.
-    """
+    """The end of a time, by the monotonic clock; None: without end."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end: float | None = None

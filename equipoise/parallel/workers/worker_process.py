@@ -87,11 +87,7 @@ class WorkerProcess:
             self.messages.append(message)
 
     def _report_of_exit(self, code: int) -> Report:
-        """Return the report of a worker that has sent none.
-
-        Args:
-            code: Its exit code; negative for the signal that killed it.
-        """
+        """Return the report of a worker that has sent none; its code is negative for the signal that killed it."""
         now = time.monotonic()
         if code < 0:
             # A process that aborts has written its stack before its end.
@@ -124,11 +120,7 @@ class WorkerProcess:
         return self._written_stack(timeout=_FIRST_LINE) or "It does not answer."
 
     def _written_stack(self, timeout: float) -> str:
-        """Return the stacks of the worker's threads that it writes; empty if none arrive in a time.
-
-        Args:
-            timeout: Seconds until the first line.
-        """
+        """Return the stacks of the worker's threads that it writes; empty if the first line does not arrive in time."""
         stack = b""
         # The worker writes line by line.
         while connection.wait([self.stack], timeout):

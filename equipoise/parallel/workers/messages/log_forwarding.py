@@ -61,11 +61,7 @@ def hand_on(record: logging.LogRecord) -> None:
 
 
 class _Sender(QueueHandler):
-    """Sends records to the parent as text, except those of loggers with handlers here, which have written them already.
-
-    Args:
-        send: Function that sends a record.
-    """
+    """Sends records to the parent as text, except those of loggers with handlers here, which have written them already."""
 
     def __init__(self, send: Send) -> None:
         super().__init__(send)  # type: ignore[arg-type]

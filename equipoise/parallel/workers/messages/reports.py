@@ -176,12 +176,7 @@ def raise_first_cause(count: int, reports: list[Report], silent: Sequence["Worke
 
 
 def _hint(number: int, stack: str) -> str:
-    """Return the likely reason for a signal, as sentences of the message.
-
-    Args:
-        number: Number of the signal.
-        stack: The stack that the process wrote; empty if it wrote none.
-    """
+    """Return the likely reason for a signal, as sentences of the message, from the stack that the process wrote."""
     if number == signal.SIGKILL:
         return " Unless this was on purpose, the system may have run out of memory."
     if number != signal.SIGABRT:
