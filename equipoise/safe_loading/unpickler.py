@@ -1,7 +1,8 @@
 """Unpickler that runs no code of the pickle.
 
-A pickle is a program for a small stack machine. This one executes the instructions that build plain data. If an
-instruction would call another function, it pushes a stand-in for the result.
+A pickle is a program for a small stack machine. This one executes the instructions that build plain data, as far as
+torch and Python write them since protocol 2. If an instruction would call another function, it pushes a stand-in for the
+result.
 """
 
 import collections
@@ -104,10 +105,6 @@ class _Machine:
         """Remove everything since the mark."""
         self.above_mark()
 
-    def duplicate(self, argument: Any) -> None:
-        """Repeat the topmost item."""
-        self.stack.append(self.stack[-1])
-
     # Containers
 
     def tuple_of(self, count: int) -> None:
@@ -122,17 +119,6 @@ class _Machine:
         """Make a tuple of the items above the mark."""
         items = tuple(self.above_mark())
         self.stack.append(items)
-
-    def make_list(self, argument: Any) -> None:
-        """Make a list of the items above the mark."""
-        items = self.above_mark()
-        self.stack.append(items)
-
-    def make_dict(self, argument: Any) -> None:
-        """Make a dictionary of the items above the mark."""
-        items = self.above_mark()
-        self.stack.append({})
-        self._set_items(items)
 
     def make_frozenset(self, argument: Any) -> None:
         """Make a frozen set of the items above the mark."""
@@ -216,20 +202,6 @@ class _Machine:
         result = self.globals.call(function, arguments)
         self.stack.append(result)
 
-    def call_named(self, argument: str) -> None:
-        """Call the function that a name stands for with the items above the mark."""
-        arguments = tuple(self.above_mark())
-        module, name = argument.split(" ", 1)
-        function = self.globals.find(module, name)
-        result = self.globals.call(function, arguments)
-        self.stack.append(result)
-
-    def call_first(self, argument: Any) -> None:
-        """Call the first item above the mark with the items that follow."""
-        function, *arguments = self.above_mark()
-        result = self.globals.call(function, tuple(arguments))
-        self.stack.append(result)
-
     def create(self, argument: Any) -> None:
         """Create an object of a class."""
         arguments = self.stack.pop()
@@ -287,13 +259,10 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "MARK": _Machine.mark,
     "POP": _Machine.pop,
     "POP_MARK": _Machine.pop_mark,
-    "DUP": _Machine.duplicate,
     "TUPLE1": lambda machine, argument: machine.tuple_of(1),
     "TUPLE2": lambda machine, argument: machine.tuple_of(2),
     "TUPLE3": lambda machine, argument: machine.tuple_of(3),
     "TUPLE": _Machine.make_tuple,
-    "LIST": _Machine.make_list,
-    "DICT": _Machine.make_dict,
     "FROZENSET": _Machine.make_frozenset,
     "APPEND": _Machine.append,
     "APPENDS": _Machine.append_all,
@@ -303,8 +272,6 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "GLOBAL": _Machine.find_global,
     "STACK_GLOBAL": _Machine.find_stacked_global,
     "REDUCE": _Machine.call,
-    "INST": _Machine.call_named,
-    "OBJ": _Machine.call_first,
     "NEWOBJ": _Machine.create,
     "NEWOBJ_EX": _Machine.create_with_options,
     "BUILD": _Machine.build,

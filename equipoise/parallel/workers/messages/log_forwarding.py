@@ -61,7 +61,7 @@ def hand_on(record: logging.LogRecord) -> None:
 
 
 class _Sender(QueueHandler):
-    """Sends records to the parent as text, except those of loggers with handlers here, which have written them already."""
+    """Sends records to the parent as text, except those that a handler of this process has written."""
 
     def __init__(self, send: Send) -> None:
         super().__init__(send)  # type: ignore[arg-type]
