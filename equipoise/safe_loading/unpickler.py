@@ -1,8 +1,7 @@
 """Unpickler that runs no code of the pickle.
 
-A pickle is a program for a small stack machine. This one executes the instructions that build plain data, as far as
-torch and Python write them since protocol 2. If an instruction would call another function, it pushes a stand-in for the
-result.
+A pickle is a program for a small stack machine. This one executes the instructions that build plain data, of protocol 2
+and later ones. If an instruction would call another function, it pushes a stand-in for the result.
 """
 
 import collections
