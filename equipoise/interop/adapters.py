@@ -56,7 +56,6 @@ _FAKE = "torch._subclasses.fake_tensor"
 _FUNCTORCH = "torch._C._functorch"
 _DYNAMO = "torch._dynamo"
 _VERSION = ("torch.Tensor._version",)
-_HOOKS = ("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
 _EAGER = "steps stay eager, and a warning gives the reason"
 _WATCH = ("torch.utils._python_dispatch.TorchDispatchMode",)
 
@@ -80,7 +79,6 @@ ADAPTERS: tuple[Adapter, ...] = (
         ("training",),
         "samples of data in memory are read one by one",
     ),
-    Adapter("torch", _HOOKS, ("dp", "ddp"), "a hook is registered and removed, whose handle refers to the others"),
     Adapter("python", ("multiprocessing.forkserver._forkserver",), ("ddp",), "the user's list is not imported"),
     # What features cannot do without.
     Adapter("torch", _VERSION, ("pipeline", "offload")),
@@ -118,7 +116,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     Adapter(
         "torch",
         (
-            *_HOOKS,
+            "torch.Tensor._backward_hooks",
+            "torch.Tensor._post_accumulate_grad_hooks",
             "torch.nn.modules.module._has_any_global_hook",
             f"{_DYNAMO}.config.trace_autograd_ops",
             f"{_DYNAMO}.variables.builder.OptimizerVariable",

@@ -4,7 +4,7 @@ Each private name has a comment with the reason why nothing public does.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, gt, methodcaller
 from typing import Any
 
@@ -55,8 +55,6 @@ _VERSION = attrgetter("_version")
 # Numbers of references to a tensor of C++ and to its memory.
 _USE_COUNT = methodcaller("_use_count")
 _storage_use_count: Any = find("torch._C._storage_Use_Count")
-# Hooks on the gradient of a tensor, before and after it is added to the others.
-_shows_hooks = None not in (find("torch.Tensor._backward_hooks"), find("torch.Tensor._post_accumulate_grad_hooks"))
 
 
 def has_global_hooks() -> bool:
@@ -66,8 +64,6 @@ def has_global_hooks() -> bool:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return True if a hook runs when the gradient of a parameter is computed; nothing public lists such hooks."""
-    if not _shows_hooks:
-        return any(_gradient_hook_registries(parameter))
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
@@ -178,27 +174,8 @@ def hook_registries_of(module: nn.Module) -> list[dict[int, Any]]:
 
 def hooks_of(parameter: Tensor) -> list[tuple[str, Any]]:
     """Return the hooks on a parameter's gradient, each after the name of the method that registers it."""
-    before, after = _gradient_hook_registries(parameter)
-    hooks = [("register_hook", hook) for hook in before.values()]
+    before = parameter._backward_hooks or {}
+    after = parameter._post_accumulate_grad_hooks or {}
+    hooks: list[tuple[str, Any]] = [("register_hook", hook) for hook in before.values()]
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
     return hooks
-
-
-def _nothing(*_: Any) -> None:
-    """Do nothing, as a hook."""
-
-
-def _gradient_hook_registries(parameter: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """Return the hooks on the gradient of a tensor, before and after it is added to an earlier one."""
-    if _shows_hooks:
-        return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
-    if not parameter.requires_grad or not parameter.is_leaf:
-        return {}, {}
-    # A handle refers to the registry that it removes the hook from.
-    registries = []
-    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
-        handle = register(_nothing)  # type: ignore[no-untyped-call]
-        registries.append(handle.hooks_dict_ref())
-        handle.remove()
-    before, after = registries
-    return before, after

@@ -84,17 +84,16 @@ def _is_internal(value: Any) -> bool:
 
 def _parts(value: Any) -> list[Part]:
     """Return the names and values of all that pickle sends with an object."""
-    # 1. Items of containers.
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        return _parts_of_container(value)
+    # 1. Items of containers, by their keys or positions; items of sets have none.
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return [("{...}", item) for item in value]
     # 2. Functions, which may hold objects.
     if isinstance(value, partial):
-        parts = [
-            value.func,
-            *value.args,
-            *value.keywords.values(),
-        ]
-        return [("", part) for part in parts]
+        return [("", part) for part in (value.func, *value.args, *value.keywords.values())]
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, MethodType):
@@ -103,21 +102,6 @@ def _parts(value: Any) -> list[Part]:
     if isinstance(value, type):
         return _parts_of_class(value)
     return _parts_of_object(value)
-
-
-def _parts_of_container(container: Any) -> list[Part]:
-    """Return the items of a container, by their keys or positions; items of sets have none."""
-    parts: list[Part] = []
-    if isinstance(container, dict):
-        for key, item in container.items():
-            parts.append((f"[{key!r}]", item))
-    elif isinstance(container, list | tuple):
-        for index, item in enumerate(container):
-            parts.append((f"[{index}]", item))
-    else:
-        for item in container:
-            parts.append(("{...}", item))
-    return parts
 
 
 def _parts_of_class(value: type) -> list[Part]:
@@ -133,11 +117,7 @@ def _parts_of_class(value: type) -> list[Part]:
 
 def _as_attributes(values: dict[str, Any]) -> list[Part]:
     """Return parts that are read as attributes of these names."""
-    parts = []
-    for name, part in values.items():
-        path = f".{name}"
-        parts.append((path, part))
-    return parts
+    return [(f".{name}", part) for name, part in values.items()]
 
 
 def _parts_of_object(value: Any) -> list[Part]:
@@ -167,25 +147,15 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _parts_of_function(function: FunctionType) -> list[Part]:
     """Return what a function that is sent as a whole takes along: its closure, globals and attributes."""
-    code = function.__code__
     # 1. Variables of the functions around it.
-    enclosed = {}
-    cells = function.__closure__ or ()
-    for name, cell in zip(code.co_freevars, cells, strict=False):
-        enclosed[name] = cell.cell_contents
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    enclosed = {name: cell.cell_contents for name, cell in cells}
     # 2. Global variables that it names.
-    used_globals = {}
     all_globals = function.__globals__
-    for name in code.co_names:
-        if name in all_globals:
-            used_globals[name] = all_globals[name]
+    used_globals = {name: all_globals[name] for name in code.co_names if name in all_globals}
     # 3. Attributes.
-    attributes = vars(function)
-    return [
-        *_as_attributes(enclosed),
-        *_as_attributes(used_globals),
-        *_as_attributes(attributes),
-    ]
+    return [*_as_attributes(enclosed), *_as_attributes(used_globals), *_as_attributes(vars(function))]
 
 
 def explain(value: Any, error: Exception) -> str:

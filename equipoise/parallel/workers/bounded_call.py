@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection, current_process, get_context, get_start_method, parent_process, set_start_method
 from pathlib import Path
 from typing import Any
@@ -66,23 +66,6 @@ class _Result:
     is_wrong_input: bool = False
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of the process.
-
-    Attributes:
-        folder: Folder of the files of the call.
-        path: Folders from which it imports.
-        start_method: How multiprocessing starts processes in the parent; None if the program has not chosen yet.
-        environment: The parent's environment variables. Those of the server are as old as the server.
-    """
-
-    folder: Path
-    path: list[str]
-    start_method: str | None
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-
-
 def call_bounded(
     function: Callable[..., Any],
     *arguments: Any,
@@ -123,9 +106,8 @@ def call_bounded(
 
         # 2. The process. An empty entry of the path is the present folder.
         path = [entry or os.getcwd() for entry in (*paths, *sys.path)]
-        settings = _Settings(folder, path, get_start_method(allow_none=True))
         preload(function.__module__)
-        reason = _run_until(deadline, settings) or f"it took longer than {format_span(timeout)}{option}"
+        reason = _run_until(deadline, folder, path) or f"it took longer than {format_span(timeout)}{option}"
 
         # 3. The result. A process that hangs at its very end has left it before.
         result = None
@@ -144,9 +126,11 @@ def call_bounded(
     return result.value
 
 
-def _run_until(deadline: float, settings: _Settings) -> str | None:
+def _run_until(deadline: float, folder: Path, path: list[str]) -> str | None:
     """Run the process and return how it ended; None if it had to be ended."""
-    process = get_context("forkserver").Process(target=_run, args=(settings,))
+    # The environment of the server is as old as the server.
+    arguments = (folder, path, get_start_method(allow_none=True), dict(os.environ))
+    process = get_context("forkserver").Process(target=_run, args=arguments)
     try:
         _start(process)
         process.join(max(0.0, deadline - time.monotonic()))
@@ -171,24 +155,24 @@ def _start(process: Any) -> None:
             set_start_method(None, force=True)
 
 
-def _run(settings: _Settings) -> None:
-    """Call the function in the process."""
+def _run(folder: Path, path: list[str], start_method: str | None, environment: dict[str, str]) -> None:
+    """Call the function of a folder in the process, with settings of the parent."""
     # 1. A session of its own: Ctrl-C reaches the process through its parent alone.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # 2. The process reads nothing, and what it and its processes print belongs to the file.
-    with (settings.folder / _OUTPUT).open("wb") as file, open(os.devnull, "rb") as nothing:
+    with (folder / _OUTPUT).open("wb") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # 3. It finds variables and modules where the parent does. Its imports write no files.
     os.environ.clear()
-    os.environ.update(settings.environment)
-    sys.path[:] = settings.path
+    os.environ.update(environment)
+    sys.path[:] = path
     sys.dont_write_bytecode = True
-    set_start_method(settings.start_method, force=True)
+    set_start_method(start_method, force=True)
     # 4. The call, which may import the user's modules.
-    content = (settings.folder / _CALL).read_bytes()
+    content = (folder / _CALL).read_bytes()
     function, arguments, explain = pickle.loads(content)  # noqa: S301 - from the process that started this one
     try:
         result = _Result(function(*arguments))
@@ -196,9 +180,9 @@ def _run(settings: _Settings) -> None:
         traceback.print_exc()
         result = _Result(reason=explain(error), is_wrong_input=isinstance(error, ConfigurationError))
     # 5. The result. A file that exists is complete.
-    unfinished = settings.folder / f"{_RESULT}.part"
+    unfinished = folder / f"{_RESULT}.part"
     unfinished.write_bytes(pickle.dumps(result))
-    unfinished.rename(settings.folder / _RESULT)
+    unfinished.rename(folder / _RESULT)
 
 
 def _end_with_parent() -> None:
