@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 __all__ = [
     "ItemsOf",
@@ -31,13 +31,13 @@ ItemsOf = Callable[[Any], Iterable[Any] | None]
 def items_of(value: Any) -> Iterable[Any] | None:
     """Return the items of a mapping, tuple, list or dataclass, in order; None for any other value.
 
-    Named tuples, `UserDict` and the outputs of transformers' models are among them.
+    Named tuples, `UserDict` and the outputs of transformers' models are among them, a `torch.Size` is not.
 
     Example:
         >>> list(items_of({"x": 1, "y": [2]}))
         [1, [2]]
     """
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, Size):
         return value
     if isinstance(value, Mapping):
         return value.values()

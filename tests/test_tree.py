@@ -71,7 +71,7 @@ CONTAINERS = {
     "named tuple": (Pair(1, 1), "bso"),
     "list": ([1], "bso"),
     "a list's subclass": (Rows([1]), "bo"),
-    "Size": (torch.Size([1]), "bo"),
+    "Size": (torch.Size([1]), "o"),
     "dict": ({"a": 1}, "bso"),
     "ordered": (OrderedDict(a=1), "bso"),
     "defaultdict": (defaultdict(int, a=1), "bo"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.stages import StageProgram, make_stages, map_tensors
 from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
 from equipoise.extensions.pipeline.planning.partition import choose_cuts
@@ -69,7 +69,8 @@ def cut_network(network: nn.Module, batch: Tensor, counts: Sequence[int], rounds
         counts: The numbers of stages.
         rounds: How often stages run.
     """
-    traced = trace(network, network.forward, CallStructure((batch,), {}))
+    call = NetworkCall(network, network.forward, CallStructure((batch,), {}), network, batch.device)
+    traced = trace(call)
     begin = time.perf_counter()
     calls = profile_calls(traced, network, [batch], CPU)
     seconds = time.perf_counter() - begin

@@ -9,7 +9,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.graph.training_modes import modes_of
 from equipoise.extensions.pipeline.recording.targets import present_modes
@@ -17,7 +17,7 @@ from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
 from equipoise.extensions.pipeline.verification.trace_comparison import Comparison, Parting
 from equipoise.notices import rank_zero_warn
 
-__all__ = ["CheckedTraces", "NotFollowed", "key_of_call"]
+__all__ = ["CheckedTraces", "NotFollowed"]
 
 # Number of traces for one kind of call from which the user is warned.
 _MANY_TRACES = 20
@@ -36,14 +36,8 @@ class NotFollowed(ConfigurationError):
         self.reason = reason
 
 
-def key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
-    """Return a key that is equal for calls with the same trace, if the trace also fits their tensors.
-
-    Args:
-        name: The network's name in the user's module.
-        network: The network.
-        structure: The call.
-    """
+def _key_of_call(name: str, network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
+    """Return a key that is equal for calls with the same trace, if the trace also fits their tensors."""
     # A tensor may be passed twice.
     indices: dict[int, int] = {}
     kinds = []
@@ -80,7 +74,7 @@ class CheckedTraces:
         # Traces that agree with the forward, for each kind of call.
         self._compared: dict[tuple[Any, ...], list[Traced]] = {}
         # Networks that differ from themselves when they are repeated, of which the user has been warned.
-        self._warned: set[str] = set()
+        self._warned: set[nn.Module] = set()
         # Classes of submodules whose trace differs from their forward, with the reason. They stay whole.
         self._opaque_types: dict[type[nn.Module], str] = {}
 
@@ -88,21 +82,25 @@ class CheckedTraces:
         """Forget the traces that have been compared."""
         self._compared.clear()
 
-    def _trace(self, name: str, structure: CallStructure) -> Traced:
-        network = self._modules[name]
-        forward = self._patch.original(name)
+    def find(self, name: str, structure: CallStructure) -> Traced | None:
+        """Return the trace of an earlier call that serves for this one, too; None if there is none.
+
+        Args:
+            name: The network's name in the user's module.
+            structure: The call.
+        """
+        key = _key_of_call(name, self._modules[name], structure)
+        for traced in self._compared.get(key, ()):
+            if traced.fits(structure.tensors):
+                return traced
+        return None
+
+    def _trace(self, call: NetworkCall) -> Traced:
         try:
             with self._patch.removed(), self._all_parameters_here():
-                return trace(
-                    network,
-                    forward,
-                    structure,
-                    self._opaque_types,
-                    module=self._module,
-                    device=self._device,
-                )
+                return trace(call, self._opaque_types)
         except NotTraceable as error:
-            kind = type(network).__name__
+            kind = type(call.network).__name__
             raise NotFollowed(
                 f"{kind} cannot be cut into stages: {error.obstacle}. Move that out of the network's forward, or into a"
                 " submodule, which stays whole; or write the network as a sequence of blocks (nn.Sequential); or place"
@@ -122,15 +120,16 @@ class CheckedTraces:
         Raises:
             ConfigurationError: If they differ in the network's own forward.
         """
+        earlier = self.find(name, structure)
+        if earlier is not None:
+            return earlier
         network = self._modules[name]
-        compared = self._compared.setdefault(key_of_call(name, network, structure), [])
-        for traced in compared:
-            if traced.fits(structure.tensors):
-                return traced
+        compared = self._compared.setdefault(_key_of_call(name, network, structure), [])
+        call = NetworkCall(network, self._patch.original(name), structure, self._module, self._device)
         while True:
             # 1. Trace the call, and compare the trace with the forward.
-            traced = self._trace(name, structure)
-            parting = self._compare(name, structure, traced)
+            traced = self._trace(call)
+            parting = self._compare(call, traced)
             if parting is None:
                 compared.append(traced)
                 self._warn_of_many(network, len(compared))
@@ -154,16 +153,14 @@ class CheckedTraces:
                 " need few recordings."
             )
 
-    def _compare(self, name: str, structure: CallStructure, traced: Traced) -> Parting | None:
+    def _compare(self, call: NetworkCall, traced: Traced) -> Parting | None:
         """Return the first difference between a trace and the forward; None if there is none, or none can be found."""
-        network = self._modules[name]
-        forward = self._patch.original(name)
-        comparison = Comparison(self._module, network, forward, structure, self._device)
+        comparison = Comparison(call)
         with self._patch.removed(), self._all_parameters_here():
             parting = comparison.parting(traced)
-        if not comparison.is_possible and name not in self._warned:
-            self._warned.add(name)
-            rank_zero_warn(_cannot_be_compared(network))
+        if not comparison.is_possible and call.network not in self._warned:
+            self._warned.add(call.network)
+            rank_zero_warn(_cannot_be_compared(call.network))
         return parting
 
 

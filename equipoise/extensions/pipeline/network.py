@@ -11,14 +11,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.pipeline.checked_traces import CheckedTraces, NotFollowed, key_of_call
+from equipoise.extensions.pipeline.checked_traces import CheckedTraces, NotFollowed
 from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.graph.training_modes import restored_modes
@@ -115,9 +115,8 @@ class StagedNetwork:
         )
         # Signature of the forward that was cut.
         self._signature: tuple[str, ...] = ()
-        # Forwards and their stages, for each kind of call.
-        self._pipelines: dict[tuple[Any, ...], list[tuple[Traced, Pipeline | ProcessPipeline]]] = {}
-        self._pipeline_count = 0
+        # The stages of recorded forwards.
+        self._pipelines: dict[Traced, Pipeline | ProcessPipeline] = {}
         # For a network whose forward runs as it is; its stages by the name of the module that is called.
         self._stacked: StackedNetwork | None = None
         self._stack_pipelines: dict[str, StackPipeline] = {}
@@ -252,41 +251,33 @@ class StagedNetwork:
         Raises:
             ConfigurationError: If the network cannot be cut.
         """
-        key = key_of_call(name, self._modules[name], structure)
-        for traced, pipeline in self._pipelines.get(key, ()):
-            if traced.fits(structure.tensors):
-                return pipeline
+        if self._stacked is None:
+            traced = self._traces.find(name, structure)
+            if traced is not None and traced in self._pipelines:
+                return self._pipelines[traced]
+            # Compiled parts are one call.
+            with own_forwards():
+                self._ensure_cut(name, structure, is_full_batch=is_full_batch)
+                if self._stacked is None:
+                    return self._recorded_pipeline(name, structure)
+        return self._stack_pipeline(name)
 
-        # 1. Record and cut the forward. Compiled parts are one call.
-        with own_forwards():
-            found = self._new_pipeline(name, structure, is_full_batch=is_full_batch)
-        if isinstance(found, StackPipeline):
-            return found
-        traced, pipeline = found
-
-        # 2. Keep the stages. Calls with ever other numbers or shapes would fill the memory.
-        self._pipeline_count += 1
-        if self._pipeline_count > _MOST_PIPELINES:
-            self._pipeline_count = 1
-            self._pipelines.clear()
-            self._traces.forget()
-        self._pipelines.setdefault(key, []).append((traced, pipeline))
-        return pipeline
-
-    def _new_pipeline(
-        self, name: str, structure: CallStructure, *, is_full_batch: bool
-    ) -> tuple[Traced, Pipeline | ProcessPipeline] | StackPipeline:
-        """Return a recorded call with its stages, or the stages of a network whose forward runs as it is."""
-        # 1. Cut and place the network at its first call.
+    def _ensure_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
+        """Cut and place the network at its first call."""
         if self.cut is None:
             self.placement.stop_waiting()
             with self._training_mode():
                 self._choose_cut(name, structure, is_full_batch=is_full_batch)
-        assert self.cut is not None
-        if self._stacked is not None:
-            return self._stack_pipeline(name)
+
+    def _recorded_pipeline(self, name: str, structure: CallStructure) -> Pipeline | ProcessPipeline:
+        """Record a call, and return and keep its stages."""
+        # 1. Calls with ever other numbers or shapes would fill the memory.
+        if len(self._pipelines) == _MOST_PIPELINES:
+            self._pipelines.clear()
+            self._traces.forget()
 
         # 2. Cut the same forward in the same places, and another one where its layers are.
+        assert self.cut is not None
         traced = self._traces.checked(name, structure)
         if traced.signature == self._signature:
             ends = self.cut.ends
@@ -294,7 +285,9 @@ class StagedNetwork:
             stage_of = self.placement.stage_of(self._modules[name])
             ends = ends_by_placement(traced, stage_of, len(self.options.devices))
         stages = make_stages(traced, ends, self.placement.tied_copy(traced), self.options.devices)
-        return traced, self._make_pipeline(traced, stages)
+        pipeline = self._make_pipeline(traced, stages)
+        self._pipelines[traced] = pipeline
+        return pipeline
 
     def _stack_pipeline(self, name: str) -> StackPipeline:
         """Return the stages of a network whose forward runs as it is; they serve for calls of any structure."""
@@ -446,9 +439,10 @@ class StagedNetwork:
         if stacked is None:
             return None
         choice = self._choice
+        device = self.options.measured_on or self.options.devices[0]
+        call = NetworkCall(self._modules[name], self._patch.original(name), structure, self.module, device)
         with self._patch.removed():
-            forward = self._patch.original(name)
-            cut = stacked.cut(forward, structure, choice.given_names(), choice.earlier(), self.rest)
+            cut = stacked.cut(call, choice.given_names(), choice.earlier(), self.rest)
         if cut is None:
             return None
         # A cut of an earlier run was quicker then, and is not measured again.
@@ -465,7 +459,7 @@ class StagedNetwork:
 
     def _with_advice(self, name: str, error: ConfigurationError) -> ConfigurationError:
         """Return an error that also names the engine which may cut the network, if there is one."""
-        stacked = StackedNetwork.of(self._modules[name], name, self.module, self.options)
+        stacked = StackedNetwork.of(self._modules[name], name, self.options)
         if self.processes is None or stacked is None:
             return error
         return ConfigurationError(
@@ -477,7 +471,7 @@ class StagedNetwork:
         """Return the network as it is cut between layers; None if it has too few, or if other processes compute it."""
         if self.processes is not None:
             return None
-        return StackedNetwork.of(self._modules[name], name, self.module, self.options)
+        return StackedNetwork.of(self._modules[name], name, self.options)
 
 
 def _reason_of(error: NotFollowed | TooFewBlocks) -> str:

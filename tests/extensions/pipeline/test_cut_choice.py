@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
 from equipoise.extensions.pipeline.recording.tracing import trace
@@ -36,7 +36,7 @@ def choice_for(network: nn.Module, **options: Any) -> CutChoice:
 
 def traced_call(network: nn.Module) -> tuple[Traced, list[torch.Tensor]]:
     structure = CallStructure((torch.randn(4, 256),), {})
-    return trace(network, network.forward, structure, device=CPU), structure.tensors
+    return trace(NetworkCall(network, network.forward, structure, network, CPU)), structure.tensors
 
 
 def test_all_replicas_take_the_first_cut() -> None:

@@ -1,16 +1,27 @@
-"""The arguments of a network's call, split into tensors and the structure around them."""
+"""A call of a network: its arguments, split into tensors and the structure around them, and its computation."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.forward.layer_lending import computed_on
+from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
+from equipoise.interop.call_patches import patched_logging
+from equipoise.interop.lightning.classes import module_classes
+from equipoise.interop.torch.dispatch import OnOperation
+from equipoise.interop.torch.modules import hook_registries_of
+from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.tree import extract_tensors, insert_tensors, items_of, leaves_of
 
-__all__ = ["CallStructure"]
+__all__ = ["CallStructure", "NetworkCall"]
+
+Result = TypeVar("Result")
 
 
 class CallStructure:
@@ -63,10 +74,7 @@ class CallStructure:
 
 def _items_of(value: Any) -> Iterable[Any] | None:
     """Return the items of a container among the arguments; None: the value is passed on as one."""
-    # A Size cannot be rebuilt from other items than numbers.
-    if isinstance(value, torch.Size | PackedSequence):
-        return None
-    return items_of(value)
+    return None if isinstance(value, PackedSequence) else items_of(value)
 
 
 def _check_leaf(value: Any) -> None:
@@ -85,3 +93,74 @@ def _check_leaf(value: Any) -> None:
             f"The network is called with a {type(value).__name__}, whose tensors a pipeline cannot see. Pass"
             " tensors, or tuples, lists, dictionaries or dataclasses of them."
         )
+
+
+@dataclass(frozen=True)
+class NetworkCall:
+    """A call of a network.
+
+    Attributes:
+        network: The network, in the mode (training or evaluation) in which it will run.
+        forward: Its own forward.
+        structure: The arguments, with their tensors.
+        module: The user's module to which the network belongs.
+        device: Device of the computation. Layers on other devices are lent to it while they are called.
+    """
+
+    network: nn.Module
+    forward: Callable[..., Any]
+    structure: CallStructure
+    module: nn.Module
+    device: torch.device
+
+    def copied_tensors(self) -> list[Tensor]:
+        """Return copies of the tensors on the device, which a forward may change."""
+        return self.structure.copies_on(self.device)
+
+    def compute(self, on_operation: OnOperation | None = None) -> Any:
+        """Return the output of the forward.
+
+        Args:
+            on_operation: See `OperationWatch`. Default: no operation is reported.
+        """
+        args, kwargs = self.structure.fill(self.copied_tensors())
+        with computed_on(self.device, self.network, self.module, on_operation):
+            return self.forward(*args, **kwargs)
+
+    def rehearsed(self, compute: Callable[[], Result], *, keeps_hooks: bool = False) -> Result:
+        """Return the result of a computation that keeps no tensors for a backward, and restore the module's state.
+
+        Args:
+            compute: The computation.
+            keeps_hooks: Whether hooks that it registers stay. Default: False.
+        """
+
+        def restored() -> Result:
+            with self.preserved(keeps_hooks=keeps_hooks):
+                return compute()
+
+        return without_saved_tensors(restored)
+
+    @contextmanager
+    def preserved(self, *, keeps_hooks: bool = False) -> Iterator[None]:
+        """Restore the state of the module at the end of a `with` block, and log nothing in it.
+
+        Args:
+            keeps_hooks: Whether hooks that are registered in the block stay. Default: False.
+        """
+        registries: list[dict[int, Any]] = []
+        if not keeps_hooks:
+            for submodule in self.module.modules():
+                registries += hook_registries_of(submodule)
+        hooks = [dict(registry) for registry in registries]
+        try:
+            with preserve_state(self.module, containers=True), patched_logging(module_classes(), _ignore):
+                yield
+        finally:
+            for registry, content in zip(registries, hooks, strict=True):
+                registry.clear()
+                registry.update(content)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing for a value that is logged."""

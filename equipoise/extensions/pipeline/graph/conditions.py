@@ -7,17 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.graph.traced import CallInterpreter, Condition
+from equipoise.extensions.pipeline.graph.traced import Condition, copy_call, on_device
 
 __all__ = ["same_answer", "same_attributes", "same_objects", "same_shapes", "same_trainable"]
 
 
 def same_shapes(shapes: Mapping[int, Sequence[int]]) -> Condition:
-    """Return the condition that tensors of a call have shapes.
-
-    Args:
-        shapes: The shape for the index of each tensor.
-    """
+    """Return the condition that tensors of a call have shapes, given by their indices."""
 
     def holds(tensors: Sequence[Tensor]) -> bool:
         return all(tensors[index].shape == shape for index, shape in shapes.items())
@@ -28,11 +24,7 @@ def same_shapes(shapes: Mapping[int, Sequence[int]]) -> Condition:
 def same_trainable(parameters: Sequence[nn.Parameter]) -> Condition:
     """Return the condition that the same parameters require gradients as now."""
     flags = [parameter.requires_grad for parameter in parameters]
-
-    def holds(tensors: Sequence[Tensor]) -> bool:
-        return [parameter.requires_grad for parameter in parameters] == flags
-
-    return holds
+    return lambda tensors: [parameter.requires_grad for parameter in parameters] == flags
 
 
 def same_objects(root: nn.Module, paths: Iterable[str]) -> Condition:
@@ -55,25 +47,15 @@ def same_objects(root: nn.Module, paths: Iterable[str]) -> Condition:
 
 
 def same_attributes(module: nn.Module, expected: Mapping[str, Any]) -> Condition:
-    """Return the condition that attributes of a module, by which its forward may decide, have values.
-
-    Args:
-        module: The module.
-        expected: Names and values of the attributes.
-    """
+    """Return the condition that attributes of a module, by which its forward may decide, have values."""
     attributes = vars(module)
-
-    def holds(tensors: Sequence[Tensor]) -> bool:
-        return expected.items() <= attributes.items()
-
-    return holds
+    return lambda tensors: expected.items() <= attributes.items()
 
 
 def same_answer(
     root: nn.Module,
     question: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    arguments: tuple[Any, Any],
     expected: Any,
     index: int,
 ) -> Condition:
@@ -82,30 +64,21 @@ def same_answer(
     Args:
         root: Root of the recorded forward.
         question: The question, a function.
-        args: Its positional arguments, with recorded calls in the place of tensors.
-        kwargs: Its keyword arguments, likewise.
+        arguments: Its positional and keyword arguments, with recorded calls in the place of tensors.
         expected: The answer.
         index: Index of a tensor that the answer depends on.
     """
-    arguments = (args, kwargs)
-    placeholder, *calls = _calls_before(arguments)
-    graph = placeholder.graph
 
     @cache
-    def interpreter_on(device: torch.device) -> CallInterpreter:
-        return CallInterpreter(root, graph, device, releases=False)
-
-    def answer(tensors: Sequence[Tensor]) -> Any:
-        # The answer is computed where the tensors are.
-        device = tensors[index].device
-        values = {placeholder: tuple(tensors)}
-        present_args, present_kwargs = interpreter_on(device).arguments_after(calls, arguments, values)
-        return question(*present_args, **present_kwargs)
+    def program_on(device: torch.device) -> fx.GraphModule:
+        return _compiled(root, question, arguments, device)
 
     def holds(tensors: Sequence[Tensor]) -> bool:
+        # The answer is computed where the tensors are.
+        program = program_on(tensors[index].device)
         try:
             with torch.no_grad():
-                result = answer(tensors)
+                result = program(tuple(tensors))
         except Exception:
             # Tensors of other shapes may have no answer.
             return False
@@ -117,15 +90,31 @@ def same_answer(
     return holds
 
 
-def _calls_before(arguments: Any) -> list[fx.Node]:
-    """Return the calls from which arguments follow, in their order. The first one is the placeholder."""
+def _compiled(
+    root: nn.Module,
+    question: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    device: torch.device,
+) -> fx.GraphModule:
+    """Return a program that computes the arguments of a question, by the recorded calls, and asks it."""
+    # 1. Find these calls.
     needed: set[fx.Node] = set()
     waiting: list[fx.Node] = []
     fx.map_arg(arguments, waiting.append)
-    graph = waiting[0].graph
+    recorded = waiting[0].graph
     while waiting:
         node = waiting.pop()
         if node not in needed:
             needed.add(node)
             waiting.extend(node.all_input_nodes)
-    return [node for node in graph.nodes if node in needed]
+
+    # 2. Copy them in their order. The first one is the placeholder.
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recorded.nodes:
+        if node in needed:
+            copies[node] = copy_call(graph, node, copies, device)
+    copied_arguments: Any = fx.map_arg(arguments, copies.__getitem__)
+    args, kwargs = on_device(device, copied_arguments)
+    graph.output(graph.call_function(question, args, kwargs))
+    return fx.GraphModule(root, graph)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise import tree
 
-__all__ = ["OutputStructure", "items_of_output", "structure_of"]
+__all__ = ["OutputStructure", "structure_of"]
 
 # Objects of these classes are no containers, although they have attributes.
 _LEAVES = (Tensor, nn.Module, type, torch.Generator)
@@ -17,19 +17,12 @@ _LEAVES = (Tensor, nn.Module, type, torch.Generator)
 _DESCRIBED = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def items_of_output(value: Any) -> Iterable[Any] | None:
-    """Return the items of a container in an output; None for any other value."""
-    if isinstance(value, torch.Size):
-        return None
-    return tree.items_of(value)
-
-
 def structure_of(value: Any) -> Any:
     """Return a description of a nested value: types, lengths, keys, dtypes, and what is no tensor."""
     if isinstance(value, Tensor):
         return ("tensor", str(value.dtype))
     kind = type(value).__name__
-    items = items_of_output(value)
+    items = tree.items_of(value)
     if items is None:
         text = repr(value) if isinstance(value, _DESCRIBED) else ""
         return (kind, text)
@@ -66,24 +59,23 @@ class OutputStructure:
     @classmethod
     def of(cls, value: Any) -> "tuple[OutputStructure, list[Tensor]]":
         """Return the structure of an output, and its tensors, each once."""
-        # A deep copy takes what its memo has for the identity of an object.
-        places: dict[int, _Place] = {}
-        tensors: list[Tensor] = []
+        # 1. Find the tensors, each once, and everything else that is no container of them.
+        tensors_by_id: dict[int, Tensor] = {}
         others = []
-        for leaf in tree.leaves_of(value, items_of_output):
+        for leaf in tree.leaves_of(value):
             tensors_of_leaf = _tensors_in_attributes(leaf)
             if not tensors_of_leaf:
                 others.append(leaf)
             for tensor in tensors_of_leaf:
-                identity = id(tensor)
-                if identity not in places:
-                    places[identity] = _Place()
-                    tensors.append(tensor)
-        memo = _by_identity(others, others)
-        memo |= places
+                tensors_by_id[id(tensor)] = tensor
+
+        # 2. A deep copy takes what its memo has for the identity of an object.
+        tensors = list(tensors_by_id.values())
+        places = [_Place() for _ in tensors]
+        memo = _by_identity(tensors, places)
+        memo |= _by_identity(others, others)
         template = copy.deepcopy(value, memo)
-        structure = cls(template, list(places.values()), others)
-        return structure, tensors
+        return cls(template, places, others), tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return the output with other tensors.
@@ -122,7 +114,7 @@ def _tensors_in_attributes(value: Any) -> list[Tensor]:
             continue
 
         # 2. Continue with its items or attributes.
-        contents = items_of_output(item)
+        contents = tree.items_of(item)
         if contents is None and not isinstance(item, _LEAVES):
             contents = getattr(item, "__dict__", {}).values()
         if contents is not None:

@@ -15,7 +15,7 @@ lead to one weight, the second half of one node would reach it by way of another
 comes from a second backward from the outputs.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -197,8 +197,8 @@ class _Paths:
 
     def __init__(self, outputs: Sequence[GradientEdge], ends: Sequence[Node]) -> None:
         self.on_path: set[Node] = set(ends)
-        self.arriving: dict[Node, set[int]] = {}
-        self.weights_of_node: dict[Node, list[Tensor]] = {}
+        self.arriving: dict[Node, set[int]] = defaultdict(set)
+        self.weights_of_node: dict[Node, list[Tensor]] = defaultdict(list)
         self.shared_weights: list[Tensor] = []
         self.weights_off_path: list[Tensor] = []
         # For nodes that are not on a path the weights to which they lead, by the weights' own nodes.
@@ -207,54 +207,39 @@ class _Paths:
         self._sources: dict[Node, tuple[Tensor, set[Node | None]]] = {}
 
         roots = [output.node for output in outputs]
-        order = _in_order(roots)
-        self._find_paths(order)
-        self._follow_edges(order, outputs)
-        self._group_weights()
-
-    def _find_paths(self, order: Sequence[Node]) -> None:
-        """Find the nodes on a path, and the weights below all others."""
-        for node in order:
-            next_nodes = _next_nodes(node)
+        for node in _in_order(roots):
+            edges = _edges_of(node)
+            next_nodes = [edge.node for edge in edges]
             if node in self.on_path or not self.on_path.isdisjoint(next_nodes):
                 self.on_path.add(node)
+                self._follow(node, edges)
+            else:
+                self._weights_below[node] = self._weights_at(node, edges)
+        self._follow(None, outputs)
+        self._group_weights()
+
+    def _weights_at(self, node: Node, edges: Sequence[GradientEdge]) -> dict[Node, Tensor]:
+        """Return the weights to which a node leads that is not on a path."""
+        weights: dict[Node, Tensor] = {}
+        if not node.next_functions:
+            # Only nodes that accumulate a gradient have a variable.
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                weights[node] = variable
+        for edge in edges:
+            weights.update(self._weights_below[edge.node])
+        return weights
+
+    def _follow(self, source: Node | None, edges: Sequence[GradientEdge]) -> None:
+        """Note where the edges of a node on a path lead, or those of the outputs, whose source is None."""
+        for edge in edges:
+            if edge.node in self.on_path:
+                self.arriving[edge.node].add(edge.output_nr)
                 continue
-            weights: dict[Node, Tensor] = {}
-            if not node.next_functions:
-                # Only nodes that accumulate a gradient have a variable.
-                variable = getattr(node, "variable", None)
-                if isinstance(variable, Tensor):
-                    weights[node] = variable
-            for next_node in next_nodes:
-                weights.update(self._weights_below[next_node])
-            self._weights_below[node] = weights
-
-    def _follow_edges(self, order: Sequence[Node], outputs: Sequence[GradientEdge]) -> None:
-        """Find what arrives at the nodes on a path, and which of them lead to which weights."""
-        for output in outputs:
-            self._follow_edge(None, output.node, output.output_nr)
-        for node in order:
-            if node not in self.on_path:
-                continue
-            for next_node, number in node.next_functions:
-                if next_node is not None:
-                    self._follow_edge(node, next_node, number)
-
-    def _follow_edge(self, source: Node | None, node: Node, number: int) -> None:
-        """Note where an edge leads.
-
-        Args:
-            source: Node on a path where the edge begins; None for an output.
-            node: Node where it ends.
-            number: Number of the gradient of that node.
-        """
-        if node in self.on_path:
-            numbers = self.arriving.setdefault(node, set())
-            numbers.add(number)
-            return
-        for end, weight in self._weights_below[node].items():
-            _, sources = self._sources.setdefault(end, (weight, set()))
-            sources.add(source)
+            weights = self._weights_below[edge.node]
+            for end, weight in weights.items():
+                _, sources = self._sources.setdefault(end, (weight, set()))
+                sources.add(source)
 
     def _group_weights(self) -> None:
         """Group the weights by the nodes that lead to them."""
@@ -265,8 +250,7 @@ class _Paths:
             elif source is None:
                 self.weights_off_path.append(weight)
             else:
-                weights = self.weights_of_node.setdefault(source, [])
-                weights.append(weight)
+                self.weights_of_node[source].append(weight)
 
 
 def _unzipped(pairs: Pairs) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -288,15 +272,15 @@ def _in_order(roots: Sequence[Node]) -> list[Node]:
         elif node not in visited:
             visited.add(node)
             stack.append((node, True))
-            for next_node in _next_nodes(node):
-                stack.append((next_node, False))
+            for edge in _edges_of(node):
+                stack.append((edge.node, False))
     return order
 
 
-def _next_nodes(node: Node) -> list[Node]:
-    next_nodes = []
-    for next_node, _ in node.next_functions:
-        # There is none where no gradient flows.
+def _edges_of(node: Node) -> list[GradientEdge]:
+    """Return the edges that lead from a node to others. There is none where no gradient flows."""
+    edges = []
+    for next_node, number in node.next_functions:
         if next_node is not None:
-            next_nodes.append(next_node)
-    return next_nodes
+            edges.append(GradientEdge(next_node, number))
+    return edges

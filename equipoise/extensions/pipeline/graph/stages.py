@@ -7,7 +7,7 @@ connections and tuples therefore pass through the stages between.
 import enum
 import numbers
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,6 @@ __all__ = [
     "taking_inputs",
     "tensors_of",
 ]
-
-# Functions and methods whose result may be a view of their first argument.
-_VIEWS = {"__getitem__", "assigned", "chunk", "contiguous", "cpu", "detach", "diagonal", "double", "expand"}
-_VIEWS |= {"expand_as", "flatten", "float", "getattr", "getitem", "half", "mT", "movedim", "narrow", "permute"}
-_VIEWS |= {"reshape", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as", "unbind"}
-_VIEWS |= {"unflatten", "unfold", "unsqueeze", "view", "view_as"}
-_VIEWING_LAYERS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 # For a stage and a call the module that replaces the network's own there; None: the network's own.
 Replacement = Callable[[int, fx.Node], nn.Module | None]
@@ -75,29 +68,18 @@ def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
         traced: The forward.
         ends: For each stage but the last the index of the call after its last.
     """
-    calls = traced.calls
-    # The placeholder is no call; it comes before all of them.
-    order = {node: index for index, node in enumerate(calls)}
-
-    # 1. Find the last use of each value. The output counts as a call after the last one.
+    # 1. Find the last use of each value. The placeholder comes before the first call, the output after the last one.
+    nodes = list(traced.graph.nodes)
+    order = {node: index for index, node in enumerate(nodes, start=-1)}
     last_use: dict[fx.Node, int] = {}
-    for node in traced.graph.nodes:
-        index = order.get(node, -1)
-        if node.op == "output":
-            index = len(calls)
-        for used in node.all_input_nodes:
-            previous_use = last_use.get(used, -1)
-            last_use[used] = max(previous_use, index)
+    for node in nodes:
+        uses = [order[user] for user in node.users]
+        last_use[node] = max(uses, default=-1)
 
     # 2. A value crosses a cut that lies between its call and its last use.
     crossings = []
     for end in ends:
-        crossing_values = []
-        for node in traced.graph.nodes:
-            index = order.get(node, -1)
-            index_of_last_use = last_use.get(node, -1)
-            if index < end <= index_of_last_use:
-                crossing_values.append(node)
+        crossing_values = [node for node in nodes if order[node] < end <= last_use[node]]
         crossings.append(crossing_values)
     return crossings
 
@@ -113,21 +95,19 @@ def may_cut(traced: Traced) -> list[bool]:
     first_end = taking_inputs(traced)
 
     # 1. Find the values that change in place, and the index of the call that changes them.
-    changes: list[tuple[fx.Node, int]] = []
+    last_change: dict[fx.Node, int] = {}
     for index, node in enumerate(calls):
-        for argument in traced.changes.get(node, ()):
-            for value in _viewed_values(argument, traced):
-                changes.append((value, index))
+        for value in traced.changes.get(node, ()):
+            last_change[value] = index
 
     # 2. Forbid cuts that such a value crosses before it changes.
     allowed = []
     for index in range(len(calls)):
-        passing = set(cuts[index])
-        changed_later = {value for value, changed_at in changes if changed_at > index}
+        passing = cuts[index]
+        changes_later = any(last_change.get(node, -1) > index for node in passing)
         must_stay = any(node.meta.get(STAYS) or _is_of_no_stage(node, traced) for node in passing)
-        is_followed = index + 1 < len(calls) and bool(calls[index + 1].meta.get(FOLLOWS))
-        is_free = not must_stay and not is_followed
-        is_allowed = index >= first_end and is_free and passing.isdisjoint(changed_later)
+        is_followed = any(node.meta.get(FOLLOWS) for node in calls[index + 1 : index + 2])
+        is_allowed = index >= first_end and not (changes_later or must_stay or is_followed)
         allowed.append(is_allowed)
     return allowed
 
@@ -147,26 +127,6 @@ def taking_inputs(traced: Traced) -> int:
         if node.all_input_nodes[:1] != [placeholder]:
             return index
     return len(traced.calls)
-
-
-def _viewed_values(node: fx.Node, traced: Traced) -> Iterator[fx.Node]:
-    """Yield a value, and those of which it may be a view."""
-    while True:
-        yield node
-        if not _may_be_view(node, traced) or not node.all_input_nodes:
-            return
-        node = node.all_input_nodes[0]
-
-
-def _may_be_view(node: fx.Node, traced: Traced) -> bool:
-    if node.op in ("placeholder", "get_attr"):
-        return False
-    if node.op == "call_module":
-        target = str(node.target)
-        layer = traced.root.get_submodule(target)
-        return isinstance(layer, _VIEWING_LAYERS)
-    name = getattr(node.target, "__name__", node.target)
-    return str(name) in _VIEWS
 
 
 # Stages.

@@ -55,8 +55,6 @@ class Traced:
         opaque: For each submodule that stayed whole the reason.
         output: Builds the network's output from these tensors.
         conditions: What must hold for the tensors of another call, so that it makes the same calls.
-
-    Attributes:
         changes: For each call that changed arguments in place when it ran, the values that it changed.
     """
 
@@ -67,13 +65,14 @@ class Traced:
         opaque: dict[str, str],
         output: OutputStructure,
         conditions: Sequence[Condition],
+        changes: Mapping[fx.Node, set[fx.Node]],
     ) -> None:
         self.root = root
         self.graph = graph
         self.opaque = opaque
         self.output = output
         self.conditions = tuple(conditions)
-        self.changes: dict[fx.Node, set[fx.Node]] = {}
+        self.changes = changes
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -112,11 +111,10 @@ class CallInterpreter(fx.Interpreter):
         root: Module to which the names in the graph refer.
         graph: The calls.
         device: The device.
-        releases: Whether values are released after their last use. Default: True.
     """
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, device: torch.device, *, releases: bool = True) -> None:
-        super().__init__(root, garbage_collect_values=releases, graph=graph)
+    def __init__(self, root: nn.Module, graph: fx.Graph, device: torch.device) -> None:
+        super().__init__(root, graph=graph)
         self.device = device
         # Errors keep the messages of the calls that raise them.
         self.extra_traceback = False
@@ -145,23 +143,6 @@ class CallInterpreter(fx.Interpreter):
         args_on_device = on_device(self.device, args)
         return super().map_nodes_to_values(args_on_device, n)
 
-    def arguments_after(self, calls: Sequence[fx.Node], arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
-        """Run some calls, and return arguments with values in the place of calls.
-
-        Args:
-            calls: Some calls, in their order.
-            arguments: The arguments.
-            values: Values from which these calls follow.
-        """
-        self.env = dict(values)
-        try:
-            for node in calls:
-                self.env[node] = self.run_node(node)
-            return self.map_nodes_to_values(arguments, calls[-1])
-        finally:
-            # Nothing keeps tensors alive.
-            self.env = {}
-
 
 def on_device(device: torch.device, value: Any) -> Any:
     """Return arguments of a call with a device in the place of `STAGE_DEVICE`.
@@ -188,15 +169,8 @@ def copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node],
         copies: The copies of earlier calls there.
         device: Device in the place of `STAGE_DEVICE`.
     """
-    arguments = (node.args, node.kwargs)
-    copied_arguments: Any = fx.map_arg(arguments, copies.__getitem__)
+    copied_arguments: Any = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     args, kwargs = on_device(device, copied_arguments)
-    copy = graph.create_node(
-        node.op,
-        node.target,
-        args,
-        kwargs,
-        name=node.name,
-    )
+    copy = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
     copy.meta.update(node.meta)
     return copy

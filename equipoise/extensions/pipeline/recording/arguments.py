@@ -1,7 +1,7 @@
 """Arguments of recorded calls: calls in the place of tensors."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.traced import STAGE_DEVICE
 from equipoise.extensions.pipeline.recording.targets import rebuilt
-from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, TensorNodes, inputs_of, sizes_of
+from equipoise.extensions.pipeline.recording.tensor_nodes import Obstacle, TensorNodes
 
 __all__ = ["Arguments"]
 
@@ -36,15 +36,7 @@ class Arguments:
         self._device = device
 
     def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return positional arguments and keyword arguments with calls in the place of tensors.
-
-        Args:
-            args: Positional arguments of a call.
-            kwargs: Its keyword arguments.
-
-        Raises:
-            Obstacle: If they have tensors that cannot be followed.
-        """
+        """Return positional arguments and keyword arguments of a call as `of` does."""
         graph_args = self.of(tuple(args))
         graph_kwargs = self.of(dict(kwargs))
         return graph_args, graph_kwargs
@@ -74,15 +66,12 @@ class Arguments:
         # 3. Containers, whose items may be tensors.
         if isinstance(value, PackedSequence):
             # Its constructor asks for the device of its tensors.
-            fields = [self.of(field) for field in value]
-            return self._add_call(PackedSequence, fields)
+            return self._add_call(PackedSequence, value)
         if isinstance(value, slice):
-            start = self.of(value.start)
-            stop = self.of(value.stop)
-            step = self.of(value.step)
-            return slice(start, stop, step)
+            bounds = (value.start, value.stop, value.step)
+            return slice(*map(self.of, bounds))
         if kind in (tuple, list):
-            items = [self.of(item) for item in value]
+            items = map(self.of, value)
             return kind(items)
         if kind is dict and _has_names_as_keys(value):
             return {key: self.of(item) for key, item in value.items()}
@@ -104,16 +93,12 @@ class Arguments:
         if not is_container and not is_dataclass(value):
             class_name = type(value).__name__
             raise Obstacle(f"hands on a {class_name}, whose tensors cannot be followed")
-        nodes = [self.of(tensor) for tensor in tensors]
-        target = rebuilt(structure)
-        return self._add_call(target.target, nodes)
+        return self._add_call(rebuilt(structure), tensors)
 
-    def _add_call(self, function: Any, arguments: list[Any]) -> fx.Node:
-        node = self._graph.call_function(function, tuple(arguments))
-        facts = [self._tensors.facts[argument] for argument in node.all_input_nodes]
-        inputs = inputs_of(facts)
-        facts_of_node = Facts(inputs, is_pure=False, sizes=sizes_of(facts))
-        self._tensors.facts[node] = facts_of_node
+    def _add_call(self, function: Any, arguments: Iterable[Any]) -> fx.Node:
+        graph_args = tuple(map(self.of, arguments))
+        node = self._graph.call_function(function, graph_args)
+        self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
         return node
 
 

@@ -3,7 +3,7 @@
 A forward may decide by what it asks. So a recorded forward serves for other calls only while the answers are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -13,18 +13,10 @@ from torch import Tensor, fx, nn
 from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_padding
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
 from equipoise.extensions.pipeline.graph.conditions import same_answer, same_shapes, same_trainable
-from equipoise.extensions.pipeline.graph.output_structure import items_of_output
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition
 from equipoise.extensions.pipeline.recording.arguments import Arguments
-from equipoise.extensions.pipeline.recording.targets import check_size, holds
-from equipoise.extensions.pipeline.recording.tensor_nodes import (
-    Facts,
-    Obstacle,
-    Sizes,
-    TensorNodes,
-    inputs_of,
-    sizes_of,
-)
+from equipoise.extensions.pipeline.recording.targets import call_of, check_size, holds
+from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, Sizes, TensorNodes, combined
 from equipoise.tree import tensors_in
 
 __all__ = ["Question", "Questions"]
@@ -45,7 +37,7 @@ _IDENTITY = {"_version", "data_ptr"}
 _NOTHING = {"__dir__", "__hash__", "is_storage", "is_tensor"}
 
 # Other answers, such as sums, are other ones in nearly every call.
-_COMPARABLE = (bool, int, str, type(None))
+_COMPARABLE = (bool, int, str, type(None), torch.Size)
 
 
 class Question(NamedTuple):
@@ -67,8 +59,7 @@ class Question(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that the question is about."""
-        arguments = (self.args, self.kwargs)
-        return list(tensors_in(arguments, items_of_output))
+        return list(tensors_in((self.args, self.kwargs)))
 
 
 class Questions:
@@ -93,34 +84,21 @@ class Questions:
         self._root = root
         self._tensors = tensors
         self._arguments = arguments
-        self._shapes = [tensor.shape for tensor in inputs]
+        self._inputs = inputs
         self._graph = graph
-        # Indices of tensors whose shapes were asked for, or another condition; in the order of the questions.
-        self._noted: list[frozenset[int] | Condition] = []
-
-    @property
-    def count(self) -> int:
-        """Number of conditions."""
-        return len(self._noted)
-
-    def forget_since(self, count: int) -> None:
-        """Forget the conditions after the first `count`."""
-        del self._noted[count:]
+        # Indices of tensors whose shapes were asked for, and other conditions.
+        self._shapes_asked: set[int] = set()
+        self._conditions: list[Condition] = []
 
     def conditions(self) -> list[Condition]:
         """Return the conditions."""
-        indices: set[int] = set()
-        conditions: list[Condition] = []
-        for noted in self._noted:
-            if isinstance(noted, frozenset):
-                indices |= noted
-            else:
-                conditions.append(noted)
-        if indices:
-            # One condition serves for all shapes. It comes first, since it computes nothing.
-            shapes = {index: self._shapes[index] for index in sorted(indices)}
-            conditions.insert(0, same_shapes(shapes))
-        return conditions
+        if not self._shapes_asked:
+            return self._conditions
+        # One condition serves for all shapes. It comes first, since it computes nothing.
+        shapes = {}
+        for index in sorted(self._shapes_asked):
+            shapes[index] = self._inputs[index].shape
+        return [same_shapes(shapes), *self._conditions]
 
     def note(self, question: Question, frame: FrameType | None) -> None:
         """Note a question.
@@ -140,26 +118,27 @@ class Questions:
 
         # 2. Others decide something that is compared before the next call.
         if name in _TRAINABLE:
-            self._note_trainable()
+            parameters = list(self._root.parameters())
+            self._conditions.append(same_trainable(parameters))
             return
         if name == "size" and is_asked_by_padding(frame):
             # The recorded call asks again.
             return
         facts = self._facts_of(tensors)
-        if name in _SHAPE and sizes_of(facts) is not Sizes.DYNAMIC:
-            inputs = inputs_of(facts)
-            self._noted.append(inputs)
-            self._record_size_checks(tensors)
+        if name in _SHAPE and facts.sizes is not Sizes.DYNAMIC:
+            self._note_sizes(facts, tensors)
             return
 
         # 3. The rest asks for values.
         if name == "__bool__" and _is_asserted(frame):
-            self._record_assertion(tensors[0])
+            # An assertion decides nothing else, so it is checked when the forward runs.
+            asserted = self._tensors.node_of(tensors[0])
+            self._graph.call_function(holds, (asserted,))
             return
         self._note_value(question, facts)
 
-    def _facts_of(self, tensors: Sequence[Tensor]) -> list[Facts]:
-        """Return the facts about those tensors that calls compute.
+    def _facts_of(self, tensors: Iterable[Tensor]) -> Facts:
+        """Return the facts about tensors together.
 
         Raises:
             Obstacle: If a tensor was computed where it cannot be followed.
@@ -169,14 +148,8 @@ class Questions:
             node = self._tensors.find_node(tensor)
             if node is None:
                 self._tensors.check_origin(tensor)
-                continue
-            facts_of_tensor = self._tensors.facts[node]
-            facts.append(facts_of_tensor)
-        return facts
-
-    def _note_trainable(self) -> None:
-        """Note a question whose answer depends on the parameters that require gradients."""
-        self._noted.append(same_trainable(list(self._root.parameters())))
+            facts.append(self._tensors.facts_of(node))
+        return combined(facts)
 
     def note_length(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note that a function has returned a number of tensors that follows from the sizes of its arguments.
@@ -189,51 +162,41 @@ class Questions:
             Obstacle: If the number depends on values.
         """
         facts = self._facts_of([*arguments, *results])
-        if sizes_of(facts) is Sizes.DYNAMIC:
+        if facts.sizes is Sizes.DYNAMIC:
             raise Obstacle("uses a function that returns a number of tensors which depends on values")
-        inputs = inputs_of(facts)
-        self._noted.append(inputs)
-        self._record_size_checks(arguments)
+        self._note_sizes(facts, arguments)
 
-    def _record_size_checks(self, tensors: Sequence[Tensor]) -> None:
-        """Record calls that check sizes which are only assumed to follow from those of the network's tensors."""
+    def _note_sizes(self, facts: Facts, tensors: Iterable[Tensor]) -> None:
+        """Note that sizes of tensors decide, and check those which are only assumed to follow from the inputs."""
+        self._shapes_asked |= facts.inputs
         for tensor in tensors:
             node = self._tensors.find_node(tensor)
-            if node is None or self._tensors.facts[node].sizes is not Sizes.ASSUMED:
+            facts_of_tensor = self._tensors.facts_of(node)
+            if node is None or facts_of_tensor.sizes is not Sizes.ASSUMED:
                 continue
-            is_checked = any(user.target is check_size for user in node.users)
-            if is_checked:
-                continue
-            size = tuple(tensor.shape)
-            check = self._graph.call_function(check_size, (node, size))
-            check.meta[FOLLOWS] = True
-            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
+            checks = [user for user in node.users if user.target is check_size]
+            if not checks:
+                size = tuple(tensor.shape)
+                check = self._graph.call_function(check_size, (node, size))
+                check.meta[FOLLOWS] = True
 
-    def _record_assertion(self, tensor: Tensor) -> None:
-        """Record a call that checks an assertion, since an assertion decides nothing else."""
-        node_of_tensor = self._tensors.node_of(tensor)
-        node = self._graph.call_function(holds, (node_of_tensor,))
-        facts = Facts(frozenset(), is_pure=False)
-        self._tensors.facts[node] = facts
-
-    def _note_value(self, question: Question, facts: Sequence[Facts]) -> None:
+    def _note_value(self, question: Question, facts: Facts) -> None:
         """Note a question about values, which the tensors of the network's call must answer alone.
 
         Raises:
             Obstacle: If the answer follows from the network, or is another one in nearly every call.
         """
-        has_unknown = len(facts) < len(question.tensors)
-        is_pure = all(fact.is_pure for fact in facts)
-        is_comparable = _is_comparable(question.result) and question.name not in _IDENTITY
-        if has_unknown or not is_pure or not is_comparable:
+        is_comparable = isinstance(question.result, _COMPARABLE) and question.name not in _IDENTITY
+        if not facts.is_pure or not is_comparable:
             raise Obstacle(f"asks for values of tensors, by `{question.name}`")
-        inputs = inputs_of(facts)
         # Without inputs the answer is always the same.
-        if inputs:
+        if facts.inputs:
             # The condition holds calls alone. The question itself would keep its tensors alive.
-            args, kwargs = self._arguments.of_call(question.args, question.kwargs)
-            condition = same_answer(self._root, question.function, args, kwargs, question.result, min(inputs))
-            self._noted.append(condition)
+            function, args = call_of(question.function, question.args)
+            arguments = self._arguments.of_call(args, question.kwargs)
+            index = min(facts.inputs)
+            condition = same_answer(self._root, function, arguments, question.result, index)
+            self._conditions.append(condition)
 
 
 def _is_asserted(frame: FrameType | None) -> bool:
@@ -246,10 +209,3 @@ def _is_asserted(frame: FrameType | None) -> bool:
             return is_assertion(frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return False
-
-
-def _is_comparable(result: Any) -> bool:
-    """Return True for an answer that may well be the same in another call, such as a truth value or a size."""
-    if isinstance(result, torch.Size):
-        return True
-    return isinstance(result, _COMPARABLE)

@@ -1,14 +1,16 @@
 """Record the calls of a forward while it runs.
 
 The forward runs as it is, with real tensors: whatever it asks about them is answered truly. Calls of torch's functions
-pass a mode of torch; calls of modules, of autograd functions and of checkpointing are patched. A submodule whose calls
-alone would not be its forward stays whole: its recorded calls are removed, and its own call is recorded.
+pass a mode of torch; calls of modules, of autograd functions and of checkpointing are patched. If the calls of a
+submodule alone would not be its forward, the forward is recorded once more, with this submodule as one call.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,25 +23,24 @@ from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.extensions.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.extensions.pipeline.forward.packed_sequences import padded_call
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
-from equipoise.extensions.pipeline.graph.output_structure import items_of_output, structure_of
+from equipoise.extensions.pipeline.forward.user_lines import line_of_user
+from equipoise.extensions.pipeline.graph.output_structure import structure_of
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.questions import Question, Questions
-from equipoise.extensions.pipeline.recording.recorded_calls import ArgumentVersions, Computed, RecordedCalls
-from equipoise.extensions.pipeline.recording.running_modules import RunningModule, RunningModules
+from equipoise.extensions.pipeline.recording.recorded_calls import Computed, RecordedCalls
 from equipoise.extensions.pipeline.recording.targets import (
-    Target,
     applied,
     assigned,
+    call_of,
     check_structure,
     encoded,
     name_of,
     present_modes,
-    target_of,
     under_modes,
 )
 from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, TensorNodes
-from equipoise.interop.torch.modules import has_module_hooks
+from equipoise.interop.torch.modules import has_module_hooks, versions
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.strategies.replaced_forwards import has_replaced_forward
 from equipoise.tree import leaves_of, tensors_in
@@ -47,7 +48,7 @@ from equipoise.tree import leaves_of, tensors_in
 __all__ = ["Recorder"]
 
 # Torch's modules that are followed, since they call layers of the user's.
-_FOLLOWED = (
+_FOLLOWED: tuple[type[nn.Module], ...] = (
     nn.Sequential,
     nn.ModuleList,
     nn.ModuleDict,
@@ -67,7 +68,6 @@ _LISTS = _SPLITS | {"chunk", "split", "split_with_sizes", "unbind", "unsafe_chun
 _LISTS |= {"unsafe_split_with_sizes"}
 # What an opaque submodule may return beside tensors; it is taken for a constant.
 _CONSTANTS = (str, torch.dtype, torch.device, type(None))
-_CHECKPOINTING = "activation checkpointing, or another hook on saved tensors, cannot be followed"
 _OTHER_MODES = "computed under torch.no_grad, torch.autocast or their like, which cannot be followed"
 
 # The class has no types.
@@ -88,9 +88,31 @@ class _ModuleCall(NamedTuple):
         return self.original(self.module, *self.args, **self.kwargs)
 
     @property
+    def name(self) -> str:
+        """Name of the submodule in the network."""
+        return self.path.removeprefix("network.")
+
+    @property
     def class_name(self) -> str:
         """Name of the submodule's class."""
         return type(self.module).__name__
+
+
+@dataclass
+class _RunningModule:
+    """A module whose forward is running.
+
+    Attributes:
+        module: The module.
+        path: Its path in the root.
+        traits: Traits of the operations that it has run.
+        obstacle: Reason why its calls alone would not be its forward; empty if there is none.
+    """
+
+    module: nn.Module
+    path: str
+    traits: Traits = field(default_factory=lambda: Traits(0))
+    obstacle: str = ""
 
 
 class Recorder(_Base):  # type: ignore[misc]
@@ -101,10 +123,12 @@ class Recorder(_Base):  # type: ignore[misc]
         root: Root of the graph; its attribute `network` is the network.
         inputs: The network's tensors, and the calls that take them from its arguments.
         device: Device of these tensors. A call that names it names the device of its stage instead.
-        opaque_types: Classes of submodules that stay whole, each with the reason.
+        reasons: For each submodule that stays whole the reason.
 
     Attributes:
-        opaque: For each submodule that stayed whole the reason.
+        opaque: Those of them that were called, each with the reason.
+        obstacles: For each submodule that was found not to be its calls alone the reason. The recording must then be
+            repeated with this submodule whole.
         followed: The modules whose calls were recorded.
         arguments: Turns arguments into those of calls in the graph.
         questions: Questions that the forward has asked about its tensors.
@@ -118,33 +142,38 @@ class Recorder(_Base):  # type: ignore[misc]
         root: nn.Module,
         inputs: Sequence[tuple[Tensor, fx.Node]],
         device: torch.device,
-        opaque_types: Mapping[type[nn.Module], str],
+        reasons: Mapping[str, str],
     ) -> None:
         super().__init__()
         # 1. The network, as it is before its forward.
         network = root.get_submodule("network")
         self.opaque: dict[str, str] = {}
+        self.obstacles: dict[str, str] = {}
         self.followed: list[nn.Module] = [network]
         self.effects = ForwardEffects(network)
         self._graph = graph
-        self._opaque_types = opaque_types
+        self._reasons = reasons
         self._modes = present_modes()
-        self._hooked_ids = _hooked_ids(network)
+        # Hooks must run at each call. Some are registered later, for the recording alone.
+        hooked = filter(has_module_hooks, network.modules())
+        self._hooked_ids = set(map(id, hooked))
+        # The first path of each module.
+        self._paths = {id(module): path for path, module in root.named_modules()}
 
         # 2. The calls so far, which take the network's tensors from its arguments.
         self._tensors = TensorNodes(graph, root)
         tensors = [tensor for tensor, _ in inputs]
         for index, (tensor, node) in enumerate(inputs):
-            facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.add(tensor, node)
+            facts = Facts(frozenset([index]), is_pure=True)
             self._tensors.facts[node] = facts
             self._tensors.note_operation(tensor, ())
         self.arguments = Arguments(graph, self._tensors, device)
         self.questions = Questions(graph, root, self._tensors, self.arguments, tensors)
         self.calls = RecordedCalls(graph, self._tensors, device)
 
-        # 3. The state of the recording. Other threads may call modules meanwhile.
-        self._running = RunningModules(root, network, self.calls.count)
+        # 3. The modules whose forward is running, the outermost first. Other threads may call modules meanwhile.
+        self._running = [_RunningModule(network, "network")]
         self._thread = threading.get_ident()
         self._is_paused = False
         # Traits of the operations of the present call.
@@ -153,7 +182,7 @@ class Recorder(_Base):  # type: ignore[misc]
     @property
     def obstacle(self) -> str:
         """Reason why the network's calls alone would not be its forward; empty if there is none."""
-        return self._running.network.obstacle
+        return self._running[0].obstacle
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -168,7 +197,7 @@ class Recorder(_Base):  # type: ignore[misc]
     @property
     def _is_off(self) -> bool:
         """True if calls are not recorded: within calls, after an obstacle, and in other threads."""
-        has_obstacle = bool(self._running.innermost.obstacle)
+        has_obstacle = bool(self._running[-1].obstacle)
         is_elsewhere = threading.get_ident() != self._thread
         return self._is_paused or has_obstacle or is_elsewhere
 
@@ -179,34 +208,37 @@ class Recorder(_Base):  # type: ignore[misc]
             try:
                 yield
             except Obstacle as obstacle:
-                self._running.note_obstacle(str(obstacle))
+                self._note_obstacle(str(obstacle))
                 # From Python 3.12 on, the traceback and the frame of `with` keep each other, and tensors of the step.
                 obstacle.with_traceback(None)
             except Exception as error:
                 # The user's code may catch it, and continue in another way than in the next call.
-                self._running.note_obstacle(f"raises {type(error).__name__}")
+                self._note_obstacle(f"raises {type(error).__name__}")
                 raise
+
+    def _note_obstacle(self, reason: str) -> None:
+        """Note that the calls of the innermost module would not be its forward. The first reason counts."""
+        line = line_of_user(inspect.currentframe())
+        if line:
+            reason = f"{line} ({reason})"
+        running = self._running[-1]
+        if not running.obstacle:
+            running.obstacle = reason
+
+    def _place(self) -> dict[str, type[nn.Module]]:
+        """Return the classes of the running modules by their paths, without the network."""
+        return {running.path: type(running.module) for running in self._running[1:]}
 
     # Notices.
 
-    def on_saved_tensor_hooks(self) -> None:
-        """Note that activation checkpointing begins: the calls would be without it."""
-        if not self._is_off:
-            self._running.note_obstacle(_CHECKPOINTING)
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Note that a value is logged: the calls would not log it."""
-        if not self._is_off:
-            self._running.note_obstacle("logs a value, which only the step itself may do")
-
-    def on_progress(self, name: str) -> None:
-        """Note that the forward asks how far the run is: the calls would keep the answer.
+    def on_effect(self, reason: str) -> None:
+        """Note that the forward does something that its calls would not do.
 
         Args:
-            name: Name of the property that it reads.
+            reason: What that is, as a predicate.
         """
         if not self._is_off:
-            self._running.note_obstacle(f"reads `{name}`, which changes in the run")
+            self._note_obstacle(reason)
 
     def on_operation(self, name: str, result: Any, args: Any) -> None:
         """Note an operation of torch, below its functions.
@@ -218,7 +250,8 @@ class Recorder(_Base):  # type: ignore[misc]
         """
         traits = traits_of(name, args)
         self._traits |= traits
-        self._running.note_traits(traits)
+        for running in self._running:
+            running.traits |= traits
         self._tensors.note_operation(result, args)
 
     # Functions.
@@ -229,23 +262,28 @@ class Recorder(_Base):  # type: ignore[misc]
             return func(*args, **kwargs)
         with self._obstacles_noted():
             # Calls within the function are no calls of the forward.
-            computed = self._compute(func, args, kwargs)
+            computed = self._compute(partial(func, *args, **kwargs), (args, kwargs))
             self._record_function(func, args, kwargs, computed)
         return computed.result
 
-    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Computed:
-        argument_versions = ArgumentVersions((args, kwargs))
+    def _compute(self, run: Callable[[], Any], arguments: Any) -> Computed:
+        tensors = list(tensors_in(arguments))
+        # One by one: tensors of inference mode have no version, and do not change outside of it.
+        before = [versions([tensor]) for tensor in tensors]
         self._traits = Traits(0)
-        result = function(*args, **kwargs)
-        changed = argument_versions.changed()
-        return Computed(result, changed, self._traits)
+        result = run()
+        changed = []
+        for tensor, version in zip(tensors, before, strict=True):
+            if versions([tensor]) != version:
+                changed.append(tensor)
+        return Computed(result, tensors, changed, self._traits)
 
     def _record_function(self, function: Any, args: Any, kwargs: Any, computed: Computed) -> None:
         # 1. A function without tensors in its result asks a question.
         name = name_of(function)
         if name in _BACKWARDS:
             raise Obstacle("runs backward by itself")
-        results = list(tensors_in(computed.result, items_of_output))
+        results = list(tensors_in(computed.result))
         if not results and not computed.changed:
             # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
             question = Question(function, name, args, kwargs, computed.result)
@@ -254,17 +292,17 @@ class Recorder(_Base):  # type: ignore[misc]
 
         # 2. A function that only returns its argument is no call.
         is_in_place = name.endswith("_") and not name.endswith("__")
-        returns_arguments = _are_among(results, (args, kwargs))
+        argument_ids = set(map(id, computed.arguments))
+        returns_arguments = argument_ids.issuperset(map(id, results))
         if returns_arguments and not computed.changed and not is_in_place:
             return
 
         # 3. Some functions need another call than their own.
-        target = target_of(function)
+        target, args = call_of(function, args)
         if name == "_pad_packed_sequence":
-            padded, args = padded_call(args, inspect.currentframe())
-            target = Target("call_function", padded)
+            target, args = padded_call(args, inspect.currentframe())
         if name == "__setitem__":
-            target = Target("call_function", assigned)
+            target = assigned
             computed = computed._replace(result=args[0])
         modes = present_modes()
         if modes != self._modes:
@@ -272,18 +310,17 @@ class Recorder(_Base):  # type: ignore[misc]
 
         # 4. Record the call.
         graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
-        node = target.add_to(self._graph, graph_args, graph_kwargs)
-        arguments = list(tensors_in((args, kwargs), items_of_output))
-        if name in _SPLITS and len(arguments) > 1:
+        node = self._graph.call_function(target, graph_args, graph_kwargs)
+        if name in _SPLITS and len(computed.arguments) > 1:
             # Torch computes these by slices, whose bounds are values of the second tensor.
             traits = computed.traits | Traits.DYNAMIC
             computed = computed._replace(traits=traits)
         computed = computed._replace(is_pure=not is_in_place)
-        self.calls.finish(node, computed, self._running.place())
+        self.calls.finish(node, computed, self._place())
 
         # 5. The number of tensors in a list is a size, for which the forward need not ask.
         if name in _LISTS:
-            self.questions.note_length(arguments, results)
+            self.questions.note_length(computed.arguments, results)
 
     def on_function_call(self, original: Callable[..., Any], kind: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of an autograd function.
@@ -301,17 +338,18 @@ class Recorder(_Base):  # type: ignore[misc]
             return original(kind, *args, **kwargs)
         with self._obstacles_noted():
             # 1. The call.
-            computed = self._compute(original, (kind, *args), kwargs)
-            if kind is CheckpointFunction and _requires_gradients(computed.result):
+            computed = self._compute(partial(original, kind, *args, **kwargs), (args, kwargs))
+            has_gradients = any(tensor.requires_grad for tensor in tensors_in(computed.result))
+            if kind is CheckpointFunction and has_gradients:
                 raise ConfigurationError(REENTRANT_CHECKPOINTING)
 
             # 2. Its record.
             _check_function_arguments(args)
             self._check_modes()
             graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
-            node = applied(kind).add_to(self._graph, graph_args, graph_kwargs)
+            node = self._graph.call_function(applied(kind), graph_args, graph_kwargs)
             _check_result(kind.__name__, computed.result)
-            self.calls.finish(node, computed, self._running.place())
+            self.calls.finish(node, computed, self._place())
         return computed.result
 
     def _check_modes(self) -> None:
@@ -331,25 +369,24 @@ class Recorder(_Base):  # type: ignore[misc]
             kwargs: Its keyword arguments.
         """
         # 1. Some calls of modules are no calls of submodules.
-        if self._is_off or self._running.innermost.module is module:
+        if self._is_off or self._running[-1].module is module:
             # The class of a running module may call that of its base class.
             return original(module, *args, **kwargs)
         kind = type(module)
-        path = self._running.path_of(module)
+        path = self._paths.get(id(module))
         if path is None:
             # A module without parameters, such as an activation, may be created on the way; it is a function.
             tensors = [*module.parameters(), *module.buffers()]
             if tensors:
-                self._running.note_obstacle(f"calls a {kind.__name__} that is not one of its submodules")
+                self._note_obstacle(f"calls a {kind.__name__} that is not one of its submodules")
             return original(module, *args, **kwargs)
 
         # 2. Some submodules are one call.
-        is_opaque = kind in self._opaque_types
-        if is_opaque:
-            reason = self._opaque_types[kind]
-            self._note_opaque(path, reason)
         call = _ModuleCall(original, module, path, args, kwargs)
-        if is_opaque or self._is_leaf(module):
+        if call.name in self._reasons:
+            self.opaque[call.name] = self._reasons[call.name]
+            return self._call_whole(call)
+        if self._is_leaf(module):
             return self._call_whole(call)
 
         # 3. The others are followed.
@@ -359,15 +396,19 @@ class Recorder(_Base):  # type: ignore[misc]
 
     def _is_leaf(self, module: nn.Module) -> bool:
         """Return True for a module that is one call: a layer of torch, or one with hooks or another forward."""
-        if is_checkpointed(module) or has_replaced_forward(module) or id(module) in self._hooked_ids:
+        has_hooks = id(module) in self._hooked_ids
+        if has_hooks or is_checkpointed(module) or has_replaced_forward(module):
             return True
-        if isinstance(module, _FOLLOWED) or (module.training and isinstance(module, _FOLLOWED_IN_TRAINING)):
+        followed = _FOLLOWED
+        if module.training:
+            followed += _FOLLOWED_IN_TRAINING
+        if isinstance(module, followed):
             return False
         return type(module).__module__.startswith("torch.")
 
     def _call_whole(self, call: _ModuleCall) -> Any:
         # 1. The arguments, before the module may change them.
-        with self._obstacles_noted():
+        with self._obstacles_noted(), _added_to_obstacle(call, self._reasons):
             self._check_modes()
             graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
         if self._is_off:
@@ -375,27 +416,25 @@ class Recorder(_Base):  # type: ignore[misc]
             return call.run()
 
         # 2. The call.
-        with self._obstacles_noted():
-            computed = self._compute(call.original, (call.module, *call.args), call.kwargs)
+        with self._obstacles_noted(), _added_to_obstacle(call, self._reasons):
+            computed = self._compute(call.run, (call.args, call.kwargs))
             self.effects.accept(call.module)
-            self._add_whole(call, graph_args, graph_kwargs, computed)
+            _check_result(call.class_name, computed.result)
+            node = self._graph.create_node("call_module", call.path, graph_args, graph_kwargs)
+            self.calls.finish(node, computed, self._place())
+
+            # 3. A check of what it returns in later calls. Torch's own layers return the same structure in all of them.
+            if not type(call.module).__module__.startswith("torch.nn."):
+                structure = structure_of(computed.result)
+                check = self._graph.call_function(check_structure, (node, structure))
+                check.meta[FOLLOWS] = True
         return computed.result
 
     def _call_followed(self, call: _ModuleCall) -> Any:
-        """Call a submodule, and record its calls; or its own, if these would not be its forward."""
-        # 1. Note the state of the recording before its calls.
-        with self.paused():
-            argument_versions = ArgumentVersions((call.args, call.kwargs))
-            running = RunningModule(
-                call.module,
-                self.calls.count,
-                self.questions.count,
-                len(self.followed),
-                self._recorded_of(argument_versions.tensors),
-            )
-
-        # 2. Run the forward.
-        self._running.push(running)
+        """Call a submodule, and record its calls; or note that these would not be its forward."""
+        # 1. Run the forward.
+        running = _RunningModule(call.module, call.path)
+        self._running.append(running)
         self.followed.append(call.module)
         try:
             result = call.run()
@@ -403,99 +442,32 @@ class Recorder(_Base):  # type: ignore[misc]
             self._running.pop()
             # The user's code may catch it, and continue in another way than in the next call.
             with self.paused():
-                self._running.note_obstacle(f"{call.class_name} raises {type(error).__name__}")
+                self._note_obstacle(f"{call.class_name} raises {type(error).__name__}")
             raise
         self._running.pop()
 
-        # 3. Keep its calls, or record its own instead.
+        # 2. This recording only looks for further obstacles from here on, if the submodule must stay whole.
         with self._obstacles_noted():
             obstacle = running.obstacle or self.effects.describe(call.module)
             if obstacle:
-                changed = argument_versions.changed()
-                computed = Computed(result, changed, running.traits)
-                self._remove_calls_of(running, call.path)
-                self._note_opaque(call.path, obstacle)
-                try:
-                    self._record_whole(call, computed)
-                except Obstacle as outer:
-                    raise Obstacle(f"{outer}; and {call.class_name} cannot be followed: {obstacle}") from None
+                self.obstacles[call.name] = obstacle
+                self.effects.accept(call.module)
+                node = self._graph.create_node("call_module", call.path)
+                computed = Computed(result, (), (), running.traits)
+                self.calls.finish(node, computed, self._place())
         return result
 
-    def _record_whole(self, call: _ModuleCall, computed: Computed) -> None:
-        """Record the call of a submodule in the place of its calls.
 
-        Raises:
-            Obstacle: If its call cannot be recorded either.
-        """
-        self._check_modes()
-        graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
-        self._add_whole(call, graph_args, graph_kwargs, computed)
-
-    def _add_whole(self, call: _ModuleCall, graph_args: Any, graph_kwargs: Any, computed: Computed) -> None:
-        """Add the call of a submodule to the graph, and a check of what it returns in later calls.
-
-        Raises:
-            Obstacle: If it returns something that may change from call to call.
-        """
-        # 1. The call.
-        _check_result(call.class_name, computed.result)
-        node = self._graph.create_node("call_module", call.path, graph_args, graph_kwargs)
-        self.calls.finish(node, computed, self._running.place())
-
-        # 2. The check. Torch's own layers return the same structure in all calls.
-        if not type(call.module).__module__.startswith("torch.nn."):
-            structure = structure_of(computed.result)
-            check = self._graph.call_function(check_structure, (node, structure))
-            check.meta[FOLLOWS] = True
-            self._tensors.facts[check] = Facts(frozenset(), is_pure=False)
-
-    def _recorded_of(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, fx.Node]]:
-        """Return those of some tensors that are values of calls, and these calls."""
-        recorded = []
-        for tensor in tensors:
-            node = self._tensors.find_node(tensor)
-            if node is not None:
-                recorded.append((tensor, node))
-        return recorded
-
-    def _remove_calls_of(self, running: RunningModule, path: str) -> None:
-        """Remove the calls and questions of a module that stays whole, and its submodules from the records."""
-        self.effects.accept(running.module)
-        self.questions.forget_since(running.question_count)
-        self.calls.remove_since(running.call_count)
-        del self.followed[running.followed_count :]
-        # Its arguments are again the values of the calls before it.
-        for tensor, node in running.arguments:
-            self._tensors.add(tensor, node)
-        name = path.removeprefix("network.")
-        for name_of_opaque in list(self.opaque):
-            if name_of_opaque.startswith(f"{name}."):
-                del self.opaque[name_of_opaque]
-
-    def _note_opaque(self, path: str, reason: str) -> None:
-        name_in_network = path.removeprefix("network.")
-        self.opaque[name_in_network] = reason
-
-
-def _hooked_ids(network: nn.Module) -> set[int]:
-    """Return the ids of the modules with hooks, which must run at each call.
-
-    Some hooks are registered later, for the recording alone.
-    """
-    ids = set()
-    for module in network.modules():
-        if has_module_hooks(module):
-            ids.add(id(module))
-    return ids
-
-
-def _are_among(tensors: Sequence[Tensor], arguments: Any) -> bool:
-    argument_ids = {id(tensor) for tensor in tensors_in(arguments, items_of_output)}
-    return all(id(tensor) in argument_ids for tensor in tensors)
-
-
-def _requires_gradients(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_in(value, items_of_output))
+@contextmanager
+def _added_to_obstacle(call: _ModuleCall, reasons: Mapping[str, str]) -> Iterator[None]:
+    """Add to an obstacle in a call of a submodule that stays whole the reason why it does."""
+    try:
+        yield
+    except Obstacle as obstacle:
+        reason = reasons.get(call.name)
+        if reason is None:
+            raise
+        raise Obstacle(f"{obstacle}; and {call.class_name} cannot be followed: {reason}") from None
 
 
 def _check_function_arguments(args: Any) -> None:
@@ -513,7 +485,7 @@ def _check_result(name: str, result: Any) -> None:
     Raises:
         Obstacle: If it returns something that it may compute anew in each call.
     """
-    for leaf in leaves_of(result, items_of_output):
+    for leaf in leaves_of(result):
         is_constant = isinstance(leaf, _CONSTANTS)
         if is_constant or isinstance(leaf, Tensor):
             continue

@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure, structure_of
 
 __all__ = [
     "Modes",
-    "Target",
     "applied",
     "assigned",
+    "call_of",
     "check_size",
     "check_structure",
     "encoded",
@@ -23,34 +23,8 @@ __all__ = [
     "name_of",
     "present_modes",
     "rebuilt",
-    "target_of",
     "under_modes",
 ]
-
-
-class Target(NamedTuple):
-    """A call, apart from its arguments.
-
-    Attributes:
-        op: Kind of the call in a graph.
-        target: Function, or name of a method.
-        extra: Arguments that follow those of the function itself.
-    """
-
-    op: str
-    target: Any
-    extra: tuple[Any, ...] = ()
-
-    def add_to(self, graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
-        """Add the call to a graph.
-
-        Args:
-            graph: The graph.
-            args: Arguments of the function.
-            kwargs: Its keyword arguments.
-        """
-        all_args = (*args, *self.extra)
-        return graph.create_node(self.op, self.target, all_args, kwargs)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -65,16 +39,12 @@ def name_of(function: Callable[..., Any]) -> str:
     return name
 
 
-def target_of(function: Callable[..., Any]) -> Target:
-    """Return the call of a function, method or attribute of torch."""
-    name = name_of(function)
+def call_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Return a function that a graph can hold, and its arguments, for a function, method or attribute of torch."""
     is_attribute = getattr(function, "__name__", "") == "__get__"
     if is_attribute:
-        return Target("call_function", getattr, (name,))
-    is_method = getattr(Tensor, name, None) is function
-    if is_method:
-        return Target("call_method", name)
-    return Target("call_function", function)
+        return getattr, (*args, name_of(function))
+    return function, args
 
 
 class Modes(NamedTuple):
@@ -100,25 +70,17 @@ def present_modes() -> Modes:
     return Modes(grad, tuple(autocast))
 
 
-def under_modes(target: Target, modes: Modes) -> Target:
-    """Return a call that computes in its own modes, whatever the modes around it.
+def under_modes(function: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
+    """Return a function that computes in its own modes, whatever the modes around it.
 
     Args:
-        target: The call.
+        function: The function.
         modes: Its modes.
     """
-    name = str(getattr(target.target, "__name__", target.target))
-    return _named(name.strip("_"), partial(_call_under, target, modes))._replace(extra=target.extra)
+    return _named(name_of(function).strip("_"), partial(_call_under, function, modes))
 
 
-def _call_under(target: Target, modes: Modes, *args: Any, **kwargs: Any) -> Any:
-    # 1. Find the function. A method is that of the first argument.
-    function = target.target
-    if target.op == "call_method":
-        function = getattr(args[0], function)
-        args = args[1:]
-
-    # 2. Call it in its modes.
+def _call_under(function: Callable[..., Any], modes: Modes, *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(modes.grad))
         for kind, is_enabled, dtype in modes.autocast:
@@ -129,12 +91,8 @@ def _call_under(target: Target, modes: Modes, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def rebuilt(structure: OutputStructure) -> Target:
-    """Return a call that builds an argument from its tensors.
-
-    Args:
-        structure: The structure of the argument.
-    """
+def rebuilt(structure: OutputStructure) -> Callable[..., Any]:
+    """Return a function that builds an argument of this structure from its tensors."""
     return _named("rebuilt", partial(_filled, structure))
 
 
@@ -142,8 +100,8 @@ def _filled(structure: OutputStructure, *tensors: Any) -> Any:
     return structure.fill(tensors)
 
 
-def applied(kind: Any) -> Target:
-    """Return the call of an autograd function."""
+def applied(kind: Any) -> Callable[..., Any]:
+    """Return a function that calls an autograd function."""
     return _named(str(kind.__name__), partial(_apply, kind))
 
 
@@ -151,10 +109,10 @@ def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return kind.apply(*args, **kwargs)
 
 
-def _named(name: str, function: Any) -> Target:
-    """Return the call of a function that has no name; the graph names the call after it."""
+def _named(name: str, function: Any) -> Callable[..., Any]:
+    """Return a function that had no name; the graph names its calls after it."""
     function.__name__ = name
-    return Target("call_function", function)
+    return function  # type: ignore[no-any-return]
 
 
 def holds(condition: Any) -> None:

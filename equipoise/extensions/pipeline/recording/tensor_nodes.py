@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.interop.torch.dispatch import tensors_in
 
-__all__ = ["Facts", "Obstacle", "Sizes", "TensorNodes", "inputs_of", "sizes_of"]
+__all__ = ["Facts", "Obstacle", "Sizes", "TensorNodes", "address_of", "combined"]
 
 
 class Obstacle(Exception):
@@ -36,35 +36,27 @@ class Facts(NamedTuple):
     """Facts about the value of a call.
 
     Attributes:
-        inputs: Indices of the network's tensors from which it follows.
+        inputs: Indices of the network's tensors from which it follows. Default: none.
         is_pure: True if it follows from these alone, by functions without random numbers and changes in place.
+            Default: False.
         sizes: Origin of its sizes. Default: they follow from those of the network's tensors.
     """
 
-    inputs: frozenset[int]
-    is_pure: bool
+    inputs: frozenset[int] = frozenset()
+    is_pure: bool = False
     sizes: Sizes = Sizes.FIXED
 
 
-def sizes_of(facts: Iterable[Facts]) -> Sizes:
-    """Return the origin of sizes that follow from some values.
-
-    Args:
-        facts: The facts about each of these values.
-    """
-    return max((facts_of_value.sizes for facts_of_value in facts), default=Sizes.FIXED)
-
-
-def inputs_of(facts: Iterable[Facts]) -> frozenset[int]:
-    """Return the indices of the network's tensors from which some values follow.
-
-    Args:
-        facts: The facts about each of these values.
-    """
+def combined(facts: Iterable[Facts]) -> Facts:
+    """Return the facts about a value that follows from others alone, of which these are the facts."""
     inputs: frozenset[int] = frozenset()
+    is_pure = True
+    sizes = Sizes.FIXED
     for facts_of_value in facts:
         inputs |= facts_of_value.inputs
-    return inputs
+        is_pure = is_pure and facts_of_value.is_pure
+        sizes = max(sizes, facts_of_value.sizes)
+    return Facts(inputs, is_pure, sizes)
 
 
 class TensorNodes:
@@ -75,7 +67,7 @@ class TensorNodes:
         root: Its root; the attribute `network` is the network. Other tensors become its attributes.
 
     Attributes:
-        facts: Facts about the value of each call.
+        facts: Facts about the values of calls. Of others nothing is known.
     """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -88,8 +80,6 @@ class TensorNodes:
         self._new_storages: set[int] = set()
         # Names of the root's attributes for objects from outside, by the ids of these.
         self._constants: dict[int, str] = {}
-        # The objects themselves, so that their ids stay theirs.
-        self._constant_values: list[Any] = []
 
     def add(self, tensor: Tensor, node: fx.Node) -> None:
         """Note that a tensor is the value of a call."""
@@ -98,10 +88,17 @@ class TensorNodes:
     def find_node(self, tensor: Tensor) -> fx.Node | None:
         """Return the call whose value a tensor is; None for tensors of the network and from outside."""
         node: fx.Node | None = self._nodes.get(tensor)
-        # Calls that were removed from the graph have no facts.
-        if node is None or node not in self.facts:
-            return None
         return node
+
+    def facts_of(self, node: fx.Node | None) -> Facts:
+        """Return the facts about the value of a call; those of an unknown value for None."""
+        if node is None:
+            return Facts()
+        return self.facts.get(node, Facts())
+
+    def facts_of_arguments(self, node: fx.Node) -> Facts:
+        """Return the facts that follow from those about the arguments of a call."""
+        return combined(map(self.facts_of, node.all_input_nodes))
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """Return the call whose value a tensor is; a new one for a tensor of the network or from outside.
@@ -114,7 +111,7 @@ class TensorNodes:
             return node
         name = self._names.get(id(tensor))
         if name is not None:
-            return self._add_look_up(name)
+            return self._graph.create_node("get_attr", name)
         self.check_origin(tensor)
         return self.constant(tensor)
 
@@ -122,48 +119,30 @@ class TensorNodes:
         """Check that a tensor which is no value of a call is one of the network, or comes from outside.
 
         Raises:
-            Obstacle: If the forward itself has computed or changed it, where it cannot be followed.
+            Obstacle: If the forward itself has computed it, where it cannot be followed.
         """
-        # A call that was removed has changed a tensor that a module did not receive as an argument.
-        has_lost_its_call = tensor in self._nodes and self.find_node(tensor) is None
-        if has_lost_its_call or _address_of(tensor) in self._new_storages:
+        if address_of(tensor) in self._new_storages:
             raise Obstacle("uses a tensor that was computed where it cannot be followed")
 
     def constant(self, value: Any) -> fx.Node:
         """Return a call that looks up an object from outside."""
         value_id = id(value)
+        # A parameter that is no part of the network does not become a part of it.
+        attributes = vars(self._root)
         name = self._constants.get(value_id)
         if name is None:
-            count = len(self._constants)
-            name = f"constant_{count}"
+            name = f"constant_{len(self._constants)}"
             self._constants[value_id] = name
-            self._constant_values.append(value)
-            # A parameter that is no part of the network does not become a part of it.
-            vars(self._root)[name] = value
-        return self._add_look_up(name)
-
-    def _add_look_up(self, name: str) -> fx.Node:
-        """Add a call that looks up an attribute of the root, and return it."""
-        node = self._graph.create_node("get_attr", name)
-        # Its values may be others in the next call.
-        facts = Facts(frozenset(), is_pure=False)
-        self.facts[node] = facts
-        return node
-
-    def forget(self, nodes: Iterable[fx.Node]) -> None:
-        """Forget calls that are removed from the graph."""
-        for node in nodes:
-            self.facts.pop(node, None)
+            attributes[name] = value
+        return self._graph.create_node("get_attr", name)
 
     def note_change(self, tensor: Tensor) -> None:
         """Note that a tensor was changed in place: it and its views no longer follow from the network's tensors."""
-        address = _address_of(tensor)
+        address = address_of(tensor)
         entries = list(self._nodes.items())
         for recorded_tensor, node in entries:
-            facts = self.facts.get(node)
-            if facts is None:
-                continue
-            if _address_of(recorded_tensor) == address:
+            if address_of(recorded_tensor) == address:
+                facts = self.facts_of(node)
                 self.facts[node] = facts._replace(is_pure=False)
 
     def note_operation(self, result: Any, args: Any) -> None:
@@ -173,9 +152,9 @@ class TensorNodes:
             result: Result of the operation.
             args: Its arguments.
         """
-        addresses_of_arguments = {_address_of(tensor) for tensor in tensors_in(args)}
+        addresses_of_arguments = {address_of(tensor) for tensor in tensors_in(args)}
         for tensor in tensors_in(result):
-            address = _address_of(tensor)
+            address = address_of(tensor)
             # A tensor without storage has the address 0.
             if address and address not in addresses_of_arguments:
                 self._new_storages.add(address)
@@ -194,15 +173,13 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
                 attributes.append((name, value))
 
         # 2. A tensor of several modules has the name in the first one.
-        prefix = ""
-        if path:
-            prefix = f"{path}."
+        prefix = f"{path}." if path else ""
         for name, tensor in attributes:
-            names.setdefault(id(tensor), f"{prefix}{name}")
+            names.setdefault(id(tensor), prefix + name)
     return names
 
 
-def _address_of(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none."""
     is_strided = tensor.layout is torch.strided
     if not is_strided or tensor.device.type == "meta":

@@ -1,24 +1,13 @@
 """The layers of a network that repeat, between which it can be cut without knowing its forward."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
 __all__ = ["LayerStack", "largest_stack"]
 
-
-@dataclass(frozen=True)
-class LayerStack:
-    """Layers of one class, which a network calls one after the other.
-
-    Attributes:
-        names: Names of the layers in the network.
-        layers: The layers.
-    """
-
-    names: list[str]
-    layers: list[nn.Module]
+# Layers of one class, which a network calls one after the other, by their names in the network.
+LayerStack = dict[str, nn.Module]
 
 
 def largest_stack(network: nn.Module) -> LayerStack | None:
@@ -31,44 +20,40 @@ def largest_stack(network: nn.Module) -> LayerStack | None:
 
     Example:
         >>> network = nn.Sequential(nn.Embedding(9, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        >>> largest_stack(network).names
+        >>> list(largest_stack(network))
         ['1.0', '1.1']
     """
-    stacks = list(_stacks_of(network))
-    if not stacks:
-        return None
     # The first one of several equal ones contains the others.
-    return max(stacks, key=_size_of)
+    return max(_stacks_of(network), key=_size_of, default=None)
 
 
 def _stacks_of(network: nn.Module) -> Iterator[LayerStack]:
     for name, module in network.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        layers = list(module)
-        if _repeat(layers):
-            prefix = f"{name}." if name else ""
-            names = [f"{prefix}{index}" for index in range(len(layers))]
-            yield LayerStack(names, layers)
+        # A layer that stands there several times would belong to one stage, so it is named once.
+        layers = dict(module.named_children())
+        if len(layers) < len(module) or not _repeat(layers.values()):
+            continue
+        stack = {}
+        for layer_name, layer in layers.items():
+            full_name = f"{name}.{layer_name}"
+            stack[full_name.removeprefix(".")] = layer
+        yield stack
 
 
-def _repeat(layers: Sequence[nn.Module]) -> bool:
-    """Return True for at least two different layers of one class, all of them with parameters."""
+def _repeat(layers: Collection[nn.Module]) -> bool:
+    """Return True for at least two layers of one class, all of them with parameters."""
     # Layers of one class receive and return the same kinds of values.
     classes = set(map(type, layers))
-    # A layer that stands there several times belongs to one stage.
-    are_distinct = len(set(map(id, layers))) == len(layers)
-    if len(layers) < 2 or len(classes) > 1 or not are_distinct:
+    if len(layers) < 2 or len(classes) > 1:
         return False
-    return all(map(_has_parameters, layers))
-
-
-def _has_parameters(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters())
+    return all(map(_size_of_layer, layers))
 
 
 def _size_of(stack: LayerStack) -> int:
-    size = 0
-    for layer in stack.layers:
-        size += sum(parameter.numel() for parameter in layer.parameters())
-    return size
+    return sum(map(_size_of_layer, stack.values()))
+
+
+def _size_of_layer(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())

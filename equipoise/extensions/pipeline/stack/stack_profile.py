@@ -4,25 +4,24 @@ The forward and its backward run several times on one device, and the quickest p
 before the first layer counts as a part of it, and what follows a layer as a part of that layer.
 """
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on, lent
 from equipoise.extensions.pipeline.forward.saved_tensors import REENTRANT_CHECKPOINTING
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import NetworkCall
+from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.graph.stages import tensors_of
 from equipoise.extensions.pipeline.planning.measuring import addresses_of, now, saved_storages
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack
-from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["StackProfile", "profile_stack"]
 
@@ -36,7 +35,6 @@ class StackProfile:
     Attributes:
         blocks: A block for each layer.
         before: Parameters and buffers outside of the layers that the forward uses before the first of them.
-        after: Other parameters and buffers of the network outside of the layers.
         output: Output of the network on the device of the measurement.
         side_effect: Change of an attribute or of a container in one, as a predicate. The forward of the next
             micro-batch, which begins before this one ends, would find it. Empty if there is none.
@@ -45,53 +43,48 @@ class StackProfile:
 
     blocks: list[Block]
     before: list[Tensor]
-    after: list[Tensor]
     output: Any
     side_effect: str
     repeats_random_layers: bool
 
 
-def profile_stack(
-    stack: LayerStack,
-    network: nn.Module,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    structure: CallStructure,
-    device: torch.device,
-) -> StackProfile:
-    """Measure the layers of a stack on a device. The module keeps its state.
+def profile_stack(stack: LayerStack, call: NetworkCall) -> StackProfile:
+    """Measure the layers of a stack on the device of a call. The module keeps its state.
 
     Args:
         stack: The stack.
-        network: The network.
-        module: The user's module, whose buffers and metrics are restored.
-        forward: The network's own forward.
-        structure: Its call with one micro-batch.
-        device: Device of the measurement.
+        call: The network's call with one micro-batch.
     """
     # 1. Run the forward and its backward several times.
     passes = []
     side_effect = ""
+    network = call.network
     for _ in range(_PASSES):
-        measurement = _Pass(stack, network, device)
         # The backward needs the weights where the forward has used them, so the whole network is on the device.
-        with preserve_state(module, containers=True), lent(network, device), computed_on(device, network, module):
+        with call.preserved(), lent(network, call.device), computed_on(call.device, network, call.module):
             # In stages, the next micro-batch would find what a forward keeps.
             effects = ForwardEffects(network)
-            measurement.run(forward, structure)
-            side_effect = side_effect or effects.describe_kept(network)
+            measurement = _Pass(stack, call)
+            measurement.run()
+            side_effect = side_effect or effects.describe(network, kept_only=True)
         passes.append(measurement)
 
     # 2. Take the quickest times of each layer, and the memory of the first pass.
     first_pass = passes[0]
-    before, after = first_pass.tensors_around()
+    around = _modules_around(network, stack)
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    for module in around:
+        tensors_around = before if id(module) in first_pass.called_before else after
+        tensors_around += module.parameters(recurse=False)
+        tensors_around += module.buffers(recurse=False)
     blocks = []
-    for index, (name, layer) in enumerate(zip(stack.names, stack.layers, strict=True)):
-        tensors = [*layer.parameters(), *layer.buffers()]
+    for index, (name, layer) in enumerate(stack.items()):
+        tensors = [*parameters_and_buffers(layer)]
         # What lies around the layers belongs to the first and to the last.
         if index == 0:
             tensors += before
-        if index == len(stack.layers) - 1:
+        if index == len(stack) - 1:
             tensors += after
         block = Block(
             name=name,
@@ -104,7 +97,7 @@ def profile_stack(
         )
         blocks.append(block)
     repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
-    return StackProfile(blocks, before, after, first_pass.output, side_effect, repeats_random_layers)
+    return StackProfile(blocks, before, first_pass.output, side_effect, repeats_random_layers)
 
 
 class _Pass:
@@ -117,10 +110,11 @@ class _Pass:
         output: Output of the network.
         draws_numbers: True if the forward has drawn random numbers on the device.
         repeats_layers: True if the backward has computed a layer again.
+        called_before: Ids of the modules whose first call came before the first layer.
     """
 
-    def __init__(self, stack: LayerStack, network: nn.Module, device: torch.device) -> None:
-        count = len(stack.layers)
+    def __init__(self, stack: LayerStack, call: NetworkCall) -> None:
+        count = len(stack)
         self.forward = [0.0] * count
         self.backward = [0.0] * count
         self.saved = [0] * count
@@ -128,52 +122,50 @@ class _Pass:
         self.output: Any = None
         self.draws_numbers = False
         self.repeats_layers = False
+        # The network itself is called by its forward.
+        self.called_before = {id(call.network)}
         self._stack = stack
-        self._network = network
-        self._device = device
+        self._call = call
+        self._device = call.device
         # The latest layer that was entered, and the time since which it counts.
         self._layer = 0
         self._has_entered = False
         self._in_backward = False
         self._since = 0.0
         # Storages that do not count for a layer: parameters, and what earlier layers have saved. Then those that do.
-        self._addresses = addresses_of(network.parameters())
+        self._addresses = addresses_of(call.network.parameters())
         self._newly_saved: dict[int, int] = {}
-        # Modules whose first call came before the first layer; the network itself is called by its forward.
-        self._before = {id(network)}
         # By layer, the time when the gradient of its first argument was there.
         self._arrivals: dict[int, float] = {}
 
-    def run(self, forward: Callable[..., Any], structure: CallStructure) -> None:
+    def run(self) -> None:
         """Run the forward and its backward."""
-        handles = self._watch_modules()
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                args, kwargs = structure.fill(structure.copies_on(self._device))
-                random_state = _random_state(self._device)
-                self._since = now(self._device)
-                with saved_storages(self._newly_saved, self._addresses):
-                    self.output = forward(*args, **kwargs)
-                self._end_layer()
-                self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
-                self._in_backward = True
-                self._run_backward()
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as context:
+            # 1. Notice when modules are called.
+            for index, layer in enumerate(self._stack.values()):
+                enter = partial(self._enter, index)
+                context.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            for module in _modules_around(self._call.network, self._stack):
+                context.enter_context(module.register_forward_pre_hook(self._on_call))
+            context.enter_context(torch.inference_mode(False))
+            context.enter_context(torch.enable_grad())
 
-    def _watch_modules(self) -> list[RemovableHandle]:
-        handles = []
-        for index, layer in enumerate(self._stack.layers):
-            enter = partial(self._enter, index)
-            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-        for module in _modules_around(self._network, self._stack):
-            handles.append(module.register_forward_pre_hook(self._on_call))
-        return handles
+            # 2. Run the forward.
+            args, kwargs = self._call.structure.fill(self._call.copied_tensors())
+            random_state = _random_state(self._device)
+            self._since = now(self._device)
+            with saved_storages(self._newly_saved, self._addresses):
+                self.output = self._call.forward(*args, **kwargs)
+            self._end_layer()
+            self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
+
+            # 3. Run the backward.
+            self._in_backward = True
+            self._run_backward()
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         if not self._has_entered:
-            self._before.add(id(module))
+            self.called_before.add(id(module))
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         # Activation checkpointing computes layers again in the backward, and their times belong to it.
@@ -210,7 +202,7 @@ class _Pass:
 
     def _run_backward(self) -> None:
         outputs = [tensor for tensor in tensors_of(self.output) if tensor.requires_grad]
-        parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._call.network.parameters() if parameter.requires_grad]
         if not outputs or not parameters:
             return
         ones = [torch.ones_like(output) for output in outputs]
@@ -232,20 +224,10 @@ class _Pass:
             self.backward[index] = max(0.0, arrival - begin)
             begin = max(begin, arrival)
 
-    def tensors_around(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the network's tensors outside of the layers: those used before the first layer, and the others."""
-        before: list[Tensor] = []
-        after: list[Tensor] = []
-        for module in _modules_around(self._network, self._stack):
-            tensors = before if id(module) in self._before else after
-            tensors += module.parameters(recurse=False)
-            tensors += module.buffers(recurse=False)
-        return before, after
-
 
 def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:
     """Return the modules of a network that are neither layers of a stack nor parts of them."""
-    inside = {id(part) for layer in stack.layers for part in layer.modules()}
+    inside = {id(part) for layer in stack.values() for part in layer.modules()}
     return [module for module in network.modules() if id(module) not in inside]
 
 

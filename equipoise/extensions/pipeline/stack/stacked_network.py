@@ -8,7 +8,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.placement import Placement
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import NetworkCall
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, public_name
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import best_cut
@@ -25,43 +25,37 @@ class StackedNetwork:
     Args:
         network: The network.
         name: Its name in the user's module.
-        module: The user's module.
         options: Devices, schedule, micro-batches.
         stack: The layers between which the network is cut.
     """
 
-    def __init__(
-        self, network: nn.Module, name: str, module: nn.Module, options: CutOptions, stack: LayerStack
-    ) -> None:
+    def __init__(self, network: nn.Module, name: str, options: CutOptions, stack: LayerStack) -> None:
         self._network = network
-        self._module = module
         self._options = options
         self._stack = stack
         # Names of the layers in the user's module.
-        self._layer_names = [public_name(layer_name, True, name) for layer_name in stack.names]
+        self._layer_names = [public_name(layer_name, True, name) for layer_name in stack]
         self._profile: StackProfile | None = None
         # The stage of each layer, once the network is placed.
         self._stages: list[int] = []
 
     @classmethod
-    def of(cls, network: nn.Module, name: str, module: nn.Module, options: CutOptions) -> "StackedNetwork | None":
+    def of(cls, network: nn.Module, name: str, options: CutOptions) -> "StackedNetwork | None":
         """Return a network that can be cut into this number of stages between layers; None if it has too few.
 
         Args:
             network: The network.
             name: Its name in the user's module.
-            module: The user's module.
             options: Devices, schedule, micro-batches.
         """
         stack = largest_stack(network)
-        if stack is None or len(stack.layers) < len(options.devices):
+        if stack is None or len(stack) < len(options.devices):
             return None
-        return cls(network, name, module, options, stack)
+        return cls(network, name, options, stack)
 
     def cut(
         self,
-        forward: Callable[..., Any],
-        structure: CallStructure,
+        call: NetworkCall,
         names: Sequence[str] | None,
         pinned: PinnedCut | None,
         rest: LossProfile | None,
@@ -69,8 +63,7 @@ class StackedNetwork:
         """Return the cut; None if the forward keeps something, or the user names other modules than layers.
 
         Args:
-            forward: The network's own forward.
-            structure: Its call with one micro-batch.
+            call: Its call with one micro-batch, on the device of the measurement.
             names: Layers to cut before; None: chosen by measuring.
             pinned: The cut of an earlier run; None if there is none.
             rest: Measures what a step computes after the network's call; None: that does not count.
@@ -79,8 +72,7 @@ class StackedNetwork:
             ConfigurationError: If activation checkpointing would draw other random numbers in the backward.
         """
         # 1. Measure. The order of calls also shows what comes before and after the layers.
-        device = self._options.measured_on or self._options.devices[0]
-        profile = profile_stack(self._stack, self._network, self._module, forward, structure, device)
+        profile = profile_stack(self._stack, call)
         self._profile = profile
         # Several micro-batches are in the forward at the same time.
         if profile.side_effect:
@@ -103,7 +95,7 @@ class StackedNetwork:
         if rest is not None:
             used = {id(tensor) for tensor in (*self._network.parameters(), *self._network.buffers())}
             rest.measure(used, profile.output)
-        return best_cut(profile.blocks, self._options, rest, structure.tensors, self._cut_at)
+        return best_cut(profile.blocks, self._options, rest, call.structure.tensors, self._cut_at)
 
     def _cut_by_names(self, names: Sequence[str]) -> Cut | None:
         """Return the cut before layers; None if these are no layers of the stack, in their order."""
@@ -132,8 +124,9 @@ class StackedNetwork:
         assert self._profile is not None
         parts: list[list[Any]] = []
         begin = 0
+        layers = list(self._stack.values())
         for stage, end in enumerate(cut.ends):
-            parts.append(list(self._stack.layers[begin:end]))
+            parts.append([*layers[begin:end]])
             self._stages += [stage] * (end - begin)
             begin = end
         parts[0] += self._profile.before
@@ -151,7 +144,7 @@ class StackedNetwork:
         options = self._options
         return StackPipeline(
             forward,
-            self._stack.layers,
+            list(self._stack.values()),
             self._stages,
             options.devices,
             options.schedule,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise import tree
-from equipoise.extensions.pipeline.graph.output_structure import items_of_output, structure_of
+from equipoise.extensions.pipeline.graph.output_structure import structure_of
 from equipoise.interop.torch.dispatch import tensors_in
 from equipoise.precision import wide_dtype
 
@@ -28,7 +28,7 @@ class Output:
     """
 
     def __init__(self, value: Any, *, with_graph: bool) -> None:
-        tensors = list(tree.tensors_in(value, items_of_output))
+        tensors = list(tree.tensors_in(value))
         shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
         self._structure = (structure_of(value), shapes)
         self._connections: Counter[tuple[str, str]] = Counter()

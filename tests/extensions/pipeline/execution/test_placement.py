@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.execution.placement import Placement
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.recording.tracing import trace
+from tests.support.traces import traced
 
 CPU = torch.device("cpu")
 
@@ -26,9 +25,9 @@ class Counts(nn.Module):
 def test_a_buffer_that_is_replaced_is_not_taken_for_another() -> None:
     """Which another stage of another device would have."""
     network = nn.Sequential(Counts(), Counts())
-    traced = trace(network, network.forward, CallStructure((torch.ones(1, 2),), {}))
+    recorded = traced(network, torch.ones(1, 2))
     placement = Placement(network, [CPU, CPU])
-    placement.place(network, traced, [1, len(traced.calls)])
+    placement.place(network, recorded, [1, len(recorded.calls)])
     known = set(placement._stages)
     with torch.no_grad():
         network(torch.ones(1, 2))

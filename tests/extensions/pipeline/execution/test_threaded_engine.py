@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import StageProgram, make_stages
-from equipoise.extensions.pipeline.recording.tracing import trace
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES, actions_of
+from tests.support.traces import traced
 
 CPU = torch.device("cpu")
 
@@ -30,7 +29,7 @@ def network() -> nn.Sequential:
 
 
 def pipeline_of(net: nn.Module, x: Tensor, stages: int, **options: Any) -> Pipeline:
-    made = trace(net, net.forward, CallStructure((x,), {}))
+    made = traced(net, x)
     count = len(made.calls)
     ends = [count * (index + 1) // stages for index in range(stages)]
     return Pipeline(make_stages(made, ends), [CPU] * stages, options.pop("schedule", "1f1b"), **options)

@@ -55,11 +55,3 @@ def test_an_object_that_refers_to_itself():
     filled = structure.fill([5])
     assert filled.value == 5
     assert filled.itself is filled
-
-
-def test_a_tensor_alone_and_no_tensor():
-    structure, _ = OutputStructure.of(torch.rand(2))
-    assert structure.fill([1]) == 1
-    structure, tensors = OutputStructure.of(("x", None))
-    assert tensors == []
-    assert structure.fill([]) == ("x", None)

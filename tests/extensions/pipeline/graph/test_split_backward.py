@@ -39,32 +39,6 @@ class Skips(nn.Module):
         return [x, hidden, {"made": made, "again": made}, self.layers[2](self.scale), hidden.detach()]
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(6, 5, num_layers=2, batch_first=True)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        hidden, (last, _) = self.cells(x.unsqueeze(1).expand(-1, 3, -1))
-        return self.head(hidden), last
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(4, 2, 2),
-            nn.GroupNorm(1, 2),
-        )
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x.unflatten(1, (1, 2, 3)))
-
-
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,26 +111,6 @@ class Checkpointed(nn.Module):
         return self.other(checkpoint(self.one, self.other(x), use_reentrant=False))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x.unsqueeze(1).repeat(1, 4, 1))
-
-
-class Parametrised(nn.Module):
-    """A weight that is itself computed, from one that is used once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(2)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x), self.net[0].weight
-
-
 class Passing(nn.Module):
     """Nothing is trained, or nothing passes."""
 
@@ -164,9 +118,7 @@ class Passing(nn.Module):
         return x, torch.tanh(x)
 
 
-NETWORKS = [
-    Tied, Skips, Recurrent, Convolutions, Frozen, Custom, Hooked, Checkpointed, Attention, Parametrised, Passing
-]  # fmt: skip
+NETWORKS = [Tied, Skips, Frozen, Custom, Hooked, Checkpointed, Passing]
 
 
 def tensors(value: Any) -> list[Tensor]:

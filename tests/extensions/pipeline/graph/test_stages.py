@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from equipoise import StepError
 from equipoise.extensions.pipeline.graph.call_names import owner_of
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.graph.stages import (
     check_exchanged,
     crossing,
@@ -22,8 +21,7 @@ from equipoise.extensions.pipeline.graph.stages import (
     may_cut,
     taking_inputs,
 )
-from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.recording.tracing import trace
+from tests.support.traces import run_stages, traced
 
 Pair = namedtuple("Pair", "one other")
 
@@ -43,17 +41,6 @@ class Branches(nn.Module):
         return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
 
 
-def traced(network: nn.Module, *args: Any) -> Traced:
-    return trace(network, network.forward, CallStructure(args, {}))
-
-
-def run(stages: Any, tensors: Any) -> Any:
-    values: Any = [tuple(tensors)]
-    for stage in stages:
-        values = stage.run(*values)
-    return values
-
-
 def test_all_cuts_come_to_the_same():
     torch.manual_seed(0)
     network, x, y = Branches().double(), torch.rand(3, 5, 4).double(), torch.rand(2)
@@ -61,7 +48,7 @@ def test_all_cuts_come_to_the_same():
     count, expected = len(made.calls), network(x, y)
     for number in (1, 2, 3):
         for ends in combinations(range(1, count), number):
-            values = run(make_stages(made, [*ends, count]), (x, y))
+            values = run_stages(make_stages(made, [*ends, count]), (x, y))
             assert torch.equal(values["out"], expected["out"])
             assert torch.equal(values["last"][0], expected["last"][0])
             assert values["last"][1] is y
@@ -131,9 +118,9 @@ def test_stages_share_the_networks_layers_unless_told_otherwise():
     x, other = torch.rand(2, 4), nn.Linear(4, 4)
     made = traced(network, x)
     first, second = make_stages(made, [2, 3])
-    assert torch.equal(run([first, second], [x]), network(x))
+    assert torch.equal(run_stages([first, second], [x]), network(x))
     stages = make_stages(made, [2, 3], lambda stage, node: other if stage == 1 else None)
-    assert torch.equal(run(stages, [x]), other(network[0](x)))
+    assert torch.equal(run_stages(stages, [x]), other(network[0](x)))
 
 
 def test_another_trace_is_cut_where_the_parts_lie():

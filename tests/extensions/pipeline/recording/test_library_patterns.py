@@ -16,24 +16,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, StepError
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.stages import make_stages, may_cut
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
+from tests.support.traces import run, run_stages, traced
 
 WIDTH = 6
-
-
-def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    return trace(network, network.forward, CallStructure(args, kwargs))
-
-
-def in_stages(made: Traced, ends: list[int], tensors: list[Tensor]) -> Any:
-    values: Any = [tuple(tensors)]
-    for stage in make_stages(made, ends):
-        values = stage.run(*values)
-    return values
 
 
 def gradients(network: nn.Module, output: Any) -> list[Tensor | None]:
@@ -59,7 +49,7 @@ def assert_computes(made: Traced, network: nn.Module, *args: Any, **kwargs: Any)
     count = len(made.calls)
     places = [index + 1 for index, may in enumerate(may_cut(made)) if may and index + 1 < count]
     for place in places:
-        output = in_stages(made, [place, count], structure.tensors)
+        output = run_stages(make_stages(made, [place, count]), structure.tensors)
         assert type(output) is type(expected)
         pairs = zip(OutputStructure.of(output)[1], OutputStructure.of(expected)[1], strict=True)
         assert all(torch.equal(tensor, same) for tensor, same in pairs)
@@ -79,7 +69,7 @@ class Block(nn.Module):
         return self.last(torch.tanh(self.pattern(self.first(x))))
 
     def pattern(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        return x
 
 
 def block(pattern: Callable[[Block, Tensor], Tensor]) -> Block:
@@ -187,9 +177,6 @@ class Encoder(Block):
     def forward(self, x: Tensor) -> Any:
         hidden = super().forward(x)
         return ModelOutput(hidden=hidden, pooled=hidden.mean(1))
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return x
 
 
 class OpaqueEncoder(Encoder):
@@ -407,9 +394,6 @@ class HooksAtFirst(Block):
         if not self.is_ready:
             self.is_ready = True
         return super().forward(x)
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return x
 
 
 class CountsCalls(HooksAtFirst):
@@ -657,7 +641,7 @@ def test_autocast_that_is_off_stays_off():
     network, x = block(exact).float(), torch.randn(4, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
         made = traced(network, x)
-        output = in_stages(made, [len(made.calls)], [x])
+        output = run(made, x)
         assert torch.equal(output, network(x))
 
 
@@ -673,7 +657,7 @@ def test_a_recording_that_fails_keeps_no_tensor_alive():
     gc.disable()
     try:
         with pytest.raises(NotTraceable) as raised:
-            trace(network, forward, CallStructure((x,), {}))
+            trace(NetworkCall(network, forward, CallStructure((x,), {}), network, x.device))
         del raised
         assert [reference for reference in alive if reference() is not None] == []
     finally:
@@ -733,12 +717,12 @@ def test_what_follows_experts_is_followed():
 def test_sizes_that_follow_from_values_are_checked_in_each_call():
     network, x = WithExperts(drops=True).double(), values(8, WIDTH)
     made = traced(network, x)
-    assert torch.equal(in_stages(made, [len(made.calls)], [x]), network(x))
+    assert torch.equal(run(made, x), network(x))
     hidden = network.first(x)
     others = (values(8, WIDTH) for _ in range(100))
     other = next(other for other in others if (network.first(other)[:, 0] > 0).sum() != (hidden[:, 0] > 0).sum())
     with pytest.raises(StepError, match="sizes that depend on values, and the code"):
-        in_stages(made, [len(made.calls)], [other])
+        run(made, other)
 
 
 class RegistersAtFirst(Block):
@@ -753,9 +737,6 @@ class RegistersAtFirst(Block):
             self.last.register_forward_hook(lambda module, args, output: output * 2)
             self.is_ready = True
         return super().forward(x)
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return x
 
 
 def test_a_hook_that_the_first_call_registers_is_registered_once():

@@ -9,25 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import StepError
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.stages import make_stages
-from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
+from equipoise.extensions.pipeline.recording.tracing import NotTraceable
+from tests.support.traces import run, traced
 
 WIDTH = 6
 
 
 def values(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def traced(network: nn.Module, *args: Any) -> Traced:
-    return trace(network, network.forward, CallStructure(args, {}))
-
-
-def run(made: Traced, *tensors: Tensor) -> Any:
-    (stage,) = make_stages(made, [len(made.calls)])
-    return stage.run(tensors)
 
 
 class Steps(nn.Module):

@@ -14,22 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.stages import make_stages
 from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
-
-
-def traced(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    return trace(network, network.forward, CallStructure(args, kwargs))
+from equipoise.extensions.pipeline.recording.tracing import NotTraceable
+from tests.support.traces import run, traced
 
 
 def names(made: Traced) -> list[str]:
     return [str(node.target).removeprefix("network.") for node in made.calls if node.op == "call_module"]
-
-
-def run(made: Traced, *tensors: Tensor) -> Any:
-    (stage,) = make_stages(made, [len(made.calls)])
-    return stage.run(tensors)
 
 
 class Asks(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
+from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.stack import stack_profile
 from equipoise.extensions.pipeline.stack.layer_stack import largest_stack
 from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
@@ -44,7 +44,7 @@ def profile(is_checkpointed: bool) -> StackProfile:
     stack = largest_stack(network)
     assert stack is not None
     structure = CallStructure((torch.randn(5, 2),), {})
-    return profile_stack(stack, network, network, network.forward, structure, torch.device("cpu"))
+    return profile_stack(stack, NetworkCall(network, network.forward, structure, network, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -13,16 +13,15 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equipoise import PipelineStrategy, StepError, Trainer
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.planning.cut import CutOptions
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import _on_device_of_calls
 from equipoise.extensions.pipeline.planning.profile import used_tensors
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from equipoise.extensions.pipeline.recording.tracing import trace
 from equipoise.parallel.step_protocols import StepResult
 from tests.conftest import ignoring
 from tests.support.pipelines import stay_whole
+from tests.support.traces import traced
 
 pytestmark = ignoring()
 
@@ -277,4 +276,4 @@ def test_memory() -> None:
 
 
 def _traced(module: Model) -> Any:
-    return trace(module.net, module.net.forward, CallStructure((torch.zeros(2, WIDTH),), {}))
+    return traced(module.net, torch.zeros(2, WIDTH))

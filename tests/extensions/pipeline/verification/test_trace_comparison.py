@@ -1,7 +1,7 @@
 """Each trace of a forward is compared with it: a wrong branch is refused, or the submodule that has it stays whole."""
 
-import itertools
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline import checked_traces
+from equipoise.extensions.pipeline.recording import tracing
 from tests.conftest import ignoring
 from tests.support.pipelines import fit, pipelined
 from tests.test_transparency import CLASSES, Base, Mlp, assert_same
@@ -35,18 +36,6 @@ class Asking(nn.Module):
         if self.answer(hidden):
             hidden = hidden * 3
         return self.last(torch.relu(self.second(hidden)))
-
-
-class Asks(Asking):
-    """Asks what its input is, as symbols would answer wrongly."""
-
-    def answer(self, x: Tensor) -> bool:
-        try:
-            has_samples = int(x.shape[0]) > 0
-        except TypeError:
-            has_samples = False
-        is_tensor = isinstance(x, Tensor) and torch.is_tensor(x) and type(x) is Tensor and not hasattr(x, "logits")
-        return has_samples and is_tensor and x.dtype is torch.float64 and x.requires_grad is self.training
 
 
 class Asked(Base):
@@ -77,90 +66,53 @@ class Around(nn.Module):
         return self.after(self.asking(self.before(features.flatten(1))))
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": "processes"}])
-@pytest.mark.parametrize("network", [Asks, lambda: Around(Asks())])
-def test_questions_are_answered_truly(network, options):
-    """In the network's own forward, and in a submodule."""
-    cut, _, _ = fit(lambda: Asked(network), SIZES, **pipelined(2, micro_batches=2, **options))
-    expected, _, _ = fit(lambda: Asked(network), SIZES)
-    torch.testing.assert_close(dict(cut.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
-
-
 class OnlyInEvaluation(Asking):
     def answer(self, x: Tensor) -> bool:
-        return not self.training and isinstance(x, Tensor)
+        return not self.training
 
 
-class Detached(Asking):
-    """Has another gradient where a value is no tensor."""
+class Switching(Asked):
+    """Trains its network in evaluation mode from the second batch on."""
 
-    def forward(self, features: Tensor) -> Tensor:
-        hidden = self.first(features.flatten(1))
-        other = hidden.detach() if isinstance(hidden, Tensor) else hidden
-        return self.last(torch.relu(self.second(hidden) + other))
+    def __init__(self) -> None:
+        super().__init__(OnlyInEvaluation)
 
-
-class Converts(Asking):
-    """Makes a tensor of what it takes for something else, as some image models do with their time steps."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        if not torch.is_tensor(features):
-            features = torch.stack(features.tolist())
-        return self.last(torch.relu(self.second(self.first(features.flatten(1)))))
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.train(batch_idx == 0)
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("network", [OnlyInEvaluation, Detached, Converts])
-def test_forwards_that_ask(network):
-    assert_same(
-        fit(lambda: Asked(network), SIZES, val=[4]), fit(lambda: Asked(network), SIZES, val=[4], **pipelined(2))
-    )
+def test_another_mode_is_another_trace():
+    assert_same(fit(Switching, SIZES), fit(Switching, SIZES, **pipelined(2)))
 
 
 # What a recording cannot know: something outside of the module that changes from call to call.
 
 
-class Alternating(Asking):
-    """Reads a setting from outside, which is another one at each call."""
-
-    settings = itertools.cycle([True, False])
-
-    def answer(self, x: Tensor) -> bool:
-        return next(Alternating.settings)
-
-
-class WrongTrace:
-    """Record a forward with another answer than the forward itself gets."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.recording = False
-        original = checked_traces.trace
-
-        def trace(*args: Any, **kwargs: Any) -> Any:
-            self.recording = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.recording = False
-
-        monkeypatch.setattr(checked_traces, "trace", trace)
-
-
 def wrong_where_recorded(monkeypatch: pytest.MonkeyPatch) -> type[Asking]:
     """Return a network whose recorded calls leave out a line."""
-    state = WrongTrace(monkeypatch)
+    recording = threading.Event()
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        recording.set()
+        try:
+            return tracing.trace(*args, **kwargs)
+        finally:
+            recording.clear()
+
+    monkeypatch.setattr(checked_traces, "trace", trace)
 
     class Recorded(Asking):
         def answer(self, x: Tensor) -> bool:
-            return not state.recording
+            return not recording.is_set()
 
     return Recorded
 
 
-@pytest.mark.parametrize("options", [{}, {"cut_before": ["net.last"]}])
-def test_a_wrong_trace_of_the_network_is_refused(monkeypatch, options):
+def test_a_wrong_trace_of_the_network_is_refused(monkeypatch):
     network = wrong_where_recorded(monkeypatch)
     with pytest.raises(ConfigurationError, match="computes something else than the forward itself") as raised:
-        fit(lambda: Asked(network), SIZES, **pipelined(2, micro_batches=2, **options))
+        fit(lambda: Asked(network), SIZES, **pipelined(2, micro_batches=2))
     told = str(raised.value)
     assert "Recorded cannot be cut into stages" in told
     assert re.search(r"The forward continues with Asking.forward, line \d+: `hidden = hidden \* 3`", told)
@@ -174,11 +126,6 @@ def test_a_submodule_whose_trace_is_wrong_stays_whole(monkeypatch):
         return Asked(lambda: Around(question()))
 
     assert_same(fit(make, SIZES), fit(make, SIZES, **pipelined(2, micro_batches=2)))
-
-
-def test_a_forward_that_is_another_one_at_each_call_is_not_compared():
-    with pytest.warns(UserWarning, match="Alternating computes something else when it is called again"):
-        fit(lambda: Asked(Alternating), SIZES, **pipelined(2, micro_batches=2))
 
 
 class Noisy(Mlp):
