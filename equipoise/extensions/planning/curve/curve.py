@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.extensions.planning.curve.gathering import Gathering, gathered
+from equipoise.extensions.planning.curve.gathering import gathered
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
 from equipoise.extensions.planning.curve.replay import Replay, numbers_of
 from equipoise.extensions.planning.curve.sizes import Size, Span
@@ -87,20 +87,13 @@ class MemoryCurve:
         parts = arrays.parts
         starts = self.phases
         if load.units:
-            gathering = self._gathering(load)
+            trace = StepTrace(self.holders, self.events, self.phases)
+            share = load.factor("gradient", "backward")
+            # Weights and gradients have one size for all batches.
+            gathering = gathered(trace, self._nbytes(self.span.first, 1), load.units, share)
             parts, changes, starts = gathering.among(parts, changes, starts)
         replay = Replay(parts, changes, starts, load)
         return replay.peak()
-
-    def _gathering(self, load: DeviceLoad) -> Gathering:
-        """Return what gathering the units of a device needs beside the step; the batch does not change it."""
-        share = load.factor("gradient", "backward")
-        key = (tuple(load.units), share)
-        if key not in self._gatherings:
-            trace = StepTrace(self.holders, self.events, self.phases)
-            nbytes = self._nbytes(self.span.first, 1)
-            self._gatherings[key] = gathered(trace, nbytes, load.units, share)
-        return self._gatherings[key]
 
     def _peak_of_stages(self, work: StageWork, batch_size: int, rounding: int) -> PredictedPeak:
         """Return the peak of a device that computes stages of a pipeline."""
@@ -141,11 +134,6 @@ class MemoryCurve:
     @cached_property
     def _stages(self) -> dict[Any, StagesOfStep]:
         """The step cut into stages, by their number and the names to cut before."""
-        return {}
-
-    @cached_property
-    def _gatherings(self) -> dict[Any, Gathering]:
-        """What gathering needs beside the step, by the units and the share of a process."""
         return {}
 
     @cached_property
