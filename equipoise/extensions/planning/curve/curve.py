@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.extensions.planning.curve.gathering import gathered
-from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.extensions.planning.curve.parts import PredictedPeak, StepTrace
 from equipoise.extensions.planning.curve.replay import Replay, numbers_of
 from equipoise.extensions.planning.curve.sizes import Size, Span
-from equipoise.extensions.planning.curve.stages import StagesOfStep, StepTrace
+from equipoise.extensions.planning.curve.stages import StagesOfStep
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.memory.records import Category
 
@@ -35,18 +35,15 @@ class _EventArrays(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryCurve:
+class MemoryCurve(StepTrace):
     """Memory of a step as a function of its batch size.
 
     Attributes:
         span: The batch sizes at which the step was recorded, the same one twice if its sizes hold there alone.
         sizes: The different sizes of its storages.
-        holders: The storages, in the order of their allocation.
-        events: Allocations and releases in order: a positive number n allocates holder n - 1, a negative one releases
-            it.
-        phases: The phases in order.
 
     Example:
+        >>> from equipoise.extensions.planning.curve.parts import Holder, PhaseStart
         >>> from equipoise.extensions.planning.curve.sizes import Growth
         >>> curve = MemoryCurve(
         ...     span=Span(2, 4),
@@ -61,9 +58,6 @@ class MemoryCurve:
 
     span: Span
     sizes: Sequence[Size]
-    holders: Sequence[Holder]
-    events: Sequence[int]
-    phases: Sequence[PhaseStart]
 
     def peak(
         self,
@@ -87,10 +81,9 @@ class MemoryCurve:
         parts = arrays.parts
         starts = self.phases
         if load.units:
-            trace = StepTrace(self.holders, self.events, self.phases)
             share = load.factor("gradient", "backward")
             # Weights and gradients have one size for all batches.
-            gathering = gathered(trace, self._nbytes(self.span.first, 1), load.units, share)
+            gathering = gathered(self, self._nbytes(self.span.first, 1), load.units, share)
             parts, changes, starts = gathering.among(parts, changes, starts)
         replay = Replay(parts, changes, starts, load)
         return replay.peak()
@@ -100,14 +93,8 @@ class MemoryCurve:
         # 1. The cut, which holds for all batch sizes.
         key = (work.stages, tuple(work.cut_before or ()))
         if key not in self._stages:
-            trace = StepTrace(self.holders, self.events, self.phases)
             nbytes = self._nbytes(self.span.first, rounding)
-            self._stages[key] = StagesOfStep(
-                trace,
-                nbytes,
-                work.stages,
-                work.cut_before,
-            )
+            self._stages[key] = StagesOfStep(self, nbytes, work.stages, work.cut_before)
 
         # 2. The actions with micro-batches.
         nbytes = self._nbytes(work.samples(batch_size), rounding)

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.extensions.planning.curve.parts import PhaseStart
+from equipoise.extensions.planning.curve.parts import PhaseStart, StepTrace
 from equipoise.extensions.planning.curve.replay import numbers_of
-from equipoise.extensions.planning.curve.stages import StepTrace
 from equipoise.extensions.planning.description.loads import GatheredUnit
 
 __all__ = ["Gathering", "gathered"]

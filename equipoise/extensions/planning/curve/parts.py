@@ -1,13 +1,13 @@
 """Parts of a recorded step, and the peak that follows from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from equipoise.extensions.planning.description.loads import Part
 from equipoise.memory.records import Category
 
-__all__ = ["Holder", "PhaseStart", "PredictedPeak"]
+__all__ = ["Holder", "PhaseStart", "PredictedPeak", "StepTrace"]
 
 
 class Holder(NamedTuple):
@@ -34,6 +34,33 @@ class PhaseStart(NamedTuple):
 
     phase: str
     event: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """A recorded step.
+
+    Attributes:
+        holders: The storages, in the order of their allocation.
+        events: Allocations and releases in order: a positive number n allocates holder n - 1, a negative one releases
+            it.
+        phases: The phases in order.
+    """
+
+    holders: Sequence[Holder]
+    events: Sequence[int]
+    phases: Sequence[PhaseStart]
+
+    def events_of(self, position: int) -> Sequence[int]:
+        """Return the events of the phase at a position; none if there is no such phase."""
+        if position >= len(self.phases):
+            return ()
+        following = position + 1
+        begin = self.phases[position].event
+        end = len(self.events)
+        if following < len(self.phases):
+            end = self.phases[following].event
+        return self.events[begin:end]
 
 
 @dataclass(frozen=True, kw_only=True)

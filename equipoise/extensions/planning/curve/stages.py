@@ -6,17 +6,16 @@ stages in reverse order, and the module of what it allocates tells the stage. Ea
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak
+from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak, StepTrace
 from equipoise.extensions.planning.curve.replay import Replay, numbers_of
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, Part, StageAction
 from equipoise.memory.records import Category
 
-__all__ = ["StagesOfStep", "StepTrace"]
+__all__ = ["StagesOfStep"]
 
 # What a stage has all the time.
 _RESTING: tuple[Category, ...] = ("parameter", "buffer", "optimizer state")
@@ -26,31 +25,6 @@ _NOT_COMPUTED: tuple[Category, ...] = (*_OF_PARAMETERS, "batch")
 _OPTIMIZER_STEP = "optimizer step"
 # A storage that is smaller than its neighbour by more than this factor has no values of samples.
 _VALUES = 8
-
-
-class StepTrace(NamedTuple):
-    """A recorded step; see `MemoryCurve`.
-
-    Attributes:
-        holders: Its storages.
-        events: Allocations and releases.
-        phases: The phases in order.
-    """
-
-    holders: Sequence[Holder]
-    events: Sequence[int]
-    phases: Sequence[PhaseStart]
-
-    def events_of(self, position: int) -> Sequence[int]:
-        """Return the events of the phase at a position; none if there is no such phase."""
-        if position >= len(self.phases):
-            return ()
-        following = position + 1
-        begin = self.phases[position].event
-        end = len(self.events)
-        if following < len(self.phases):
-            end = self.phases[following].event
-        return self.events[begin:end]
 
 
 class StagesOfStep:
