@@ -21,7 +21,6 @@ from equipoise.extensions.report.read_trainer import (
     peaks_of,
     saved_checkpoints,
 )
-from equipoise.extensions.report.run_file.run_file import RunFile
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
@@ -29,7 +28,7 @@ from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 from equipoise.strategies.timeline import Timeline
 
-__all__ = ["collect_record", "collect_run_file", "pipeline_step"]
+__all__ = ["collect_facts", "collect_record", "collect_times", "pipeline_step"]
 
 Fact = tuple[str, str]
 
@@ -61,12 +60,10 @@ def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, fo
     )
 
 
-def collect_run_file(
-    trainer: Any, module: Any, fit: Fit, curves: CurveHistory, outcome: Outcome, error: str
-) -> RunFile:
-    """Collect what `run.json` holds of a fit."""
+def collect_facts(trainer: Any, module: Any, fit: Fit, outcome: Outcome) -> dict[str, Any]:
+    """Collect the facts of a fit that `run.json` holds."""
     now = datetime.now().astimezone()
-    facts = {
+    return {
         "module": type(module).__name__,
         "state": outcome,
         "began": fit.started.isoformat(),
@@ -77,15 +74,9 @@ def collect_run_file(
         "peak_memory": peaks_of(trainer),
         "monitored": monitored(trainer),
     }
-    return RunFile(
-        facts=facts,
-        error=error,
-        curves=curves.step_curves(),
-        times=_times(trainer, fit),
-    )
 
 
-def _times(trainer: Any, fit: Fit) -> list[Point]:
+def collect_times(trainer: Any, fit: Fit) -> list[Point]:
     """Return steps done, and the seconds since the start.
 
     Each batch counts as the same part of a step, as with a constant `accumulate_grad_batches`.

@@ -3,7 +3,7 @@
 import contextlib
 import platform
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
@@ -19,7 +19,7 @@ from rich.text import Text
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.report.added_sections import added_sections
-from equipoise.extensions.report.collect_record import collect_record, collect_run_file
+from equipoise.extensions.report.collect_record import collect_facts, collect_record, collect_times
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.page.page import write_page, write_report
@@ -75,7 +75,7 @@ class RunReport(FitRecorder):
         self._written = 0.0
         self._earlier: Fit | None = None
         # What was run; None before it is read.
-        self._origin: Mapping[str, Any] | None = None
+        self._origin: dict[str, Any] | None = None
         # Values since the last `run.json`; None before training, and where they cannot be appended to a file.
         self._live: LiveValues | None = None
 
@@ -243,16 +243,21 @@ class RunReport(FitRecorder):
             return None
         return path
 
-    def _read_origin(self) -> Mapping[str, Any]:
+    def _read_origin(self) -> dict[str, Any]:
         """Return what was run, which is read once in a fit."""
         if self._origin is None:
             self._origin = read_origin()
         return self._origin
 
     def _write_run_file(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> None:
-        content = collect_run_file(trainer, module, fit, self.recorded, outcome, error)
-        facts = {**content.facts, **self._read_origin()}
-        write_run_file(replace(content, facts=facts), self._folder)
+        facts = collect_facts(trainer, module, fit, outcome)
+        write_run_file(
+            self._folder,
+            facts | self._read_origin(),
+            error=error,
+            curves=self.recorded.step_curves(),
+            times=collect_times(trainer, fit),
+        )
         if self._live is not None:
             self._live.clear()
 

@@ -124,7 +124,7 @@ class TestLiveValues:
     def test_values_stay_where_the_report_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         class Fills(Looks):
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                def fail(*arguments: Any) -> None:
+                def fail(*arguments: Any, **options: Any) -> None:
                     raise OSError("No space left on device")
 
                 monkeypatch.setattr(run_report, "write_run_file", fail)

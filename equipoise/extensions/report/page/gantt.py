@@ -3,8 +3,6 @@
 Of several stages on a device later ones are paler.
 """
 
-from dataclasses import dataclass
-
 from equipoise.extensions.report.page.charts import tick_words
 from equipoise.extensions.report.page.markup import Markup, cut, heading, legend, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
@@ -29,33 +27,16 @@ _DIGIT = 0.8
 _MOST_BOXES = 1500
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """Mapping from a pipeline's step to the picture.
-
-    Attributes:
-        step: The step.
-        begin: Time of its first span, in seconds.
-        across: Scale of the time since then.
-    """
-
-    step: PipelineStep
-    begin: float
-    across: Scale
-
-    def percent(self, seconds: float) -> float:
-        """Return the position of a time in per cent of the width."""
-        return 100 * self.across.place(seconds - self.begin)
-
-
 def pipeline_chart(step: PipelineStep) -> Markup:
     """Draw a figure."""
     # 1. Choose the axis; times count from the first span.
     timeline = step.timeline
-    begin = min(span.begin for span in timeline.spans)
+    first = min(span.begin for span in timeline.spans)
     length = timeline.seconds
-    axes = _Axes(step, begin, make_scale([0.0, length], "seconds", tight=True, most=8))
-    boxes = timeline.spans[:_MOST_BOXES]
+    across = make_scale([0.0, length], "seconds", tight=True, most=8)
+    boxes = []
+    for span in timeline.spans[:_MOST_BOXES]:
+        boxes.append(span._replace(begin=span.begin - first, end=span.end - first))
     row_kind = _row_kind(timeline)
     title = _title(step)
     rows = range(timeline.devices)
@@ -75,8 +56,8 @@ def pipeline_chart(step: PipelineStep) -> Markup:
             )
             for row in rows
         ),
-        *(_box(span, axes) for span in boxes),
-        tick_words(axes.across, height + 12),
+        *(_box(span, step, across) for span in boxes),
+        tick_words(across, height + 12),
         class_="gantt",
         role="img",
         height=height + _BOTTOM,
@@ -150,13 +131,12 @@ def _phase(action: Action) -> str:
     return "forward"
 
 
-def _box(span: Span, axes: _Axes) -> Markup:
+def _box(span: Span, step: PipelineStep, across: Scale) -> Markup:
     """Draw a span, with the number of its micro-batch if there is room."""
-    step = axes.step
     # Stages lie on the devices in turn: `earlier` stages of the same device come before this one.
     earlier, row = divmod(span.stage, step.timeline.devices)
-    left = axes.percent(span.begin)
-    right = axes.percent(span.end)
+    left = 100 * across.place(span.begin)
+    right = 100 * across.place(span.end)
     number = str(span.action.micro_batch)
     # Half a digit of room stays free beside the number.
     number_element = None

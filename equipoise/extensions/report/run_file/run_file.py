@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.extensions.report.page.page import write_page
@@ -10,7 +9,7 @@ from equipoise.extensions.report.page.scales import Point, thin
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.interop.remote.paths import AnyPath
 
-__all__ = ["RunFile", "write_run_file"]
+__all__ = ["write_run_file"]
 
 _FILE = "run.json"
 # Points of a curve: three of each of 84 stretches, and both ends.
@@ -21,33 +20,30 @@ _LONGEST_ERROR = 500
 _MEMORY = "memory/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """Content of the file.
+def write_run_file(
+    folder: AnyPath,
+    facts: Mapping[str, Any],
+    *,
+    error: str,
+    curves: Mapping[str, Mapping[float, float]],
+    times: Sequence[Point],
+) -> None:
+    """Write the file, whole or not at all.
 
-    Attributes:
+    Args:
+        folder: The folder in which it will lie.
         facts: Values of JSON by their names.
         error: Traceback of a fit that failed, else empty.
         curves: Values by step for each metric.
         times: Steps done, and the seconds since the start.
-    """
-
-    facts: Mapping[str, Any]
-    error: str = ""
-    curves: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    times: Sequence[Point] = ()
-
-
-def write_run_file(content: RunFile, folder: AnyPath) -> None:
-    """Write the file, whole or not at all.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    values = dict(content.facts)
-    values["error"] = _error_line(content.error)
-    values["curves"] = _thinned(content.curves)
-    values["times"] = _columns(content.times)
+    values = dict(facts)
+    values["error"] = _error_line(error)
+    values["curves"] = _thinned(curves)
+    values["times"] = _columns(times)
     text = json.dumps(as_json(values))
     write_page(text, folder / _FILE)
 
