@@ -4,34 +4,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise.extensions.planning.curve.gathering import gathered
 from equipoise.extensions.planning.curve.parts import PredictedPeak, StepTrace
-from equipoise.extensions.planning.curve.replay import Replay, numbers_of
+from equipoise.extensions.planning.curve.replay import Integers, Replay, numbers_of
 from equipoise.extensions.planning.curve.sizes import Size, Span
 from equipoise.extensions.planning.curve.stages import StagesOfStep
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.memory.records import Category
 
 __all__ = ["MemoryCurve"]
-
-
-class _EventArrays(NamedTuple):
-    """Events of a step as arrays, each with an entry for every event.
-
-    Attributes:
-        holders: Indices of the storages.
-        signs: 1 for an allocation, -1 for a release.
-        parts: Numbers of their parts; see `numbers_of`.
-    """
-
-    holders: NDArray[np.int64]
-    signs: NDArray[np.int64]
-    parts: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +60,9 @@ class MemoryCurve(StepTrace):
         if load.work is not None:
             return self._peak_of_stages(load.work, batch_size, rounding)
         nbytes = self._nbytes(load.samples(batch_size), rounding)
-        arrays = self._arrays
+        holders, signs, parts = self._arrays
         sizes = np.array(nbytes, dtype=np.int64)
-        changes = arrays.signs * sizes[arrays.holders]
-        parts = arrays.parts
+        changes = signs * sizes[holders]
         starts = self.phases
         if load.units:
             share = load.factor("gradient", "backward")
@@ -124,18 +108,13 @@ class MemoryCurve(StepTrace):
         return {}
 
     @cached_property
-    def _arrays(self) -> _EventArrays:
-        # 1. The part of each storage, as its number.
+    def _arrays(self) -> tuple[Integers, Integers, Integers]:
+        """For each event the index of its storage, 1 for an allocation or -1 for a release, and the storage's part."""
         parts = numbers_of([holder.category for holder in self.holders])
-
-        # 2. The storage of each event. Storage n has the events n + 1 and -(n + 1).
+        # Storage n has the events n + 1 and -(n + 1).
         signed = np.array(self.events, dtype=np.int64)
         holders = np.abs(signed) - 1
-        return _EventArrays(
-            holders=holders,
-            signs=np.sign(signed),
-            parts=parts[holders],
-        )
+        return holders, np.sign(signed), parts[holders]
 
     @cached_property
     def totals(self) -> Mapping[Category, int]:

@@ -65,13 +65,16 @@ def fit_curve(first: RecordedStep, second: RecordedStep) -> MemoryCurve:
         if not event.is_allocation:
             name = -name
         events.append(name)
+
+    # 4. What exists before the first phase belongs to it.
+    begin, *others = first.starts
+    phases = [PhaseStart(begin.phase, 0), *others]
     return MemoryCurve(
         span=span,
         sizes=list(indices),
         holders=holders,
         events=events,
-        # What exists before the first phase belongs to it.
-        phases=[PhaseStart(first.starts[0].phase, 0), *first.starts[1:]],
+        phases=phases,
     )
 
 

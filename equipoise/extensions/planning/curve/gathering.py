@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise.extensions.planning.curve.parts import PhaseStart, StepTrace
-from equipoise.extensions.planning.curve.replay import numbers_of
+from equipoise.extensions.planning.curve.replay import Integers, numbers_of
 from equipoise.extensions.planning.description.loads import GatheredUnit
 
 __all__ = ["Gathering", "gathered"]
@@ -41,10 +40,10 @@ class Gathering(NamedTuple):
 
     def among(
         self,
-        parts: NDArray[np.int64],
-        changes: NDArray[np.int64],
+        parts: Integers,
+        changes: Integers,
         starts: Sequence[PhaseStart],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[PhaseStart]]:
+    ) -> tuple[Integers, Integers, list[PhaseStart]]:
         """Return the events of a step with these changes among them.
 
         Args:

@@ -10,7 +10,7 @@ from equipoise.extensions.planning.curve.parts import PhaseStart, PredictedPeak
 from equipoise.extensions.planning.description.loads import DeviceLoad, Part
 from equipoise.memory.records import CATEGORIES
 
-__all__ = ["Replay", "numbers_of"]
+__all__ = ["Integers", "Replay", "numbers_of"]
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

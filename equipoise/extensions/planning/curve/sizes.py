@@ -101,4 +101,7 @@ def is_proportional(size: Size, span: Span) -> bool:
     """
     distance_between = span.second - span.first
     # The straight line through both points must lead through zero.
-    return all(first * distance_between == difference * span.first for first, difference in size.growths)
+    for first, difference in size.growths:
+        if first * distance_between != difference * span.first:
+            return False
+    return True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.loads import PlannedPart
+from equipoise.extensions.planning.tracing.stand_in import ignore
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 from equipoise.interop.torch.fake_tensors import fake_tensors
 from equipoise.parallel.payload.object_pickling import Pickler
@@ -86,7 +87,7 @@ def trace_packed(content: bytes, part: Callable[[nn.Module], PlannedPart] | None
     # Nothing is computed for which threads would help.
     torch.set_num_threads(1)
     # The module is unpickled where its tensors get no memory. The example is needed before.
-    with fake_tensors(_ignore):
+    with fake_tensors(ignore):
         _, example, settings, build_optimizer = pickle.loads(content)  # noqa: S301
     return trace_step(partial(_module_of, content), example, replace(settings, part=part), build_optimizer)
 
@@ -105,7 +106,3 @@ def measure_packed(content: bytes) -> MemoryPrediction:
 def _module_of(content: bytes) -> nn.Module:
     module: nn.Module = pickle.loads(content)[0]  # noqa: S301
     return module
-
-
-def _ignore(sentence: str) -> None:
-    """Do nothing."""

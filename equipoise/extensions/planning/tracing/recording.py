@@ -8,6 +8,7 @@ from typing import Any
 from equipoise.extensions.planning.curve.fitting import RecordedStep
 from equipoise.extensions.planning.curve.parts import PhaseStart
 from equipoise.extensions.planning.tracing.batches import batch_of_size
+from equipoise.extensions.planning.tracing.stand_in import ignore
 from equipoise.extensions.planning.tracing.step import PlannedStep
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.records import TensorRecord
@@ -36,7 +37,7 @@ def record_step(step: PlannedStep, example: Any, batch_size: int, accumulate_gra
 
     # 1. The first step, in which the optimisers create their state.
     if not any(optimizer.state for optimizer in step.optimizers):
-        step.run(_batches(step, None, example, batch_size, 1), 1, _ignore)
+        step.run(_batches(step, None, example, batch_size, 1), 1, ignore)
 
     # 2. The recorded step. Garbage is collected before it, so that it has the same events at every batch size.
     count = min(_MOST_BATCHES, accumulate_grad_batches)
@@ -76,7 +77,3 @@ def _with_copies(record: TensorRecord, copies: int) -> TensorRecord:
     if not copies or record.category not in ("parameter", "buffer"):
         return record
     return replace(record, nbytes=(1 + copies) * record.nbytes)
-
-
-def _ignore(phase: str) -> None:
-    """Do nothing."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["TrainerStandIn", "attach"]
+__all__ = ["TrainerStandIn", "attach", "ignore"]
 
 # Values that a module may compute with before it knows the length of a run.
 _STEPS = 1000
@@ -76,13 +76,13 @@ def attach(module: nn.Module, trainer: TrainerStandIn, on_backward: Callable[...
         on_backward: Called as `manual_backward(loss)`.
     """
     methods: dict[str, Any] = {
-        "log": _ignore,
-        "log_dict": _ignore,
-        "print": _ignore,
+        "log": ignore,
+        "log_dict": ignore,
+        "print": ignore,
         "manual_backward": on_backward,
         "optimizers": lambda use_pl_optimizer=True: _one_or_all(trainer.optimizers),
-        "lr_schedulers": _ignore,
-        "clip_gradients": _ignore,
+        "lr_schedulers": ignore,
+        "clip_gradients": ignore,
         "all_gather": lambda data, *args, **kwargs: data,
     }
     for name, method in methods.items():
@@ -93,7 +93,7 @@ def attach(module: nn.Module, trainer: TrainerStandIn, on_backward: Callable[...
         module.trainer = trainer  # type: ignore[assignment]
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
 
 

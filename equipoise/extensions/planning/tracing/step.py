@@ -18,7 +18,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, changes_layers
 from equipoise.extensions.planning.tracing.empty_tensors import convert_without_memory, has_fake_tensors
-from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach
+from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach, ignore
 from equipoise.interop.lightning.classes import with_index
 from equipoise.parallel.activation_checkpointing import checkpoint_activations
 from equipoise.precision import make_precision
@@ -57,7 +57,7 @@ class PlannedStep:
         self.weight_copies = settings.weight_copies
         self._settings = settings
         self._precision = make_precision(settings.precision, "cpu")
-        self._begin: Callable[[str], None] = _nothing
+        self._begin: Callable[[str], None] = ignore
         self._part: PlannedPart | None = None
         self._trainer = TrainerStandIn(settings)
         attach(module, self._trainer, self._manual_backward)
@@ -127,7 +127,7 @@ class PlannedStep:
             begin("optimizer step")
             for optimizer in self.optimizers:
                 optimizer.step()
-        self._begin = _nothing
+        self._begin = ignore
 
     def convert(self, batch: Any) -> Any:
         """Return a batch in the precision of the step."""
@@ -197,7 +197,3 @@ def _step_together(optimizer: Optimizer) -> None:
         has_no_choice = "foreach" in group and group["foreach"] is None
         if has_no_choice and not group.get("fused"):
             group["foreach"] = True
-
-
-def _nothing(phase: str) -> None:
-    """Do nothing."""
