@@ -101,7 +101,7 @@ def is_proportional(size: Size, span: Span) -> bool:
     """
     distance_between = span.second - span.first
     # The straight line through both points must lead through zero.
+    at_zero = []
     for first, difference in size.growths:
-        if first * distance_between != difference * span.first:
-            return False
-    return True
+        at_zero.append(first * distance_between - difference * span.first)
+    return not any(at_zero)
