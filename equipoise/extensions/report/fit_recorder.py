@@ -11,7 +11,7 @@ import torch
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.extensions.report.curve_history import CurveHistory
-from equipoise.extensions.report.throughput import Throughput, batches_of_step
+from equipoise.extensions.report.throughput import Throughput, batches_of_step, samples_of
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
 
@@ -83,15 +83,8 @@ class Fit:
             return
         # A process may have computed several batches, of which hooks receive the first.
         batches = batches_of_step(self.trainer.strategy, batch)
-        total: int | None = 0
-        for part in batches:
-            size = self.size_of(part)
-            if size is None or total is None:
-                total = None
-            else:
-                total += size
         now = monotonic()
-        self.throughput.add(total, now)
+        self.throughput.add(samples_of(batches, self.size_of), now)
 
     def end_epoch(self) -> None:
         """Stop the clock of a finished epoch."""

@@ -1,9 +1,9 @@
 """Training throughput over time, in a bounded number of points."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Throughput", "batches_of_step"]
+__all__ = ["Throughput", "batches_of_step", "samples_of"]
 
 _MOST_STRETCHES = 1024
 
@@ -152,3 +152,14 @@ def batches_of_step(strategy: Any, batch: Any) -> Sequence[Any]:
         batch: The batch that hooks receive.
     """
     return getattr(strategy, "step_batches", ()) or (batch,)
+
+
+def samples_of(batches: Sequence[Any], size_of: Callable[[Any], int | None]) -> int | None:
+    """Return the samples of batches; None if the size of one is unknown."""
+    total = 0
+    for batch in batches:
+        size = size_of(batch)
+        if size is None:
+            return None
+        total += size
+    return total

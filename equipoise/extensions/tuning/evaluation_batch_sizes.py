@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.tuning.batch_sizes import FINDER, check_processes, check_settings
 from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAttribute
-from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, evaluate_trial
+from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.interop.lightning.finders import (
     BatchSizeSettings,
     batch_size_settings,
@@ -84,7 +84,7 @@ def find_evaluation_size(trainer: Any, make: MakeTrainer, request: Request, find
         module = copy_of(request.module, FINDER)
         try:
             with attribute.set_for_trial(module, size):
-                evaluate_trial(trainer, make, request, module, steps=settings.steps, callbacks=[samples])
+                run_trial(trainer, make, request, module, steps=settings.steps, callbacks=[samples])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.callbacks.callback import Callback
 from equipoise.extensions.comparison.bench.idle import StepProfile
-from equipoise.extensions.report.throughput import batches_of_step
+from equipoise.extensions.report.throughput import batches_of_step, samples_of
 from equipoise.memory.devices import PeakWatch
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.profile.places import DevicePlaces, names_of_devices
@@ -179,12 +179,11 @@ class DeviceProbe(Callback):
         """Count the samples of batches."""
         assert self._splitter is not None
         # One of unknown size makes those of the step unknown.
-        for batch in batches:
-            size = self._splitter.size(batch)
-            if size is None or self._samples_of_step is None:
-                self._samples_of_step = None
-            else:
-                self._samples_of_step += size
+        samples = samples_of(batches, self._splitter.size)
+        if samples is None or self._samples_of_step is None:
+            self._samples_of_step = None
+        else:
+            self._samples_of_step += samples
 
     def _begin_memory(self) -> None:
         """Begin to measure memory: what settling steps have needed does not count."""

@@ -17,7 +17,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "evaluate_trial", "run_trial"]
+__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "run_trial"]
 
 # Makes a trainer from its arguments.
 MakeTrainer = Callable[..., Any]
@@ -59,45 +59,25 @@ def run_trial(
     steps: int,
     callbacks: list[Callback],
 ) -> None:
-    """Train a copy of the module for some steps, as the trainer would.
+    """Train a copy of the module for some steps, or evaluate it on some batches, as the trainer would.
 
     Args:
         trainer: The trainer.
         make: Makes the trainer of the trial.
-        request: The fit before which the trial runs.
+        request: The run before which the trial runs. Loaders of an evaluation are those of the module or data module.
         module: The copy.
-        steps: Number of optimiser steps.
+        steps: Number of optimiser steps, or of batches of an evaluation.
         callbacks: Callbacks of the trial.
     """
     train = request.loaders.get("train")
-    with _generators_kept(_loaders_in(train)), _quiet():
-        trial = _trainer_like(trainer, make, max_steps=steps, callbacks=callbacks)
-        trial.fit(module, train, datamodule=request.datamodule)
-
-
-def evaluate_trial(
-    trainer: Any,
-    make: MakeTrainer,
-    request: Request,
-    module: LightningModule,
-    *,
-    steps: int,
-    callbacks: list[Callback],
-) -> None:
-    """Evaluate a copy of the module on some batches, as the trainer would; see `run_trial`.
-
-    Args:
-        trainer: The trainer.
-        make: Makes the trainer of the trial.
-        request: The evaluation before which the trial runs; its loaders are those of the module or data module.
-        module: The copy.
-        steps: Number of batches.
-        callbacks: Callbacks of the trial.
-    """
     limits = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
-    with _generators_kept([]), _quiet():
+    if request.fitting:
+        limits = {"max_steps": steps}
+    with _generators_kept(_loaders_in(train)), _quiet():
         trial = _trainer_like(trainer, make, **limits, callbacks=callbacks)
-        if request.fn == TrainerFn.PREDICTING:
+        if request.fitting:
+            trial.fit(module, train, datamodule=request.datamodule)
+        elif request.fn == TrainerFn.PREDICTING:
             trial.predict(module, datamodule=request.datamodule, return_predictions=False)
         else:
             evaluate = getattr(trial, request.fn.value)
