@@ -23,17 +23,16 @@ def exchange_tensors(module: nn.Module, exchange: Callable[[Tensor], Tensor]) ->
     old: list[Tensor] = []
     # Each submodule registers its own, also those that others register as well.
     for submodule in module.modules():
-        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
-            old.append(parameter)
-            if id(parameter) not in exchanged:
-                data = exchange(parameter.detach())
-                exchanged[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            setattr(submodule, name, exchanged[id(parameter)])
-        for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
-            old.append(buffer)
-            if id(buffer) not in exchanged:
-                exchanged[id(buffer)] = exchange(buffer)
-            setattr(submodule, name, exchanged[id(buffer)])
+        parameters = submodule.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = submodule.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            if id(tensor) not in exchanged:
+                old.append(tensor)
+                new = exchange(tensor.detach())
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                exchanged[id(tensor)] = new
+            setattr(submodule, name, exchanged[id(tensor)])
 
 
 def empty_like_real(tensor: Tensor) -> Tensor:
