@@ -16,14 +16,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD
 from torchmetrics import MeanMetric, SumMetric
 
 from tests.extensions.fsdp.programs import Net
+from tests.extensions.fsdp.test_transparency import ByHand, Weighted
+from tests.extensions.fsdp.test_whole_matrices import Matrices
 
 __all__ = [
     "CASES",
     "RANDOM",
+    "ByHand",
     "ByRank",
     "Counting",
     "Cut",
@@ -253,31 +256,8 @@ class CutSequence(WithoutDropout):
         parallelize_module(self, mesh, plan)
 
 
-class Weighted(Net):
-    """The mean over marked samples, whose number is the weight."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        marked = batch[1][:, 0] > 0.8
-        losses = (self(batch[0]) - batch[1])[:, 0] ** 2
-        weight = marked.sum()
-        return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
-
-
 class CutWeighted(Weighted, Cut):
     pass
-
-
-class ByHand(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class CutByHand(ByHand, Cut):
@@ -310,15 +290,6 @@ class Counting(Net):
 
 class CutCounting(Counting, Cut):
     pass
-
-
-class Matrices(Net):
-    """The matrices are stepped by Muon, and all else by AdamW."""
-
-    def configure_optimizers(self) -> Any:
-        matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
-        others = [parameter for parameter in self.parameters() if parameter.dim() != 2]
-        return Muon(matrices, lr=0.02), AdamW(others, lr=0.01)
 
 
 class CutMatrices(Matrices, Cut):

@@ -19,6 +19,8 @@ __all__ = [
     "Block",
     "Net",
     "assert_close",
+    "assert_each_close",
+    "errors_of",
     "fit",
     "fsdp",
     "in_processes",
@@ -136,6 +138,31 @@ def assert_close(expected: dict[str, Any], actual: dict[str, Any], tolerance: fl
         difference = torch.as_tensor(value).double() - torch.as_tensor(actual[name]).double()
         # Not a number is a difference, too.
         assert float(difference.abs().max()) <= tolerance, name
+
+
+def assert_each_close(
+    expected: Callable[[str], dict[str, Any]], outcomes: dict[str, dict[str, Any]], tolerance: float = 1e-12
+) -> None:
+    """Assert that the numbers and tensors of several cases agree, by the name of the case."""
+    for name, values in outcomes.items():
+        try:
+            assert_close(expected(name), values, tolerance)
+        except AssertionError as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+
+
+def errors_of(runs: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Return the class, the message and the notes of the error in which each run ends."""
+    found = {}
+    for name, run in runs.items():
+        try:
+            run()
+        except Exception as error:
+            found[name] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        else:
+            raise AssertionError(f"{name!r} is not refused")
+    return found
 
 
 def in_processes(count: int, function: Callable[[], Any]) -> Any:

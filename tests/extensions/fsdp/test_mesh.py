@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise import ConfigurationError, FSDPStrategy, StepError
+from equipoise import ConfigurationError, FSDPStrategy
 from equipoise.extensions.fsdp.mesh.grid import sizes_of
 from tests.conftest import ignoring
-from tests.extensions.fsdp.mesh_modules import CASES, RANDOM, Cut, CutAndSharded, CutApart, CutOnMeta, Differing
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, loader, weights_of
+from tests.extensions.fsdp.mesh_modules import CASES, RANDOM, CutAndSharded, CutApart, CutOnMeta, Differing
+from tests.extensions.fsdp.programs import (
+    Net,
+    assert_each_close,
+    errors_of,
+    fit,
+    fsdp,
+    in_processes,
+    loader,
+    weights_of,
+)
 
 pytestmark = ignoring(
     r"\w+ has a `validation_step`, but",
@@ -61,22 +70,7 @@ def run_all(rows: int, columns: int, cases: list[str]) -> dict[str, dict[str, An
     ],
 )
 def test_training_equals_that_of_one_device(rows: int, columns: int, cases: list[str]) -> None:
-    outcomes = in_processes(rows * columns, partial(run_all, rows, columns, cases))
-    for name, values in outcomes.items():
-        try:
-            assert_close(on_one_device(name), values)
-        except AssertionError as error:
-            error.add_note(f"in the case {name!r}")
-            raise
-
-
-@pytest.mark.slow
-def test_two_processes() -> None:
-    """One run whose processes are started by the trainer, which has the weights afterwards."""
-    one, reference = fit(Net, gradient_clip_val=0.05)
-    cut, trainer = fit(Cut, fsdp(tensor=2), 2, batch_size=12, gradient_clip_val=0.05)
-    assert_close(weights_of(one), weights_of(cut))
-    assert_close(reference.callback_metrics, trainer.callback_metrics)
+    assert_each_close(on_one_device, in_processes(rows * columns, partial(run_all, rows, columns, cases)))
 
 
 # What is refused
@@ -98,30 +92,19 @@ def test_sizes_that_are_none(options: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "tensor", "processes", "of_machine", "sizes"),
+    ("sizes", "processes", "of_machine", "expected"),
     [
-        ("auto", 1, 6, 6, (6, 1)),
-        ("auto", 2, 8, 4, (4, 2)),
-        (2, "auto", 8, 8, (2, 4)),
-        ("auto", "auto", 8, 4, (2, 4)),
-        (4, 2, 8, 2, (4, 2)),
+        (("auto", 1), 6, 6, (6, 1)),
+        (("auto", 2), 8, 4, (4, 2)),
+        ((2, "auto"), 8, 8, (2, 4)),
+        (("auto", "auto"), 8, 4, (2, 4)),
+        ((4, 2), 8, 2, (4, 2)),
     ],
 )
-def test_sizes(data: Any, tensor: Any, processes: int, of_machine: int, sizes: tuple[int, int]) -> None:
-    assert sizes_of(data, tensor, processes, of_machine) == sizes
-
-
-@pytest.mark.parametrize(
-    ("data", "tensor", "processes", "of_machine", "sizes"),
-    [
-        ("auto", 1, 6, 6, (3, 1)),
-        ("auto", 2, 16, 8, (4, 2)),
-        (2, "auto", 16, 16, (2, 4)),
-        ("auto", "auto", 16, 8, (2, 4)),
-    ],
-)
-def test_sizes_beside_context(data: Any, tensor: Any, processes: int, of_machine: int, sizes: tuple[int, int]) -> None:
-    assert sizes_of(data, tensor, processes, of_machine, context=2) == sizes
+def test_sizes(sizes: Any, processes: int, of_machine: int, expected: tuple[int, int]) -> None:
+    assert sizes_of(*sizes, processes, of_machine) == expected
+    # Each place of a row may have two parts of sequences.
+    assert sizes_of(*sizes, 2 * processes, 2 * of_machine, context=2) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,23 +129,26 @@ class Uncut(Net):
         del self.blocks[:]
 
 
-def messages() -> list[str]:
+def refusals() -> dict[str, str]:
     """Return the errors of runs that are refused; called in every process."""
-    found = []
-    for kind, options in ((Uncut, {}), (CutOnMeta, {}), (CutAndSharded, {"units": ["blocks.*"]}), (CutApart, {})):
-        with pytest.raises(ConfigurationError) as caught:
-            fit(kind, fsdp(tensor=2, **options), 2)
-        found.append(str(caught.value))
-    with pytest.raises(StepError) as different:
-        fit(Differing, fsdp(tensor=2), 2)
-    return [*found, str(different.value)]
+    runs: dict[str, Any] = {}
+    for kind, options in (
+        (Uncut, {}),
+        (CutOnMeta, {}),
+        (CutAndSharded, {"units": ["blocks.*"]}),
+        (CutApart, {}),
+        (Differing, {}),
+    ):
+        runs[kind.__name__] = partial(fit, kind, fsdp(tensor=2, **options), 2)
+    return errors_of(runs)
 
 
 @pytest.mark.slow
 def test_what_cannot_be_computed_is_refused() -> None:
-    whole, meta, units, apart, different = in_processes(2, messages)
-    assert "cuts no layer, so each process would compute the same" in whole
-    assert "blocks.0.up.weight is cut and on the meta device" in meta
-    assert "has called `fully_shard`" in units
-    assert "blocks.1.up.weight and blocks.2.up.weight were one parameter" in apart
-    assert "Ranks 0 and 1 compute a batch together, but have read different ones" in different
+    found = in_processes(2, refusals)
+    assert "cuts no layer, so each process would compute the same" in found["Uncut"]
+    assert "blocks.0.up.weight is cut and on the meta device" in found["CutOnMeta"]
+    assert "has called `fully_shard`" in found["CutAndSharded"]
+    assert "blocks.1.up.weight and blocks.2.up.weight were one parameter" in found["CutApart"]
+    differing = "StepError: Ranks 0 and 1 compute a batch together, but have read different ones"
+    assert found["Differing"].startswith(differing)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ignoring
-from tests.extensions.fsdp.programs import FEATURES, Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import FEATURES, Net, assert_each_close, fit, fsdp, in_processes, weights_of
 from tests.support.all_cases import dealt
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
@@ -327,9 +327,4 @@ def test_training_equals_that_of_one_device(processes: int, replicas: int, names
     strategies = [name for name in names if name in STRATEGIES]
     outcomes = in_processes(processes, partial(run_all, processes, replicas, cases, strategies))
     assert outcomes.keys() == set(names)
-    for name, values in outcomes.items():
-        try:
-            assert_close(on_one_device(name if name in CASES else "plain"), values)
-        except AssertionError as error:
-            error.add_note(f"in the case {name!r}")
-            raise
+    assert_each_close(lambda name: on_one_device(name if name in CASES else "plain"), outcomes)
