@@ -23,24 +23,27 @@ def check_options(strategy: "FSDPStrategy") -> None:
         ConfigurationError: If one is out of range, or two do not go together.
     """
     units = strategy.units
-    replicas: Any = strategy.replicas
-    tensor = strategy.tensor
     checkpoints = strategy.checkpoints
     if isinstance(units, str) and units != "auto":
         raise ConfigurationError(f"units must be 'auto' or a list of names such as ['blocks.*'], not {units!r}.")
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ConfigurationError(f"replicas must be a whole number from 1, not {replicas!r}.")
-    check_size("data", strategy.data)
-    check_size("tensor", tensor)
-    _check_context(strategy)
+    for name in ("replicas", "context"):
+        check_size(name, getattr(strategy, name), or_auto=False)
+    for name in ("data", "tensor"):
+        check_size(name, getattr(strategy, name))
+    _check_blocks(strategy.context_blocks, strategy.context)
     if strategy.tensor_plan is not None:
         # A run with whole layers has no use for this module.
         from equipoise.extensions.fsdp.mesh.plans.styles import check_plan
 
         check_plan(strategy.tensor_plan, "FSDPStrategy(tensor_plan=...)")
-    if tensor != 1 and (replicas != 1 or strategy.cpu_offload):
-        given = f"replicas={replicas}" if replicas != 1 else "cpu_offload=True"
-        raise ConfigurationError(f"tensor={tensor!r} and {given} do not go together yet. Leave one of both out.")
+    for name in ("tensor", "context"):
+        for other, default in (("replicas", 1), ("cpu_offload", False)):
+            size = getattr(strategy, name)
+            value = getattr(strategy, other)
+            if size != 1 and value != default:
+                raise ConfigurationError(
+                    f"{name}={size!r} and {other}={value!r} do not go together yet. Leave one of both out."
+                )
     if checkpoints not in ("full", "sharded"):
         raise ConfigurationError(f"checkpoints must be 'full' or 'sharded', not {checkpoints!r}.")
     if strategy.save_in_background and checkpoints == "full":
@@ -50,36 +53,18 @@ def check_options(strategy: "FSDPStrategy") -> None:
         )
 
 
-def _check_context(strategy: "FSDPStrategy") -> None:
-    """Check the number of processes over which sequences are divided.
-
-    Raises:
-        ConfigurationError: If it is none, or does not go together with another option.
-    """
-    context: Any = strategy.context
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ConfigurationError(f"context must be a whole number from 1, not {context!r}.")
-    blocks: Any = strategy.context_blocks
-    if blocks is not None:
-        is_list = bool(blocks) and not isinstance(blocks, str)
-        if not is_list or not all(isinstance(name, str) for name in blocks):
-            raise ConfigurationError(
-                f"context_blocks must be a list of names such as ['encoder.layers'], not {blocks!r}."
-            )
-        if context == 1:
-            raise ConfigurationError(
-                f"context_blocks={list(blocks)!r} divides sequences over `context` processes, but context=1. Give"
-                " context=2, or leave context_blocks out."
-            )
-    if context == 1:
+def _check_blocks(blocks: Any, context: int) -> None:
+    """Check the names of blocks between which alone sequences are divided."""
+    if blocks is None:
         return
-    others = {"replicas": strategy.replicas != 1, "cpu_offload": strategy.cpu_offload}
-    for name, is_given in others.items():
-        if is_given:
-            raise ConfigurationError(
-                f"context={context} and {name}={getattr(strategy, name)!r} do not go together yet. Leave one of both"
-                " out."
-            )
+    is_list = bool(blocks) and not isinstance(blocks, str)
+    if not is_list or not all(isinstance(name, str) for name in blocks):
+        raise ConfigurationError(f"context_blocks must be a list of names such as ['encoder.layers'], not {blocks!r}.")
+    if context == 1:
+        raise ConfigurationError(
+            f"context_blocks={list(blocks)!r} divides sequences over `context` processes, but context=1. Give"
+            " context=2, or leave context_blocks out."
+        )
 
 
 def check_divisible(module: nn.Module) -> None:

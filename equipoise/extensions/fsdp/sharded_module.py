@@ -1,7 +1,6 @@
 """A module whose parameters are in shards for the time of a run, and the way back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -31,7 +30,7 @@ from equipoise.interop.distributed.fully_sharded import (
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first, give_memory
 
-__all__ = ["ShardedModule", "Sharding"]
+__all__ = ["ShardedModule"]
 
 # The user's steps, in each of which the root's weights are whole.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -41,23 +40,6 @@ _SWITCHES = ("toggle_optimizer", "untoggle_optimizer")
 _OUTPUT = "_equipoise_output"
 _HALVES = (torch.float16, torch.bfloat16)
 _REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", "__deepcopy__", _OUTPUT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Options by which a module is sharded.
-
-    Attributes:
-        mesh: The processes, in one dimension, or in two where the module has several replicas.
-        options: Arguments of torch's `fully_shard`.
-        divide_by: The number by which summed gradients are divided.
-        forms: The layers whose weights are gathered in another form; see `gather_in_forms`. Default: none.
-    """
-
-    mesh: DeviceMesh
-    options: dict[str, Any]
-    divide_by: float
-    forms: Mapping[nn.Module, Callable[[Tensor], Any]] = field(default_factory=dict)
 
 
 class ShardedModule:
@@ -71,7 +53,10 @@ class ShardedModule:
 
     Args:
         units: The units; the module itself is the last.
-        sharding: How it is sharded.
+        mesh: The processes, in one dimension, or in two where the module has several replicas.
+        options: Arguments of torch's `fully_shard`.
+        divide_by: The number by which summed gradients are divided.
+        forms: The layers whose weights are gathered in another form; see `gather_in_forms`.
 
     Attributes:
         module: The module.
@@ -80,7 +65,15 @@ class ShardedModule:
         on_copied: Called with each new copy. Default: None.
     """
 
-    def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: DeviceMesh,
+        options: Mapping[str, Any],
+        *,
+        divide_by: float,
+        forms: Mapping[nn.Module, Callable[[Tensor], Any]],
+    ) -> None:
         self.module = units[-1].module
         self.units = units
         self._originals = dict(self.module.named_parameters(remove_duplicate=False))
@@ -93,15 +86,21 @@ class ShardedModule:
         self._copies: WeakSet[nn.Module] = WeakSet()
         self._loading_hook: RemovableHandle | None = None
         try:
-            check_names(sharding.mesh)
+            check_names(mesh)
             for unit in units:
-                self._shard(unit, sharding, unsharded)
+                self._shard(unit, mesh, options, unsharded)
+                gather_in_forms(unit.module, forms)
+                sharded: Any = unit.module
+                # Both are settings of one unit alone, not of those inside of it.
+                sharded.set_gradient_divide_factor(divide_by)
+                # Otherwise torch asks gloo for a product with a sum, which gloo does not have.
+                sharded.set_force_sum_reduction_for_comms(True)
             copy_from_first(self.module.buffers())
             self._wrap_steps()
             self._wrap_switches()
             self._wrap_backward()
             self._wrap_copying_and_loading()
-            if sharding.mesh.size() == 1:
+            if mesh.size() == 1:
                 self._gather_once()
         except BaseException:
             self._put_back()
@@ -110,13 +109,10 @@ class ShardedModule:
         for original in self._originals.values():
             _release_memory(original)
 
-    def _shard(self, unit: Unit, sharding: Sharding, unsharded: set[int]) -> None:
+    def _shard(self, unit: Unit, mesh: DeviceMesh, options: Mapping[str, Any], unsharded: set[int]) -> None:
         """Shard what no unit inside of this one has sharded, with the values of rank 0.
 
-        Args:
-            unit: The unit, which `configure_model` may have sharded already.
-            sharding: How it is sharded.
-            unsharded: The identities of the parameters that are in no unit yet, of which those of this one are removed.
+        The user's `configure_model` may have sharded it already. Its parameters are removed from the unsharded ones.
         """
         if not isinstance(unit.module, FSDPModule):
             parameters = [parameter for parameter in unit.module.parameters() if id(parameter) in unsharded]
@@ -125,20 +121,14 @@ class ShardedModule:
             copy_from_first(parameter for parameter in parameters if not isinstance(parameter, DTensor))
             if cut:
                 # Each process of a row has a part of its own.
-                copy_from_first(map(part_of, cut), sharding.mesh.get_group())
+                copy_from_first(map(part_of, cut), mesh.get_group())
             before = dict(unit.module.named_parameters(remove_duplicate=False))
-            fully_shard(unit.module, mesh=sharding.mesh, **sharding.options)
+            fully_shard(unit.module, mesh=mesh, **options)
             # Optimisers may group parameters by attributes.
             for name, parameter in unit.module.named_parameters(remove_duplicate=False):
                 copy_marks(parameter, before[name])
         unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
-        gather_in_forms(unit.module, sharding.forms)
-        sharded: Any = unit.module
-        # Both are settings of one unit alone, not of those inside of it.
-        sharded.set_gradient_divide_factor(sharding.divide_by)
-        # Otherwise torch asks gloo for a product with a sum, which gloo does not have.
-        sharded.set_force_sum_reduction_for_comms(True)
 
     def _wrap_steps(self) -> None:
         """Let the user's steps gather the root's weights, as its forward would."""

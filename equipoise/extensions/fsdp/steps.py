@@ -6,7 +6,7 @@ exactly zero, also where the stand-in's values are not finite.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -151,7 +151,8 @@ class ShardedSteps:
 
     def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
         """Add the gradients of a batch, and return its loss; None if some process has none."""
-        with explained(self._sharded), self._without_draws():
+        without_draws = nullcontext() if self._sequences is None else self._sequences.without_draws()
+        with explained(self._sharded), without_draws:
             with self._calls.watched():
                 result, _ = step.capture_logs(partial(step, batch))
             loss: Tensor | None = result.loss
@@ -176,13 +177,7 @@ class ShardedSteps:
             return step(batch)
 
     def _complete(self, step: TrainingStep, result: StepResult, graph: Tensor | None) -> Tensor | None:
-        """Agree on the end of the forward. Return the graph whose backward this process runs without a gradient.
-
-        Args:
-            step: The step.
-            result: The result of this process.
-            graph: A loss of a stand-in, if one was computed.
-        """
+        """Agree on the end of the forward. Return the graph whose backward this process runs without a gradient."""
         # A batch without weight has a graph, and the step runs no backward of it.
         has_weight = isinstance(result.weight, Tensor) or result.weight != 0
         if result.loss is not None and not has_weight:
@@ -216,18 +211,6 @@ class ShardedSteps:
         loss: Tensor = result.loss
         return loss
 
-    def _mode(self) -> AbstractContextManager[Any]:
-        """Return the context in which a backward runs that the step does not run."""
-        if self._sequences is None:
-            return nullcontext()
-        return self._sequences.backward_mode()
-
-    def _without_draws(self) -> AbstractContextManager[Any]:
-        """Return the context in which no number is drawn for dropout that is left out."""
-        if self._sequences is None:
-            return nullcontext()
-        return self._sequences.without_draws()
-
     def _backward_of_zeros(self, loss: Tensor) -> None:
         """Run a backward that adds zeros to all gradients, so that the other processes can exchange theirs."""
         hooks = []
@@ -237,7 +220,7 @@ class ShardedSteps:
                     # A product of zero and infinity would not be zero.
                     hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
         try:
-            with self._mode():
+            with nullcontext() if self._sequences is None else self._sequences.backward_mode():
                 loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]
         finally:
             for hook in hooks:
@@ -297,12 +280,7 @@ class ShardedSteps:
         return exchange_number(_NOTHING if self._stand_in is NO_BATCH else _STAND_IN)
 
     def _share_stand_in(self, codes: Sequence[int], parts: Sequence[Any]) -> None:
-        """Give every process a stand-in.
-
-        Args:
-            codes: What each process has.
-            parts: The batch of this process; empty if it has none.
-        """
+        """Give every process a stand-in; what each process has is given by codes."""
         richest = max(codes)
         if richest == _NOTHING:
             raise StepError("No process has a batch in this step, so none can go through the network.")

@@ -21,17 +21,13 @@ from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
 from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
-from equipoise.extensions.fsdp.mesh.context.sequence_comparison import (
-    BlockSequenceComparison,
-    CutSequenceComparison,
-    SequenceComparison,
-)
+from equipoise.extensions.fsdp.mesh.context.sequence_comparison import BLOCKS, CUT_SEQUENCES, SEQUENCES
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
-from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
+from equipoise.extensions.fsdp.mesh.layer_comparison import CUT_LAYERS, LayerComparison
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
-from equipoise.extensions.fsdp.sharded_module import ShardedModule, Sharding
+from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
@@ -262,7 +258,7 @@ class FSDPStrategy(ProcessStrategy):
         if configuration is None or self._columns == 1:
             return
         if not configuration.has_cut:
-            from equipoise.extensions.fsdp.mesh.plans.planned_cut import cut_by_plan
+            from equipoise.extensions.fsdp.mesh.plans.finding import cut_by_plan
 
             configuration.note_new_parts()
             assert is_a(module, LightningModule)
@@ -280,12 +276,12 @@ class FSDPStrategy(ProcessStrategy):
         may_cut = self.processes.processes_per_batch > 1
         if may_cut and self.compare_layers and self._is_fitting and self._comparison is None:
             assert is_a(module, LightningModule)
-            kind: type[LayerComparison] = LayerComparison
+            sides = CUT_LAYERS
             if self.context > 1 and self._columns > 1:
-                kind = CutSequenceComparison
+                sides = CUT_SEQUENCES
             elif self.context > 1:
-                kind = SequenceComparison if self.context_blocks is None else BlockSequenceComparison
-            self._comparison = kind(module)
+                sides = SEQUENCES if self.context_blocks is None else BLOCKS
+            self._comparison = LayerComparison(module, sides)
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
         """Refuse callbacks and plugins that need whole weights, or one file; see `Strategy.check_module`."""
@@ -361,8 +357,7 @@ class FSDPStrategy(ProcessStrategy):
         automatic = bool(getattr(module, "automatic_optimization", True))
         divide_by = 1.0 if automatic else float(batches)
         mesh = self._mesh(is_cut=is_cut)
-        sharding = Sharding(mesh=mesh, options=self._options(), divide_by=divide_by, forms=self._forms)
-        sharded = ShardedModule(units, sharding)
+        sharded = ShardedModule(units, mesh, self._options(), divide_by=divide_by, forms=self._forms)
 
         # 3. All that computes with them.
         device = self.root_device

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from equipoise import ConfigurationError
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
-from tests.extensions.fsdp.programs import Block, Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import Block, Net, assert_close, errors_of, fit, fsdp, in_processes, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "Dropout between cut layers")
 
@@ -114,18 +114,13 @@ class Uncopied(Cut):
         self.lock = threading.Lock()
 
 
-def refusals() -> list[str]:
-    found = []
-    for kind in (WholeNorm, WrongHeads):
-        with pytest.raises(ConfigurationError) as caught:
-            fit(kind, fsdp(tensor=2), 2)
-        found.append(str(caught.value))
-    return found
+def refusals() -> dict[str, str]:
+    return errors_of({kind.__name__: partial(fit, kind, fsdp(tensor=2), 2) for kind in (WholeNorm, WrongHeads)})
 
 
 @pytest.mark.slow
 def test_layers_that_compute_something_else_are_refused() -> None:
-    norm, heads = in_processes(2, refusals)
+    norm, heads = in_processes(2, refusals).values()
     assert "In the first batch the gradient of norm." in norm
     assert "is whole, so each process computes its gradient from all inputs of its layer" in norm
     assert "FSDPStrategy(compare_layers=False) trains without this comparison." in norm

@@ -88,7 +88,6 @@ class Configuration:
         Raises:
             ConfigurationError: If parameters that were one are several now.
         """
-        # 1. Parameters that are tied no longer.
         names = dict(self._module.named_parameters(remove_duplicate=False))
         for name, first in self._tied.items():
             if name in names and first in names and names[name] is not names[first]:
@@ -97,7 +96,6 @@ class Configuration:
                     " makes new parameters for each layer of a plan. Leave both layers out of the plan, or tie them"
                     " again after it."
                 )
-        # 2. Attributes of the parts that were there before.
         self._note_attributes()
 
     def copy_marks(self) -> None:
@@ -245,16 +243,16 @@ def check_cut(module: nn.Module, tensor: int, *, must_cut: bool = True) -> None:
 def _check_units(module: nn.Module, tensor: int) -> None:
     """Check that the units that `configure_model` has sharded are in shards over the column of a process alone."""
     for unit_name, unit in module.named_modules():
-        parameters = unit.named_parameters()
+        parameters = dict(unit.named_parameters())
         if not isinstance(unit, FSDPModule):
             continue
-        for name, parameter in parameters:
+        for name, parameter in parameters.items():
             if not _is_over_column(parameter):
                 raise ConfigurationError(
                     f"{name} of the unit {unit_name or '(root)'} is not in shards over"
-                    f" self.device_mesh['data_parallel'] alone. With tensor={tensor} its gradient would count"
-                    " batches wrongly. Give `fully_shard` in"
-                    " `configure_model` that mesh, mesh=self.device_mesh['data_parallel'], and no ignored_params."
+                    f" self.device_mesh['data_parallel'] alone. With tensor={tensor} its gradient would count batches"
+                    " wrongly. Give `fully_shard` in `configure_model` that mesh,"
+                    " mesh=self.device_mesh['data_parallel'], and no ignored_params."
                 )
 
 

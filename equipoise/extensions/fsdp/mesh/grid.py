@@ -38,15 +38,22 @@ Size = int | Literal["auto"]
 _ROWS = count()
 
 
-def check_size(name: str, size: Any) -> None:
+def check_size(name: str, size: Any, *, or_auto: bool = True) -> None:
     """Check a size of the grid.
+
+    Args:
+        name: Its name.
+        size: The size.
+        or_auto: Whether it may be "auto". Default: True.
 
     Raises:
         ConfigurationError: If it is none.
     """
     is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-    if size != "auto" and not is_number:
-        raise ConfigurationError(f"{name} must be 'auto' or a whole number from 1, not {size!r}.")
+    is_auto = or_auto and size == "auto"
+    if not is_number and not is_auto:
+        kinds = "'auto' or a whole number" if or_auto else "a whole number"
+        raise ConfigurationError(f"{name} must be {kinds} from 1, not {size!r}.")
 
 
 def sizes_of(data: Size, tensor: Size, processes: int, of_machine: int, context: int = 1) -> tuple[int, int]:

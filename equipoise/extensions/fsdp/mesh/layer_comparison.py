@@ -7,7 +7,7 @@ each process, has a gradient that lacks the other parts.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
 __all__ = [
+    "CUT_LAYERS",
     "TOLERANCES",
     "Difference",
     "LayerComparison",
+    "Sides",
     "copied",
     "difference_of",
     "gradient_of",
@@ -87,26 +89,36 @@ class Difference(NamedTuple):
     is_cut: bool = False
 
 
+class Sides(NamedTuple):
+    """What is compared with what, in words of messages.
+
+    Attributes:
+        parts: What each process computes a part of.
+        wholes: With what it is compared.
+        advice: What to do if they differ. Default: empty, it follows from the differences of cut layers.
+    """
+
+    parts: str = "cut layers"
+    wholes: str = "whole ones"
+    advice: str = ""
+
+
+CUT_LAYERS = Sides()
+
+
 class LayerComparison:
-    """Compares the layers of a module, cut over rows of processes, with whole ones, once in a fit.
+    """Compares parts that processes of a row compute with the whole, once in a fit: cut layers, or parts of sequences.
 
     All processes call each method together, and decide alike.
 
     Args:
         module: The user's module, before its layers are cut.
-
-    Attributes:
-        parts: What is compared, for messages.
-        wholes: With what it is compared.
-        sees_all: Whether each process sees whole sequences. Then buffers, and what dropout sees, are compared as well.
+        sides: What is compared. Default: cut layers, with whole ones.
     """
 
-    parts: ClassVar[str] = "cut layers"
-    wholes: ClassVar[str] = "whole ones"
-    sees_all: ClassVar[bool] = True
-
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, sides: Sides = CUT_LAYERS) -> None:
         self._module = module
+        self._sides = sides
         # That of the module in shards is another.
         self._name = type(module).__name__
         self._twin: WholeLayers | None = None
@@ -191,7 +203,7 @@ class LayerComparison:
         reasons = [reason for reason in of_processes if reason is not None]
         if reasons:
             rank_zero_warn(
-                f"The {self.parts} of {self._name} were not compared with {self.wholes}, because"
+                f"The {self._sides.parts} of {self._name} were not compared with {self._sides.wholes}, because"
                 f" {reasons[0]}. {_OPTION} leaves the comparison out."
             )
         return not reasons
@@ -241,7 +253,8 @@ class LayerComparison:
             twin.fill(self._module, loss.device)
             if not self._is_possible(compute):
                 return
-        if self.sees_all:
+        # Statistics of parts of sequences are those of the parts.
+        if self._sides is CUT_LAYERS:
             self._check_buffers(buffers, twin.module)
             _warn_of_equal_masks(shapes, whole_shapes)
         self._judge([self._of_loss(loss, losses[0]), *self._of_gradients(twin.module)])
@@ -255,8 +268,8 @@ class LayerComparison:
         for of_process in gather_objects(others):
             if of_process:
                 raise ConfigurationError(
-                    f"In the first batch the buffer {of_process[0]!r} has other values with {self.parts} than with"
-                    f" {self.wholes}: its module computes them from parts. Leave the layers beside it whole. {_OPTION}"
+                    f"In the first batch the buffer {of_process[0]!r} has other values with cut layers than with whole"
+                    f" ones: its module computes them from parts. Leave the layers beside it whole. {_OPTION}"
                     " trains without this comparison."
                 )
 
@@ -314,8 +327,8 @@ class LayerComparison:
             num_others = max(number for _, _, number in of_processes)
             raise ConfigurationError(self._refusal(loss, worst, num_others))
         rank_zero_info(
-            f"The {self.parts} compute the same as {self.wholes}: in the first batch the loss and all gradients agree."
-            f" The largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
+            f"The {self._sides.parts} compute the same as {self._sides.wholes}: in the first batch the loss and all"
+            f" gradients agree. The largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
         )
 
     def _refusal(self, loss: Difference, worst: Difference, num_others: int) -> str:
@@ -329,17 +342,14 @@ class LayerComparison:
                 more = f" (and those of {num_others - 1} more parameters)"
             reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
         return (
-            f"The {self.parts} compute something else than {self.wholes}. In the first batch {' and '.join(reasons)}."
-            f" {self.advice(loss, worst)} {_OPTION} trains without this comparison."
+            f"The {self._sides.parts} compute something else than {self._sides.wholes}. In the first batch"
+            f" {' and '.join(reasons)}. {self._advice(loss, worst)} {_OPTION} trains without this comparison."
         )
 
-    def advice(self, loss: Difference, worst: Difference) -> str:
-        """Return what to do about parts that compute something else.
-
-        Args:
-            loss: The difference of the loss.
-            worst: The largest difference of a gradient.
-        """
+    def _advice(self, loss: Difference, worst: Difference) -> str:
+        """Return what to do about parts that compute something else."""
+        if self._sides.advice:
+            return self._sides.advice
         if loss.excess <= 1 and not worst.is_cut:
             return (
                 f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here"

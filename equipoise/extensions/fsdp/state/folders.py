@@ -1,24 +1,61 @@
 """Checkpoints of a module in shards as folders: each process writes its shards, immediately or in the background."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
 from equipoise.interop.remote.paths import to_path
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.pieces import HostCopies, pieces_of
+from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.saving import Content, save_folder
 from equipoise.strategies.checkpoint_folders import CheckpointFolders
 
-__all__ = ["ShardFolders"]
+__all__ = ["CollectedShards", "ShardFolders"]
+
+
+class CollectedShards(dict[str, DTensor]):
+    """Tensors in shards of a checkpoint, by names that are the same in all processes, with placeholders for them."""
+
+    def add(self, name: str, value: Any) -> Any:
+        """Return a placeholder for a tensor in shards; everything else is returned as it is.
+
+        Args:
+            name: The name of the tensor in the checkpoint.
+            value: The value.
+        """
+        if not isinstance(value, DTensor):
+            return value
+        self[name] = value
+        return make_placeholder(value, name)
+
+    def of_module(self, prefix: str, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a module; a tied parameter is saved once.
+
+        Args:
+            prefix: How the names begin.
+            module: The module.
+            state: Its state.
+        """
+        # 1. The first name of each parameter. Buffers have one name each.
+        first_names: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            aliases[name] = first_names.setdefault(id(parameter), name)
+        # 2. The state.
+        collected = {}
+        for key, value in state.items():
+            name = aliases.get(key, key)
+            collected[key] = self.add(f"{prefix}/{name}", value)
+        return collected
 
 
 class ShardFolders(CheckpointFolders):
@@ -64,7 +101,7 @@ class ShardFolders(CheckpointFolders):
         # 1. The memory of the last copy is used again.
         self.finish()
         target = to_path(path)
-        pieces = pieces_of(self._saved_here(self._tensors.tensors))
+        pieces = pieces_of(self._saved_here(self._tensors))
         self._tensors = None
         # 2. Write. Nothing changes the tensors until the next step, so no copy is needed immediately.
         if self._group is None:

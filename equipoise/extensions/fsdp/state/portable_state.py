@@ -1,5 +1,6 @@
 """Full states of a module in shards, which any other strategy can load."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -12,8 +13,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.extensions.fsdp.state.collected_shards import CollectedShards
-from equipoise.extensions.fsdp.state.folders import ShardFolders
+from equipoise.extensions.fsdp.state.folders import CollectedShards, ShardFolders
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import shard_like
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
@@ -136,14 +136,15 @@ class ShardedState(PortableState):
         keep = self._group.is_main
         collected = self._collected
         content = optimizer.state_dict()
-        states = {}
+        states: dict[int, dict[str, Any]] = defaultdict(dict)
         for number, state in content["state"].items():
-            if collected is not None:
-                prefix = f"optimizer_states/{self.optimizers.index(optimizer)}/{number}"
-                states[number] = collected.of_values(prefix, state)
-            else:
-                states[number] = {key: whole(value, keep=keep) for key, value in state.items()}
-        return {**content, "state": states}
+            for key, value in state.items():
+                if collected is None:
+                    states[number][key] = whole(value, keep=keep)
+                else:
+                    name = f"optimizer_states/{self.optimizers.index(optimizer)}/{number}/{key}"
+                    states[number][key] = collected.add(name, value)
+        return {**content, "state": dict(states)}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load an optimiser's state, each process its shards; see `PortableState.load_optimizer_state`."""

@@ -1,6 +1,7 @@
 """An optimiser of a module in shards that the user steps by hand, within a step that continues afterwards."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.amp import GradScaler
@@ -28,10 +29,7 @@ class SteppedByHand(StrategyOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser; see `StrategyOptimizer.step`."""
-        self._sharded.switches.follow()
-        result = self._stepped.step(closure, **kwargs)
-        self._sharded.gather_root()
-        return result
+        return self._then_gathered(partial(self._stepped.step, closure, **kwargs))
 
     def unscale(self, scaler: GradScaler) -> None:
         """Divide the gradients by the scale of the loss; see `StrategyOptimizer.unscale`."""
@@ -39,7 +37,10 @@ class SteppedByHand(StrategyOptimizer):
 
     def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
         """Step the optimiser unless a gradient is not finite; see `StrategyOptimizer.scaled_step`."""
+        return self._then_gathered(partial(self._stepped.scaled_step, scaler, **kwargs))
+
+    def _then_gathered(self, step: Callable[[], Any]) -> Any:
         self._sharded.switches.follow()
-        result = self._stepped.scaled_step(scaler, **kwargs)
+        result = step()
         self._sharded.gather_root()
         return result

@@ -1,20 +1,16 @@
-"""Models of transformers that compute their own loss, packed sequences, dropout, steps without a batch, checkpoints."""
+"""Models of transformers that compute their own loss, packed sequences, and steps without a batch."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from tests.conftest import ignoring
-from tests.extensions.fsdp.context.networks import DECODER, POSITIONS, Gpt, Pretrained, Task, fit, samples
+from tests.extensions.fsdp.context.networks import DECODER, Gpt, Pretrained, Task, fit, samples
 from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
 
-pytestmark = [pytest.mark.slow, *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")]
+pytestmark = pytest.mark.slow
 
 
 class OwnLoss(Task):
@@ -65,36 +61,6 @@ def test_models_of_transformers() -> None:
     assert_close(fit(partial(llama, PackedWithCache)), cached, tolerance=1e-10)
 
 
-class Dropping(Task):
-    """Notes what dropout leaves of ones, in the module and in the process."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__(network)
-        self.kept: list[Tensor] = []
-
-    def training_step(self, batch: Any) -> Any:
-        ones = torch.ones_like(batch["input_ids"], dtype=torch.float64)
-        self.kept += [nn.functional.dropout(ones, 0.5), torch.rand(4)]
-        return super().training_step(batch)
-
-
-def dropped() -> Any:
-    module = Dropping(Gpt())
-    fit(lambda: module, fsdp(context=2), 2, module=module, max_epochs=1, count=4)
-    rank = torch.distributed.get_rank()
-    found: list[Any] = [None, None]
-    torch.distributed.all_gather_object(found, (rank, module.kept))
-    return found
-
-
-def test_dropout_differs_between_parts() -> None:
-    """All other random numbers are the same in all processes of a row, such as noise of each sample."""
-    (_, first), (_, second) = in_processes(2, dropped)
-    assert first[0].shape == (4, POSITIONS // 2)
-    assert not torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-
-
 def ragged() -> dict[str, Any]:
     return fit(lambda: Task(Gpt()), fsdp(context=2), 4, rows=2, count=18)
 
@@ -102,19 +68,6 @@ def ragged() -> dict[str, Any]:
 def test_a_row_without_a_batch() -> None:
     """The last step of an epoch has two samples: a batch for one of two rows."""
     assert_close(fit(lambda: Task(Gpt()), count=18), in_processes(4, ragged), tolerance=1e-10)
-
-
-@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
-def test_one_device_continues_from_a_checkpoint(checkpoints: str, tmp_path: Path) -> None:
-    def make() -> L.LightningModule:
-        return Task(Gpt())
-
-    saves = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
-    options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True}
-    fit(make, fsdp(context=2, checkpoints=checkpoints), 2, max_epochs=1, **options)
-    (path,) = tmp_path.iterdir()
-    expected = fit(make)
-    assert_close(expected, fit(make, ckpt_path=path), tolerance=1e-10)
 
 
 def test_samples_have_labels_in_one_process_alone() -> None:

@@ -1,6 +1,8 @@
 """Refusals of what cannot be computed on parts of sequences, in all processes with one message."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, StepError
 from tests.extensions.fsdp.context.networks import Attention, Gpt, Task, fit
-from tests.extensions.fsdp.programs import fsdp, in_processes
+from tests.extensions.fsdp.programs import errors_of, fsdp, in_processes
 
 
 class ByHand(Attention):
@@ -72,17 +73,11 @@ class SkippedInOne(Task):
         return None if batch["position_ids"][0, 0] else output
 
 
-class Dims(Task):
-    """Says which entries are divided."""
-
-    dims: dict[str, int]
+class UnequalDims(Task):
+    """Says which entries are divided, of which one is shorter."""
 
     def context_dims(self, batch: Any) -> dict[str, int]:
-        return self.dims
-
-
-class UnequalDims(Dims):
-    dims = {"input_ids": 1, "number": 0}
+        return {"input_ids": 1, "number": 0}
 
 
 def with_attention(kind: type[Attention]) -> Callable[[], Task]:
@@ -94,25 +89,27 @@ def with_attention(kind: type[Attention]) -> Callable[[], Task]:
     return make
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "attention by hand": (with_attention(ByHand), ConfigurationError, "compute attention by torch's `scaled_dot"),
-    "counted positions": (lambda: Task(CountedPositions()), ConfigurationError, "Take positions from `position_ids`"),
-    "labels shifted in the step": (lambda: Shifting(Gpt()), ConfigurationError, "shift labels in the data"),
-    "a window": (with_attention(Windowed), StepError, "has a mask of shape [8, 8], where each process has 8 of 16"),
-    "a metric": (lambda: Measuring(Gpt()), StepError, "`training_step` has updated a metric"),
-    "by hand": (lambda: Manual(Gpt()), ConfigurationError, "which manual optimisation does not"),
-    "skipped in one": (lambda: SkippedInOne(Gpt()), StepError, "returned None in some of the 2 processes"),
-    "unequal lengths": (lambda: UnequalDims(Gpt()), StepError, "divides 'number' along dimension 0, whose length is 4"),
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "attention by hand": (with_attention(ByHand), "ConfigurationError: .*compute attention by torch's `scaled_dot"),
+    "counted positions": (lambda: Task(CountedPositions()), "ConfigurationError: .*Take positions from `position_ids`"),
+    "labels shifted in the step": (lambda: Shifting(Gpt()), "ConfigurationError: .*shift labels in the data"),
+    "a window": (
+        with_attention(Windowed),
+        r"StepError: .*has a mask of shape \[8, 8\], where each process has 8 of 16",
+    ),
+    "a metric": (lambda: Measuring(Gpt()), "StepError: `training_step` has updated a metric"),
+    "by hand": (lambda: Manual(Gpt()), "ConfigurationError: .*which manual optimisation does not"),
+    "skipped in one": (lambda: SkippedInOne(Gpt()), "StepError: .*returned None in some of the 2 processes"),
+    "unequal lengths": (
+        lambda: UnequalDims(Gpt()),
+        "StepError: .*divides 'number' along dimension 0, whose length is 4",
+    ),
 }
 
 
 def messages() -> dict[str, Any]:
-    """Return the class and the message of each error, in every process."""
-    found: dict[str, Any] = {}
-    for case, (make, _, _) in REFUSED.items():
-        with pytest.raises((ConfigurationError, StepError)) as caught:
-            fit(make, fsdp(context=2), 2)
-        found[case] = (caught.type.__name__, str(caught.value))
+    """Return the errors, in every process the same."""
+    found = errors_of({case: partial(fit, make, fsdp(context=2), 2) for case, (make, _) in REFUSED.items()})
     of_all: list[Any] = [None, None]
     torch.distributed.all_gather_object(of_all, found)
     assert of_all[0] == of_all[1]
@@ -122,6 +119,5 @@ def messages() -> dict[str, Any]:
 @pytest.mark.slow
 def test_what_differs_is_refused() -> None:
     found = in_processes(2, messages)
-    for case, (_, kind, words) in REFUSED.items():
-        assert found[case][0] == kind.__name__, case
-        assert words in found[case][1], case
+    for case, (_, words) in REFUSED.items():
+        assert re.match(words, found[case]), found[case]

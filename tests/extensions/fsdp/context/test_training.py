@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.extensions.fsdp.context.networks import CASES, ONE_ROW, fit
-from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
+from tests.extensions.fsdp.programs import assert_each_close, fsdp, in_processes
 
 
 @cache
@@ -34,9 +34,4 @@ def run_all(rows: int, context: int, cases: list[str]) -> dict[str, dict[str, An
 def test_training_equals_that_of_one_device(rows: int, context: int) -> None:
     cases = [case for case in CASES if rows == 1 or case not in ONE_ROW]
     outcomes = in_processes(rows * context, partial(run_all, rows, context, cases))
-    for name, values in outcomes.items():
-        try:
-            assert_close(on_one_device(name), values, tolerance=1e-10)
-        except AssertionError as error:
-            error.add_note(f"in the case {name!r}")
-            raise
+    assert_each_close(on_one_device, outcomes, tolerance=1e-10)

@@ -17,7 +17,9 @@ PLAN = {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}
 MESHES: dict[str, tuple[dict[str, Any] | None, int]] = {
     "one device": (None, 1),
     "context 2": ({"context": 2}, 2),
+    "context 2, in folders": ({"context": 2, "checkpoints": "sharded"}, 2),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2, "tensor_plan": PLAN}, 4),
+    "both, in folders": ({"context": 2, "tensor": 2, "tensor_plan": PLAN, "checkpoints": "sharded"}, 4),
 }
 
 
@@ -35,6 +37,8 @@ def run(kind: Any, mesh: str, **options: Any) -> dict[str, Any]:
         ("context 2", "one device"),
         ("context 2 x tensor 2", "context 2"),
         ("one device", "context 2 x tensor 2"),
+        ("context 2, in folders", "both, in folders"),
+        ("both, in folders", "one device"),
     ],
 )
 def test_a_run_goes_on_within_a_window(kind: Any, writer: str, reader: str, tmp_path: Path) -> None:

@@ -69,14 +69,13 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
     if positions is None and "position_ids" in signature.parameters:
         positions = row.positions(tokens.device)
         kwargs["position_ids"] = positions.expand(shape)
-    takes_mask = "attention_mask" in signature.parameters
     mask = inputs.get("attention_mask")
-    if takes_mask and positions is not None and mask is None:
-        numbers = None
+    if mask is None and positions is not None and "attention_mask" in signature.parameters:
         # A model that keeps keys takes each sample for one sequence.
+        numbers = None
         if not _keeps_keys(model, kwargs):
             numbers = _numbers_of_sequences(row, positions.expand(shape))
-        row.pack(numbers)
+        row.sequences = numbers
         # Without a mask, transformers would take each piece for a sequence.
         mask = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         kwargs["attention_mask"] = mask
@@ -94,12 +93,7 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _numbers_of_sequences(row: SequenceRow, positions: Tensor) -> Tensor | None:
-    """Return the number of the sequence at each position of the samples; None if each sample is one.
-
-    Args:
-        row: The processes that have parts of the sequences.
-        positions: Their positions in this process.
-    """
+    """Return the number of the sequence at each position of the samples; None if each sample is one."""
     # Where positions begin again, another sequence begins.
     steps = row.gather(positions, 1).diff(dim=1)
     begins = steps != 1
@@ -113,16 +107,14 @@ def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
     keeps = kwargs.get("use_cache")
     if keeps is None:
         keeps = getattr(model.config, "use_cache", False)
-    if not model.training:
+    if not keeps or not model.training:
         return bool(keeps)
-    is_recomputed = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    return bool(keeps) and not is_recomputed
+    return not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def _shifts_labels(model: Any) -> bool:
     """Return whether the loss of a model is that of the next token, and takes labels that are shifted already."""
-    loss_function = model.loss_function
-    signature = inspect.signature(loss_function)
+    signature = inspect.signature(model.loss_function)
     return "shift_labels" in signature.parameters
 
 
@@ -135,32 +127,17 @@ def _mask(
     q_length: int | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
     device: Any = "cpu",
     **others: Any,
 ) -> Tensor | None:
     """Return the mask of the queries of this process over all keys; None: it is that of the attention's own.
 
-    Args:
-        row: The processes that have parts of the sequences.
-        batch_size: The number of samples.
-        kv_length: The number of keys.
-        mask_function: Tells whether a query sees a key, from numbers of the sample, the head and both positions.
-        q_length: The number of queries. Default: None, former versions of transformers tell positions instead.
-        attention_mask: Which keys of this process are no padding; None: all.
-        local_size: The number of keys that a query sees at most; None: any.
-        allow_is_causal_skip: Whether later positions, the window and padding alone hide keys.
-        allow_is_bidirectional_skip: Whether the window and padding alone hide keys.
-        use_vmap: Whether the model adds a mask of its own.
-        device: The device of the mask.
-        others: Further arguments of transformers.
+    The arguments are those that transformers gives its functions of masks. Former versions tell no number of queries.
     """
-    has_window = local_size is not None and local_size <= row.length
-    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    # Other masks than a causal one, a window and padding may not be left out.
+    is_plain = others.get("allow_is_causal_skip", True) or others.get("allow_is_bidirectional_skip", False)
     are_parts = kv_length == row.part and q_length in (None, row.part)
-    if use_vmap or not may_skip or not are_parts:
+    if others.get("use_vmap", False) or not is_plain or not are_parts:
         raise StepError(
             "A model of transformers has a mask of its own, or keys of earlier calls, which cannot be made for a part"
             " of a sequence. Leave FSDPStrategy(context=...) out."
@@ -171,14 +148,13 @@ def _mask(
         tokens = row.gather(attention_mask, 1)
         if bool(tokens.all()):
             tokens = None
+    has_window = local_size is not None and local_size <= row.length
     if tokens is None and not has_window and row.sequences is None:
         return None
 
     # 2. The rule of the model, for the positions in the whole sequence.
-    samples = torch.arange(batch_size, device=device)
-    samples = samples[:, None, None, None]
-    queries = row.positions(torch.device(device))
-    queries = queries[:, None]
+    samples = torch.arange(batch_size, device=device)[:, None, None, None]
+    queries = row.positions(torch.device(device))[:, None]
     keys = torch.arange(row.length, device=device)
     heads = torch.zeros_like(samples)
     mask = mask_function(samples, heads, queries, keys)

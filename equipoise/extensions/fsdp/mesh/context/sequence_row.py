@@ -58,14 +58,6 @@ class SequenceRow:
         self.sequences = None
         self.ones = None
 
-    def pack(self, numbers: Tensor | None) -> None:
-        """Note which sequences the samples of the batch hold.
-
-        Args:
-            numbers: The number of the sequence at each position; (samples, all positions). None: each sample is one.
-        """
-        self.sequences = numbers
-
     @contextmanager
     def divided(self) -> Iterator[None]:
         """Note that this process computes a part of a batch, in a `with` block."""

@@ -1,12 +1,13 @@
 """Candidates of a plan: groups of layers that could be cut column-wise and then row-wise, and numbers to divide."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from equipoise.extensions.fsdp.mesh.plans.cutting import NUMBER
+from equipoise.extensions.fsdp.mesh.plans.sources import matching
 from equipoise.extensions.fsdp.mesh.plans.styles import Style, cut_width
 from equipoise.extensions.fsdp.mesh.plans.uses import Group
 
@@ -152,12 +153,12 @@ def _owners(names: Iterable[str]) -> list[str]:
     return list(owners)
 
 
-def as_patterns(names: Iterable[str], named: Callable[[str], list[str]]) -> list[str]:
+def as_patterns(names: Iterable[str], everything: Sequence[str]) -> list[str]:
     """Return patterns that name layers, or numbers, and nothing else.
 
     Args:
         names: Their names.
-        named: Returns all names that a pattern names.
+        everything: The names of all layers, or of all numbers.
     """
     remaining = dict.fromkeys(names)
     patterns = []
@@ -167,10 +168,10 @@ def as_patterns(names: Iterable[str], named: Callable[[str], list[str]]) -> list
         every = NUMBER.sub("*", name)
         first = NUMBER.sub("*", name, count=1)
         for pattern in (every, first, name):
-            of_pattern = named(pattern)
-            if remaining.keys() >= set(of_pattern):
+            named = matching(everything, pattern)
+            if remaining.keys() >= set(named):
                 break
         patterns.append(pattern)
-        for another in of_pattern:
+        for another in named:
             del remaining[another]
     return patterns

@@ -1,6 +1,6 @@
 """Origins of a plan: the option, the module's own method, and the models of transformers that the module holds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -9,7 +9,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, STYLES, Style, check_plan
 from equipoise.names.patterns import expression_of
 
-__all__ = ["Plan", "named_layers", "named_numbers", "plan_of_models", "written_plan"]
+__all__ = ["Plan", "layers_of", "matching", "numbers_of", "plan_of_models", "written_plan"]
 
 _OPTION = "FSDPStrategy(tensor_plan=...)"
 
@@ -56,13 +56,15 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
 
     # 2. The layers and attributes that they name.
     plan = Plan(origin, {}, [], {})
+    layers = layers_of(module)
+    numbers = numbers_of(module)
     for pattern, style in option.items():
         if style == DIVIDED:
-            names = named_numbers(module, pattern)
+            names = matching(numbers, pattern)
             missing = "number of the module or its submodules"
             plan.divided.extend(names)
         else:
-            names = named_layers(module, pattern)
+            names = matching(layers, pattern)
             missing = "submodule"
             styles = dict.fromkeys(names, style)
             plan.styles.update(styles)
@@ -71,27 +73,25 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     return plan
 
 
-def named_layers(module: nn.Module, pattern: str) -> list[str]:
-    """Return the full names of the submodules that a pattern names."""
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names to which a pattern applies."""
     expression = expression_of(pattern)
-    names = []
-    for name, _ in module.named_modules():
-        if name and expression.fullmatch(name):
-            names.append(name)
-    return names
+    return [name for name in names if expression.fullmatch(name)]
 
 
-def named_numbers(module: nn.Module, pattern: str) -> list[str]:
-    """Return the full names of the attributes with whole numbers that a pattern names."""
-    owners, _, attribute = pattern.rpartition(".")
-    expression = expression_of(owners)
+def layers_of(module: nn.Module) -> list[str]:
+    """Return the full names of all submodules."""
+    return [name for name, _ in module.named_modules() if name]
+
+
+def numbers_of(module: nn.Module) -> list[str]:
+    """Return the full names of all attributes with whole numbers."""
     names = []
-    for name, part in module.named_modules():
-        value = vars(part).get(attribute)
-        # By type: True counts among the integers.
-        if type(value) is int and expression.fullmatch(name):
-            full_name = f"{name}.{attribute}"
-            names.append(full_name.removeprefix("."))
+    for owner, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            # By type: True counts among the integers.
+            if type(value) is int:
+                names.append(f"{owner}.{attribute}".removeprefix("."))
     return names
 
 
@@ -102,32 +102,21 @@ def plan_of_models(module: nn.Module) -> Plan | None:
         module: The module.
     """
     plan = Plan("transformers", {}, [], {})
+    layers = layers_of(module)
+    parameters = [name for name, _ in module.named_parameters()]
     for prefix, styles in _models(module):
         for pattern, style in styles.items():
-            names = named_layers(module, prefix + pattern)
-            for name in names:
+            for name in matching(layers, prefix + pattern):
                 if style in STYLES:
                     plan.styles[name] = style
                 else:
                     plan.reasons[name] = f"torch has no style for {style!r}"
             # Some entries name parameters, such as those of experts in one tensor.
-            if not names:
-                parameters = _parameters(module, prefix + pattern)
-                reasons = dict.fromkeys(parameters, "it is a parameter")
-                plan.reasons.update(reasons)
+            for name in matching(parameters, prefix + pattern):
+                plan.reasons[name] = "it is a parameter"
     if not plan.styles:
         return None
     return plan
-
-
-def _parameters(module: nn.Module, pattern: str) -> list[str]:
-    """Return the full names of the parameters that a pattern names."""
-    expression = expression_of(pattern)
-    names = []
-    for name, _ in module.named_parameters():
-        if expression.fullmatch(name):
-            names.append(name)
-    return names
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
