@@ -32,11 +32,11 @@ GROUPS = {
         *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "gradients", "host_work", "runs")),
     ],
     "pipeline": [
-        *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "loops", "zero_bubble", "checkpoints")),
+        *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "zero_bubble", "checkpoints")),
         *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "loss_profile", "stacks", "faults")),
         "tests/strategies/replicated",
     ],
-    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "process_loops", "averages")],
+    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "averages")],
 }
 # At most two cases of each test run: further cases differ in numbers, not in devices. All cases of a file run with
 # `python -m pytest -p tests.simulated.plugin -m "" FILE`.

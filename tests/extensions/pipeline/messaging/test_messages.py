@@ -33,6 +33,13 @@ def values() -> list[Any]:
         torch.randn(1100, 1000, generator=draw),  # more than goes in one message
         torch.randn(1000, 1100, generator=draw).t(),
         torch.randn(2, 3, 4, 5, generator=draw).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4, generator=draw).permute(2, 0, 1),
+        # Of one sample, whose strides torch takes for contiguous, as others do not.
+        torch.empty_strided((1, 4, 4, 16), (16, 4, 1, 16)).copy_(torch.randn(1, 4, 4, 16, generator=draw)),
+        torch.randn(3, 2, dtype=torch.complex64, generator=draw).t().conj(),
+        # Memory with gaps, and memory of several values at once.
+        (torch.randn(4, 6, generator=draw)[::2, ::3], torch.randn(3, 1, generator=draw).expand(3, 4)),
+        torch.randn(6, generator=draw).as_strided((3, 3), (1, 1)),
         {"text": "x" * 100_000},
     ]
 
@@ -68,11 +75,25 @@ def test_what_arrives_is_what_was_sent(ahead: bool) -> None:
             same(other, [value])
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether each place of the tensor's memory has one value of it. A conjugated one is copied anyway."""
+    step_and_size = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    filled = 1
+    for step, size in step_and_size:
+        if step != filled:
+            return False
+        filled *= size
+    return tensor.numel() > 0
+
+
 def same(found: Any, value: Any) -> None:
     assert type(found) is type(value)
     if isinstance(value, Tensor):
         assert (found.dtype, found.shape, found.requires_grad) == (value.dtype, value.shape, value.requires_grad)
         assert torch.equal(found, value.resolve_conj())
+        assert found.is_leaf
+        if is_dense(value):
+            assert found.stride() == value.stride()
     elif isinstance(value, dict):
         assert found.keys() == value.keys()
         same(list(found.values()), list(value.values()))

@@ -13,9 +13,10 @@ from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
-from equipoise.extensions.pipeline.planning.cut import CutOptions
+from equipoise.extensions.pipeline.planning.cut import CutOptions, table_of
+from equipoise.extensions.report.collect_record import pipeline_step
 from tests.conftest import ignoring
-from tests.extensions.pipeline.strategy.test_pipeline import Dropping
+from tests.extensions.pipeline.strategy.test_pipeline import Dropping, looped
 from tests.support.pipelines import Tokens, fit, pipelined, quiet
 from tests.test_transparency import Batches, Mlp
 
@@ -75,6 +76,21 @@ def test_resumed_elsewhere_in_the_midst_of_an_epoch(before, after, accumulate, t
     same_weights(whole[0], resume(Tokens, path, accumulate_grad_batches=accumulate, **after)[0], 1e-11)
 
 
+def test_cuts_go_from_any_schedule_to_any_other(tmp_path):
+    """The same number of stages, so the cut is kept: on four devices, and on two with two stages each."""
+    whole, path = fit(Tokens, SIZES), tmp_path / "saved.ckpt"
+    one, other = looped(2, micro_batches=3), pipelined(4, micro_batches=3)
+    for before, after in ((one, other), (other, looped(2, micro_batches=3, schedule="looped_bfs"))):
+        trainer = fit(Tokens, SIZES, callbacks=[Save(path, 3)], **before)[2]
+        module, _, again = resume(Tokens, path, **after)
+        same_weights(whole[0], module, 1e-11)
+        kept = [each.connected_strategy.portable.strategy_state() for each in (trainer, again)]
+        assert kept[0] == kept[1]
+        assert len(kept[0]["cut_before"]) == 3
+    for after in ({}, looped(3, micro_batches=3)):
+        same_weights(whole[0], resume(Tokens, path, **after)[0], 1e-11)
+
+
 def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
     """With dropout, whose masks depend on the cut; the cut is the checkpoint's, though it would be measured anew."""
     path = tmp_path / "saved.ckpt"
@@ -114,6 +130,44 @@ def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
         third.portable.load_strategy_state(strange)
         quiet(strategy=third, devices=["cpu", "cpu"]).fit(Tokens().double(), loader)
         assert third.portable.strategy_state()["cut_before"]
+
+
+def test_the_table_and_the_report():
+    strategy = PipelineStrategy(schedule="interleaved_1f1b", stages_per_device=3, micro_batches=4)
+    trainer = quiet(strategy=strategy, devices=["cpu", "cpu"])
+    tables: list[Any] = []
+
+    class Look(Tokens):
+        def on_train_end(self) -> None:
+            assert strategy._run is not None
+            network = strategy._run.network
+            assert network.cut is not None
+            tables.append((network.cut, network.options))
+
+    trainer.fit(Look().double(), DataLoader(Batches([13]), batch_size=None))
+    ((cut, options),) = tables
+    told = table_of(cut, options, [1] * 6)
+    assert len(told.splitlines()) == 1 + 6 + 3
+    assert "with 4 of them under 'interleaved_1f1b' devices idle" in told
+    assert sum(told.count(f"{device} ") for device in set(strategy.devices)) >= 8
+    assert all(0 < peak <= sum(stage.memory for stage in cut.stages[at::2]) for at, peak in enumerate(cut.peaks))
+    step = pipeline_step(strategy)
+    assert step is not None
+    assert step.devices == [str(device) for device in strategy.devices]
+    assert (step.timeline.stages, len(step.timeline.spans)) == (6, 2 * 6 * 4)
+
+
+def test_speeds_are_those_of_devices():
+    options = CutOptions(
+        devices=[torch.device("cpu")] * 4,
+        schedule="looped_bfs",
+        micro_batches=2,
+        stages_per_device=2,
+        speeds=[3, 1],
+    )
+    made = options.stage_devices()
+    assert [device.slowness for device in made] == [1, 3, 1, 3]
+    assert made[0].memory == made[2].memory
 
 
 def test_names_that_the_table_shows_can_be_given():

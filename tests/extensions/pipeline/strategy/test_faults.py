@@ -95,20 +95,25 @@ CUT = {"cut_before": ["net.2", "net.3"], "micro_batches": 4}
 
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
+# On three devices, and four stages on two.
+LOOP = {"cut_before": ["net.2", "net.3", "net.4"], "schedule": "interleaved_1f1b"}
+PLANS: list[tuple[int, dict[str, Any]]] = [(3, {}), (2, LOOP)]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
-    ("stage", "phase", "error", "threads"), pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True])
+    ("stage", "phase", "error", "threads", "plan"),
+    pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True], PLANS),
 )
-def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads):
+def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads, plan):
     """They name the stage; no thread is left, no forward is caught any more, and the same trainer can continue."""
     module = Failing(stage, phase=phase, error=error).double()
-    options = pipelined(3, threads=threads, **CUT)
+    devices, schedule = plan
+    options = pipelined(devices, threads=threads, **{**CUT, **schedule})
     trainer = quiet(**options)
     with pytest.raises(error, match="injected") as raised:
         trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
-    device = options["strategy"].devices[stage]
+    device = options["strategy"].devices[stage % devices]
     assert f"This was stage {stage} of the pipeline, on {device}." in raised.value.__notes__
     assert "forward" not in vars(module.net)
     assert "forward" not in vars(module)
@@ -205,6 +210,33 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
     assert recovery.events[-1].device == str(options["strategy"].devices[stage])
 
 
+class Hungry(Failing):
+    """Runs out of memory where a micro-batch has more than two samples."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if len(batch["label"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+
+def test_a_step_that_does_not_fit_is_done_in_more_micro_batches():
+    def make() -> Failing:
+        return Failing(-1)
+
+    options = pipelined(2, schedule="interleaved_1f1b", micro_batches=1)
+    run = fit(Hungry, SIZES, callbacks=[Gradients(), OOMRecovery()], **options)
+    assert_same_weights(fit(make, SIZES)[0], run[0])
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for (name, expected), actual in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
 # Bad input
 
 
@@ -236,6 +268,8 @@ def test_wrong_arguments(options, told):
         ({"link_speeds": [1000, 0]}, "link_speeds are MiB per second above 0"),
         ({"link_speeds": [1000]}, "link_speeds must have 2 entries for 2 devices"),
         ({"speeds": [1, 2, 3]}, "speeds must have 2 entries for 2 devices"),
+        ({**LOOP, "cut_before": ["net.2"]}, "cut_before must have 3 entries for 2 devices, 2 on each, but has 1"),
+        ({**LOOP, "speeds": [1] * 6}, "speeds must have 2 entries for 2 devices, 2 on each, but has 6"),
     ],
 )
 def test_arguments_that_do_not_fit_the_devices(options, told):
@@ -472,17 +506,17 @@ class Asks(nn.Module):
 
 
 def refusal(*blocks: nn.Module) -> str:
-    """The message for a network in so few blocks that five devices cannot share them."""
+    """The message for a network in so few blocks that three devices with two stages each cannot share them."""
     module = Mlp()
     module.net = nn.Sequential(*blocks)
-    with pytest.raises(ConfigurationError, match="not enough for 5 stages") as raised:
-        quiet(**pipelined(5, micro_batches=2)).fit(module.double(), DataLoader(Batches(SIZES), batch_size=None))
+    with pytest.raises(ConfigurationError, match="not enough for 6 stages") as raised:
+        quiet(**pipelined(3, schedule="looped_bfs")).fit(module.double(), DataLoader(Batches(SIZES), batch_size=None))
     return str(raised.value)
 
 
 def test_too_few_blocks_names_the_largest_that_stays_whole_and_is_not_in_another() -> None:
     told = refusal(Asks(30), Asks(30, Asks(60)), nn.Linear(60, CLASSES))
-    assert "Give fewer devices" in told
+    assert "Give fewer devices or stages_per_device" in told
     assert "'net.1' (Asks), which has " in told
     assert "Asks.forward, line" in told
     assert "`return hidden * 2 if hidden.sum() > 1e9 else hidden`" in told

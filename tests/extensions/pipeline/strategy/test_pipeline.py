@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import PipelineStrategy
+from equipoise.extensions.pipeline.schedule.schedule import actions_of
 from tests.conftest import ignoring
 from tests.support.pairs import pairwise
 from tests.support.pipelines import Copying, Tokens, fit, pipelined, quiet
@@ -32,6 +33,7 @@ from tests.test_transparency import (
 pytestmark = ignoring("\\w+ has a `validation_step`, but")
 
 SIZES = [13, 13, 5, 13, 2]
+INTERLEAVED = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
 REFERENCES: dict[str, Any] = {}
 
 
@@ -49,6 +51,12 @@ def reference(make: Any, **options: Any) -> Any:
     return REFERENCES[key]
 
 
+def looped(devices: int, each: int = 2, strategy: Any = PipelineStrategy, **options: Any) -> dict[str, Any]:
+    """Arguments of a trainer with several stages on each device."""
+    given = {"schedule": "interleaved_1f1b", "stages_per_device": each, **options}
+    return pipelined(devices, strategy, **given)
+
+
 def assert_same_logs(one: Any, other: Any) -> None:
     expected, actual = one.callback_metrics, other.callback_metrics
     assert set(expected) == set(actual)
@@ -59,21 +67,29 @@ def assert_same_logs(one: Any, other: Any) -> None:
 # Transparency
 
 
-@pytest.mark.quick_cases(4)
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "schedule", "threads"),
-    pairwise([2, 3, 4], [1, 2, 4, 5, 13], ["gpipe", "1f1b"], [None, True]),
-)
-def test_gradients_are_those_of_one_device(stages, micro_batches, schedule, threads):
+# Schedules with numbers of devices and of stages on each.
+PLANS = [
+    *((schedule, devices, 1) for schedule in ("gpipe", "1f1b") for devices in (2, 3, 4)),
+    *((schedule, devices, each) for schedule in INTERLEAVED for devices in (2, 3) for each in (2, 3)),
+    *(("interleaved_zero_bubble", devices, 1) for devices in (1, 2, 3)),
+]
+
+
+@pytest.mark.quick_cases(9)
+@pytest.mark.parametrize(("plan", "micro_batches", "threads"), pairwise(PLANS, [1, 2, 4, 5, 13], [None, True]))
+def test_gradients_are_those_of_one_device(plan, micro_batches, threads):
     """Tied weights, skips, containers between stages, masked tokens, batches of fewer samples than micro-batches."""
-    options = {"micro_batches": micro_batches, "schedule": schedule, "threads": threads}
+    schedule, devices, each = plan
     expected = reference(Tokens, val=[4, 3])
-    run = fit(Tokens, SIZES, val=[4, 3], **pipelined(stages, **options))
+    options = {"micro_batches": micro_batches, "schedule": schedule, "threads": threads}
+    run = fit(Tokens, SIZES, val=[4, 3], **looped(devices, each, **options))
     assert_same(expected, run)
     assert_same_logs(expected[2], run[2])
-    spans = run[2].connected_strategy.timeline.spans
-    assert len(spans) == 2 * stages * min(micro_batches, SIZES[-1])
-    assert {span.stage for span in spans} == set(range(stages))
+    timeline = run[2].connected_strategy.timeline
+    last = min(micro_batches, SIZES[-1])
+    for device in range(devices):
+        own = [(span.stage, span.action) for span in timeline.spans if span.stage % devices == device]
+        assert own == actions_of(schedule, device, devices, last, each)
 
 
 def by_self() -> Any:
@@ -228,6 +244,18 @@ def test_networks_of_all_kinds(make, strategy):
     assert_same(reference(make), run)
 
 
+DIVISIBLE = [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer]
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(
+    ("make", "strategy", "schedule"), pairwise(DIVISIBLE, [PipelineStrategy, Copying], INTERLEAVED)
+)
+def test_several_stages_on_each_device(make, strategy, schedule):
+    run = fit(make, SIZES, **looped(1 if make is Recurrent else 2, 2, strategy, micro_batches=4, schedule=schedule))
+    assert_same(reference(make), run)
+
+
 class Evaluated(Transformer):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         hidden = self.net(batch["features"], src_key_padding_mask=~batch["mask"])
@@ -252,6 +280,14 @@ def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(options):
 def test_copies_of_tied_layers(make, threads):
     run = fit(make, SIZES, accumulate_grad_batches=2, **pipelined(3, Copying, micro_batches=3, threads=threads))
     assert_same(reference(make, accumulate_grad_batches=2), run)
+
+
+@pytest.mark.parametrize("threads", [None, True])
+def test_a_layer_has_one_copy_on_each_device(threads):
+    """The shared layer is called in four stages, on two devices."""
+    cut = {"cut_before": ["other", "tanh_2", "tanh_3"], "micro_batches": 3, "threads": threads}
+    run = fit(SharedLayer, SIZES, accumulate_grad_batches=2, **looped(2, 2, Copying, **cut))
+    assert_same(reference(SharedLayer, accumulate_grad_batches=2), run)
 
 
 class Sparse(Base):
@@ -440,13 +476,13 @@ def test_mixed_precision(precision):
 # Evaluations
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_evaluations_are_those_of_one_device_to_the_bit(stages):
+@pytest.mark.parametrize("options", [pipelined(2), pipelined(4), looped(2, 3)])
+def test_evaluations_are_those_of_one_device_to_the_bit(options):
     loader = DataLoader(Batches([5, 3]), batch_size=None)
     module, _, trainer = fit(Tokens, SIZES, max_epochs=1)
     expected = [trainer.validate(module, loader, verbose=False), trainer.test(module, loader, verbose=False)]
     predicted = trainer.predict(module, loader)
-    other = quiet(**pipelined(stages))
+    other = quiet(**options)
     assert [other.validate(module, loader, verbose=False), other.test(module, loader, verbose=False)] == expected
     for one, another in zip(predicted, other.predict(module, loader), strict=True):
         assert torch.equal(one, another)

@@ -60,9 +60,9 @@ class Layer(nn.Module):
 
 
 class Faulty(L.LightningModule):
-    def __init__(self, place: str, how: Callable[[], None], stage: int, at: int = 3) -> None:
+    def __init__(self, place: str, how: Callable[[], None], stage: int, at: int = 3, stages: int = 3) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(Layer(place if each == stage else "", how, at) for each in range(3)))
+        self.net = nn.Sequential(*(Layer(place if each == stage else "", how, at) for each in range(stages)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
@@ -74,28 +74,34 @@ class Faulty(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def make_trainer(**options: Any) -> Trainer:
-    strategy = PipelineStrategy(
-        engine="processes", timeout=options.pop("timeout", 300.0), micro_batches=2, cut_before=["net.1", "net.2"]
-    )
+def make_trainer(devices: int = 3, plan: Any = None, timeout: float = 300.0, **options: Any) -> Trainer:
+    plan = {"cut_before": ["net.1", "net.2"], **(plan or {})}
+    strategy = PipelineStrategy(engine="processes", timeout=timeout, micro_batches=2, **plan)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     given = {"max_epochs": 1, "num_sanity_val_steps": 0, "enable_checkpointing": False, **quiet, **options}
-    return Trainer(strategy=strategy, devices=["cpu"] * 3, **given)
+    return Trainer(strategy=strategy, devices=["cpu"] * devices, **given)
 
 
 def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
 
 
-@pytest.mark.quick_cases(3)
+LOOP = {"cut_before": ["net.1", "net.2", "net.3"], "schedule": "interleaved_1f1b"}
+
+
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("place", ["forward", "backward", "validation"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_error(place: str, stage: int) -> None:
-    run = make_trainer()
+@pytest.mark.parametrize(
+    ("stage", "devices", "plan"), [*((stage, 3, {}) for stage in range(3)), *((stage, 2, LOOP) for stage in range(4))]
+)
+def test_an_error(place: str, stage: int, devices: int, plan: Any) -> None:
+    """The last process, of one stage or two, is that of the trainer."""
+    run = make_trainer(devices, plan)
     with pytest.raises(Mistake, match="on purpose") as caught:
-        run.fit(Faulty(place, raises, stage), loader(), loader())
+        run.fit(Faulty(place, raises, stage, stages=4 if plan else 3), loader(), loader())
     told = "".join(getattr(caught.value, "__notes__", []))
-    assert (f"stage {stage}, on cpu, in a process of its own" in told) == (stage < 2)
+    is_in_worker = stage % devices < devices - 1
+    assert (f"stage {stage}, on cpu, in a process of its own" in told) == is_in_worker
     assert run.state.status == "interrupted"
     nobody_is_left()
 

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from equipoise import Callback, ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
+from equipoise.extensions.pipeline.schedule.schedule import actions_of
 from tests.conftest import ignoring
+from tests.support.pairs import pairwise
 from tests.support.pipelines import stay_whole
 
 pytestmark = [*ignoring("Checkpoint directory"), pytest.mark.usefixtures("quick_collections")]
@@ -102,6 +104,10 @@ def processes(**options: Any) -> PipelineStrategy:
     return PipelineStrategy(**{"engine": "processes", "timeout": 60.0, "cut_before": None, **options})
 
 
+def looped(each: int = 2, **options: Any) -> PipelineStrategy:
+    return processes(**{"schedule": "interleaved_1f1b", "stages_per_device": each, **options})
+
+
 def make_trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
     keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     given = {"max_epochs": 2, "logger": False, "enable_checkpointing": keeps, "precision": "64-true", **options}
@@ -148,11 +154,30 @@ def same_states(expected: Any, actual: Any, tolerance: float) -> None:
 # The first promise
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (2, 13), (3, 2), (3, 4), (4, 5)])
-def test_weights_are_those_of_one_device(stages: int, micro_batches: int, schedule: str) -> None:
-    same(on_one_device(), fit(Model, processes(micro_batches=micro_batches, schedule=schedule), stages))
+class LooksAtTimeline(L.Callback):
+    """Compares the last step as it ran, in the process that leads, with what was to be done."""
+
+    def __init__(self, plan: tuple[Any, int, int, int]) -> None:
+        self.plan = plan
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        timeline, (schedule, devices, micro_batches, each) = trainer.strategy.timeline, self.plan
+        assert (timeline.devices, timeline.stages) == (devices, devices * each)
+        for device in range(devices):
+            own = [(span.stage, span.action) for span in timeline.spans if span.stage % devices == device]
+            assert own == actions_of(schedule, device, devices, micro_batches, each)
+
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 3), ("interleaved_zero_bubble", 2)]
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(("schedule", "devices", "micro_batches"), pairwise(SCHEDULES, [2, 3], [1, 2, 5, 13]))
+def test_weights_are_those_of_one_device(schedule: tuple[str, int], devices: int, micro_batches: int) -> None:
+    name, each = schedule
+    strategy = processes(schedule=name, stages_per_device=each, micro_batches=micro_batches)
+    looks = LooksAtTimeline((name, devices, min(micro_batches, SIZES[-1]), each))
+    same(on_one_device(), fit(Model, strategy, devices, callbacks=[looks]))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -175,11 +200,17 @@ def test_with_options(options: str) -> None:
     same(one, fit(make, processes(micro_batches=3), 3, **OPTIONS[options]))
 
 
-def test_both_engines_are_one() -> None:
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (3, {"cut_before": ["net.blocks.1", "net.blocks.3"]}),
+        (2, {"cut_before": ["net.blocks.0", "net.blocks.1", "net.blocks.3"], "schedule": "interleaved_1f1b"}),
+    ],
+)
+def test_both_engines_are_one(devices: int, options: dict[str, Any]) -> None:
     """To the bit, though norms and shared gradients are put together from several processes."""
-    cut = ["net.blocks.1", "net.blocks.3"]
     runs = [
-        fit(Model, PipelineStrategy(engine=engine, micro_batches=4, cut_before=cut), 3, gradient_clip_val=0.05)
+        fit(Model, PipelineStrategy(engine=engine, micro_batches=4, **options), devices, gradient_clip_val=0.05)
         for engine in ("threads", "processes")
     ]
     same(*runs, tolerance=1e-15)
@@ -332,9 +363,10 @@ def test_reading_parameters_of_other_stages_is_refused() -> None:
 # Evaluations
 
 
-def test_evaluations() -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [(processes, 3), (looped, 2)])
+def test_evaluations(strategy: Callable[[], Any], devices: int) -> None:
     module = Model()
-    one, other = make_trainer("single_device"), make_trainer(processes(), 3)
+    one, other = make_trainer("single_device"), make_trainer(strategy(), devices)
     assert other.validate(module, data(), verbose=False)[0] == pytest.approx(
         one.validate(module, data(), verbose=False)[0], rel=1e-12
     )
@@ -380,22 +412,28 @@ def checkpoints(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")
 
 
-ANYWHERE = [("single_device", 1), ("processes", 2), ("processes", 3), ("threads", 2)]
+ANYWHERE: list[tuple[Callable[[], Any], int]] = [
+    (lambda: "single_device", 1),
+    (processes, 2),
+    (processes, 3),
+    (lambda: looped(schedule="looped_bfs"), 2),
+    (lambda: looped(3), 2),
+    (PipelineStrategy, 2),
+]
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("strategy", "devices"), ANYWHERE)
-def test_a_checkpoint_goes_on_anywhere(strategy: str, devices: int, tmp_path: Path) -> None:
-    """Written in the midst of an epoch and in the midst of a window, by three processes."""
+def test_a_checkpoint_goes_on_anywhere(strategy: Callable[[], Any], devices: int, tmp_path: Path) -> None:
+    """Written in the midst of an epoch and in the midst of a window, by three processes with two stages each."""
     whole = fit(Model, "single_device", accumulate_grad_batches=2)
-    fit(Model, processes(), 3, accumulate_grad_batches=2, callbacks=[checkpoints(tmp_path)], max_steps=3)
+    fit(Model, looped(), 3, accumulate_grad_batches=2, callbacks=[checkpoints(tmp_path)], max_steps=3)
     written = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
     assert written["state_dict"].keys() == Model().state_dict().keys()
     assert all(torch.isfinite(value).all() for value in written["state_dict"].values())
     assert len(written["optimizer_states"][0]["state"]) == len(list(Model().parameters()))
-    how = "single_device" if strategy == "single_device" else PipelineStrategy(engine=strategy)  # type: ignore[arg-type]
     again = {"callbacks": [checkpoints(tmp_path)], "ckpt_path": tmp_path / "step=3.ckpt"}
-    same(whole, fit(Model, how, devices, accumulate_grad_batches=2, **again))
+    same(whole, fit(Model, strategy(), devices, accumulate_grad_batches=2, **again))
 
 
 def test_one_device_s_checkpoint_goes_on_in_processes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, PipelineStrategy
 from tests.conftest import ignoring
-from tests.extensions.pipeline.strategy.test_pipeline import SIZES, Dropping, assert_same_logs, reference
+from tests.extensions.pipeline.strategy.test_pipeline import SIZES, Dropping, reference
 from tests.support.pipelines import Tokens, fit, pipelined, stay_whole
 from tests.test_transparency import CLASSES, FEATURES, Base, Mlp, assert_same
 
@@ -150,14 +150,6 @@ class Unusual(Base):
 @pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
 def test_steps_and_hooks(make, threads):
     assert_same(reference(make), fit(make, SIZES, **zero(threads=threads)))
-
-
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_one_stage_on_each_device(devices):
-    expected = reference(Tokens, val=[4, 3])
-    run = fit(Tokens, SIZES, val=[4, 3], **zero(devices, 1, threads=True))
-    assert_same(expected, run)
-    assert_same_logs(expected[2], run[2])
 
 
 def test_the_same_as_with_whole_backwards_to_the_bit():
