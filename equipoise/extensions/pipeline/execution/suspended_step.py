@@ -4,9 +4,9 @@ Each step runs in a thread of its own, but only while the caller that starts or 
 the network's call, or until its end. So an unmodified `training_step` runs once, and the pipeline computes its call.
 """
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from equipoise.errors import StepError
@@ -17,43 +17,31 @@ from equipoise.parallel.replicas.step_thread import StepThread
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
 
-class _LocalState(threading.local):
-    """State of each thread."""
-
-    step: "SuspendedStep | None" = None
-    is_inside_stage: bool = False
-
-    def set_step(self, step: "SuspendedStep | None") -> None:
-        self.step = step
-
-    @contextmanager
-    def inside_stage(self) -> Iterator[None]:
-        outer = self.is_inside_stage
-        self.is_inside_stage = True
-        try:
-            yield
-        finally:
-            self.is_inside_stage = outer
-
-
-_local = _LocalState()
+# The step that runs in a thread, and whether a stage computes there. A new thread begins with the defaults.
+_step: ContextVar["SuspendedStep | None"] = ContextVar("step", default=None)
+_is_inside_stage = ContextVar("is_inside_stage", default=False)
 # What a thread waits with; the step itself has the call.
 _PAUSED = object()
 
 
 def current_step() -> "SuspendedStep | None":
     """Return the step that runs in this thread; None if there is none."""
-    return _local.step
+    return _step.get()
 
 
-def inside_stage() -> AbstractContextManager[None]:
-    """Return a context in which a stage computes in this thread, so that calls of the network are not intercepted."""
-    return _local.inside_stage()
+@contextmanager
+def inside_stage() -> Iterator[None]:
+    """Let a stage compute in this thread within the context, so that calls of the network are not intercepted."""
+    token = _is_inside_stage.set(True)
+    try:
+        yield
+    finally:
+        _is_inside_stage.reset(token)
 
 
 def is_inside_stage() -> bool:
     """Return True if a stage computes in this thread."""
-    return _local.is_inside_stage
+    return _is_inside_stage.get()
 
 
 class SuspendedStep:
@@ -143,7 +131,7 @@ class SuspendedStep:
         return self._thread.pause(_PAUSED)
 
     def _run(self) -> Any:
-        _local.set_step(self)
+        _step.set(self)
         with in_helper_thread():
             return self._function()
 

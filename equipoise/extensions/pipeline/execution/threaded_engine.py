@@ -20,7 +20,7 @@ from equipoise.extensions.pipeline.execution.stage_actions import forward_of_ste
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
 from equipoise.extensions.pipeline.graph.stages import StageProgram
-from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, splits
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, receives, splits
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.strategies.timeline import Action, Span, Timeline
@@ -169,22 +169,19 @@ class StepRun:
         self._errors: list[BaseException] = []
         self.spans: list[Span] = []
 
-        # For each stage the values that it will receive, in the order of micro-batches. None ends its thread.
-        self._forwards = [queue.SimpleQueue[Any]() for _ in pipeline.devices]
-        self._backwards = [queue.SimpleQueue[Any]() for _ in pipeline.devices]
+        # For the forwards and the backwards of each stage, the values that it will receive, in the order of
+        # micro-batches. None ends its thread.
+        self._values: dict[tuple[int, bool], queue.SimpleQueue[Any]] = {}
+        for stage in range(len(pipeline.devices)):
+            for backward in (False, True):
+                self._values[stage, backward] = queue.SimpleQueue()
         for tensors in inputs:
-            self._forwards[0].put([tuple(tensors)])
+            self._values[0, False].put([tuple(tensors)])
 
     def _actions_of(self, device: int) -> list[Task]:
         """Return the actions of a device, given its index."""
-        pipeline = self._pipeline
-        return actions_of(
-            pipeline.schedule,
-            device,
-            pipeline.num_devices,
-            self._micro_batches,
-            pipeline.stages_per_device,
-        )
+        plan = (self._pipeline.num_devices, self._micro_batches, self._pipeline.stages_per_device)
+        return actions_of(self._pipeline.schedule, device, *plan)
 
     # Threads.
 
@@ -198,8 +195,7 @@ class StepRun:
                     self.compute(stage, action)
 
     def _is_ready(self, stage: int, action: Action) -> bool:
-        source = self._source_of(stage, action)
-        return source is None or not source.empty()
+        return not receives(stage, action, self._last) or not self._values[stage, action.backward].empty()
 
     def in_threads(self) -> None:
         """Compute in a thread for each device. This thread is the last device's."""
@@ -208,13 +204,8 @@ class StepRun:
         last = self._pipeline.num_devices - 1
         threads = []
         for device in range(last):
-            thread = threading.Thread(
-                target=self._work,
-                args=(device, state),
-                name=f"equipoise-stage-{device}",
-                daemon=True,
-            )
-            threads.append(thread)
+            name = f"equipoise-stage-{device}"
+            threads.append(threading.Thread(target=self._work, args=(device, state), name=name, daemon=True))
         try:
             for thread in threads:
                 thread.start()
@@ -248,29 +239,17 @@ class StepRun:
 
     def _end(self) -> None:
         """End all threads that wait for a value."""
-        for values in (*self._forwards, *self._backwards):
+        for values in self._values.values():
             values.put(None)
 
     # Actions.
-
-    def _source_of(self, stage: int, action: Action) -> "queue.SimpleQueue[Any] | None":
-        """Return the queue of the values that an action needs; None if it needs none."""
-        if action.weights:
-            return None
-        if not action.backward:
-            return self._forwards[stage]
-        if stage == self._last:
-            # Its backward begins with the loss.
-            return None
-        return self._backwards[stage]
 
     def compute(self, stage: int, action: Action) -> None:
         """Run one action."""
         device = self._pipeline.devices[stage]
         received: Any = None
-        source = self._source_of(stage, action)
-        if source is not None:
-            received = source.get()
+        if receives(stage, action, self._last):
+            received = self._values[stage, action.backward].get()
             if received is None:
                 raise _Ended
         begin = perf_counter()
@@ -284,12 +263,9 @@ class StepRun:
         self.spans.append(Span(stage, action, begin, perf_counter()))
 
         # What it returns goes to the stage that needs it, if there is one.
-        if action.weights:
-            return
-        if not action.backward and stage < self._last:
-            self._forwards[stage + 1].put(result)
-        elif action.backward and stage > 0:
-            self._backwards[stage - 1].put(result)
+        receiver = stage - 1 if action.backward else stage + 1
+        if not action.weights and 0 <= receiver <= self._last:
+            self._values[receiver, action.backward].put(result)
 
 
 class _Ended(Exception):

@@ -14,7 +14,7 @@ from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_a
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
-from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, receives
 from equipoise.strategies.timeline import Action, Span
 
 __all__ = ["ProcessStep", "tasks_of"]
@@ -145,26 +145,21 @@ class ProcessStep:
 
     def _source_of(self, stage: int, action: Action) -> Way | None:
         """Return the way by which the values of an action arrive; None if it needs none."""
-        if action.weights:
+        if not receives(stage, action, self._last_stage):
             return None
-        if not action.backward:
-            return self._rank_before, message_tag(stage, FORWARD)
-        if stage == self._last_stage:
-            # Its backward begins with the loss.
-            return None
-        return self._rank_after, message_tag(stage, BACKWARD)
+        if action.backward:
+            return self._rank_after, message_tag(stage, BACKWARD)
+        return self._rank_before, message_tag(stage, FORWARD)
 
     def _target_of(self, stage: int, action: Action) -> Way | None:
         """Return the way by which the result of an action leaves; None if it stays."""
         if action.weights:
             return None
-        if not action.backward:
-            if stage == self._last_stage:
-                return None
-            return self._rank_after, message_tag(stage + 1, FORWARD)
-        if stage > 0:
+        if action.backward and stage > 0:
             return self._rank_before, message_tag(stage - 1, BACKWARD)
-        if self._input_gradients:
+        if action.backward:
             # The main process comes before the first stage.
-            return self._rank_before, INPUT_GRADIENT
-        return None
+            return (self._rank_before, INPUT_GRADIENT) if self._input_gradients else None
+        if stage == self._last_stage:
+            return None
+        return self._rank_after, message_tag(stage + 1, FORWARD)

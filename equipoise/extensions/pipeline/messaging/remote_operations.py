@@ -5,6 +5,7 @@ operation needs no value here, and its result lies where its operands do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -32,23 +33,23 @@ _META = torch.device("meta")
 
 
 class _Operand:
-    """A tensor of an operation, as it is sent.
+    """A tensor of an operation, as it is sent: a leaf among the arguments, which no data class is.
 
     Args:
         number: Key of a tensor of the module or of a copy of it, or number of an earlier result.
-        is_result: Whether it is an earlier result.
+        is_result: Whether it is an earlier result. Default: False.
     """
 
-    def __init__(self, number: int, *, is_result: bool) -> None:
+    def __init__(self, number: int, *, is_result: bool = False) -> None:
         self.number = number
         self.is_result = is_result
 
 
+@dataclass(eq=False)
 class _Result:
-    """Result of an operation, to which all of its views refer. It is freed in the workers when none is left."""
+    """Result of an operation."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 class RemoteOperations:
@@ -102,8 +103,7 @@ class RemoteOperations:
         """Return the indices of the entries of lists of tensors, by the processes in which the entries are."""
         groups: dict[Place, list[int]] = {}
         for index in range(len(args[0])):
-            entries = [_entries(argument, [index]) for argument in args]
-            place = self._place_of(entries)
+            place = self._place_of([_entries(argument, [index]) for argument in args])
             groups.setdefault(place, []).append(index)
         return groups
 
@@ -130,27 +130,30 @@ class RemoteOperations:
         origin = origin_of(tensor)
         if isinstance(origin, _Result) and origin.number in self._places:
             return _Operand(origin.number, is_result=True)
-        key = None
-        if isinstance(origin, Tensor):
-            key = self._key_of(origin)
+        key = self._key_of(origin) if isinstance(origin, Tensor) else None
         if key is None:
             raise Unknown
-        return _Operand(key, is_result=False)
+        return _Operand(key)
 
     def _note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Note an operation whose tensors are in the same processes, and return its result."""
         arguments: list[Any] = [list(args), dict(kwargs)]
         place = self._place_of(arguments)
-        device_before = _device_elsewhere(arguments)
-        device = _device_among(arguments) or device_before
+        device_before = next(tensor.device for tensor in tensors_in(arguments) if is_elsewhere(tensor))
+        named_devices = (value for value in leaves_of(arguments) if isinstance(value, torch.device))
+        device = next(named_devices, device_before)
         # Without values both devices are one, and torch would return the tensor itself.
         if function is Tensor.to and device != device_before:
             arguments[1]["copy"] = True
 
         # 1. The shapes of the results. A tensor without values stands for each original, by its identity.
         originals: dict[int, Tensor] = {}
-        without_values = map_leaves(partial(_without_values, originals=originals), arguments)
-        shapes = _shapes_of(function, *without_values)
+        meta_args, meta_kwargs = map_leaves(partial(_without_values, originals=originals), arguments)
+        try:
+            shapes = function(*meta_args, **meta_kwargs)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            # It needs values.
+            raise Unknown from error
         if function is Tensor.to and id(shapes) in originals:
             return originals[id(shapes)]
 
@@ -188,6 +191,7 @@ class RemoteOperations:
         """Return the result with a number."""
         result = _Result(number)
         self._places[number] = place
+        # All of its views refer to it. Without one, workers free it.
         finalize(result, self._drop, number)
         return view_of(shape, result)
 
@@ -210,31 +214,6 @@ def _entries(argument: Any, indices: Iterable[int]) -> Any:
     if not isinstance(argument, list | tuple):
         return argument
     return [argument[index] for index in indices]
-
-
-def _device_elsewhere(arguments: Any) -> torch.device:
-    """Return the device of the first tensor of another process."""
-    return next(tensor.device for tensor in tensors_in(arguments) if is_elsewhere(tensor))
-
-
-def _device_among(arguments: Any) -> torch.device | None:
-    """Return the device that an argument names; None if there is no such argument."""
-    for value in leaves_of(arguments):
-        if isinstance(value, torch.device):
-            return value
-    return None
-
-
-def _shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operation on arguments without values.
-
-    Raises:
-        Unknown: If it needs values.
-    """
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise Unknown from error
 
 
 def _without_values(value: Any, originals: dict[int, Tensor]) -> Any:
@@ -295,9 +274,4 @@ def _on_one_device(arguments: Any) -> Any:
     """Bring tensors to the device of the first: an average may lie on the host."""
     device = next(tensor.device for tensor in tensors_in(arguments))
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device)
-        return value
-
-    return map_leaves(moved, arguments)
+    return map_leaves(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)

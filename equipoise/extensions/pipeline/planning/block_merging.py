@@ -23,9 +23,8 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
     Returns:
         The merged blocks, and for each the index of the call after its last.
     """
-    total_seconds = sum(block.seconds for block in blocks)
     most_blocks = stages * _FINEST
-    least_seconds = total_seconds / most_blocks
+    least_seconds = sum(block.seconds for block in blocks) / most_blocks
     has_few_blocks = len(blocks) <= most_blocks
 
     merged: list[Block] = []
@@ -42,29 +41,13 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
             if not is_long_enough or not block.may_end:
                 continue
             following = blocks[end]
-            if not _is_worth_a_cut(seconds, following, least_seconds):
+            if not following.named and min(seconds, following.seconds) < least_seconds:
                 continue
-        blocks_of_calls = blocks[first:end]
-        merged_block = _merged(blocks_of_calls)
-        merged.append(merged_block)
+        merged.append(_merged(blocks[first:end]))
         ends.append(end)
         first = end
         seconds = 0.0
     return merged, ends
-
-
-def _is_worth_a_cut(seconds: float, following: Block, least_seconds: float) -> bool:
-    """Return True if a cut before a block is useful.
-
-    Args:
-        seconds: Seconds of the block before the cut.
-        following: The block after the cut.
-        least_seconds: Seconds that both blocks need if no module begins at the cut.
-    """
-    if following.named:
-        return True
-    shorter_seconds = min(seconds, following.seconds)
-    return shorter_seconds >= least_seconds
 
 
 def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
@@ -75,33 +58,22 @@ def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
         rest: Costs of what a step computes after the network.
     """
     *blocks_before, last = blocks
-    merged = _merged([last, rest])
     # What follows the network passes nothing on.
-    with_rest = replace(
-        merged,
-        boundary=last.boundary,
-        passing=last.passing,
-        may_end=last.may_end,
-    )
-    return [*blocks_before, with_rest]
+    rest = replace(rest, boundary=last.boundary, passing=last.passing, may_end=last.may_end)
+    return [*blocks_before, _merged([last, rest])]
 
 
 def _merged(blocks: Sequence[Block]) -> Block:
-    first = blocks[0]
     last = blocks[-1]
-    saves: set[int] = set()
-    for block in blocks:
-        saves |= block.saves
-    return Block(
-        name=first.name,
-        named=first.named,
+    return replace(
+        blocks[0],
         forward=sum(block.forward for block in blocks),
         backward=sum(block.backward for block in blocks),
         parameters=sum(block.parameters for block in blocks),
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
         left=sum(block.left for block in blocks),
-        saves=frozenset(saves),
+        saves=frozenset().union(*(block.saves for block in blocks)),
         boundary=last.boundary,
         passing=last.passing,
         transient=max(block.transient for block in blocks),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.graph.call_names import modules_of, names_of, owner_of, with_parents
@@ -54,13 +53,8 @@ class CutOptions:
     def stage_devices(self) -> list[StageDevice]:
         """Return speed and memory for each stage. Equal devices share their memory, as several on a CPU do."""
         devices = self.own_devices
-        names = {str(device) for device in devices}
-        available = list_devices(only=names)
-        infos = {info.device: info for info in available}
-        speeds = self.speeds
-        if not speeds:
-            speeds = [1.0] * len(devices)
-        fastest = max(speeds)
+        infos = {info.device: info for info in list_devices(only={str(device) for device in devices})}
+        speeds = self.speeds or [1.0] * len(devices)
         links = list(self.links) or [0.0] * len(devices)
         stage_devices = []
         for device, speed, link in zip(devices, speeds, links, strict=True):
@@ -68,10 +62,8 @@ class CutOptions:
             memory = None
             if info is not None and info.memory_free is not None:
                 # An entry that repeats a device gets its part of the memory.
-                sharing = devices.count(device)
-                memory = int(_RESERVE * info.memory_free / sharing)
-            slowness = fastest / speed
-            stage_devices.append(StageDevice(slowness=slowness, memory=memory, link=link))
+                memory = int(_RESERVE * info.memory_free / devices.count(device))
+            stage_devices.append(StageDevice(slowness=max(speeds) / speed, memory=memory, link=link))
         return stage_devices * self.stages_per_device
 
 
@@ -118,9 +110,7 @@ class Cut:
     @property
     def pinned(self) -> PinnedCut:
         """The part of the cut that a later run needs."""
-        names = self.first_blocks[1:]
-        calls = self.first_calls[1:]
-        return PinnedCut(names=names, calls=calls)
+        return PinnedCut(names=self.first_blocks[1:], calls=self.first_calls[1:])
 
 
 def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
@@ -138,13 +128,7 @@ def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
         name, is_module = names[begin]
         first_blocks.append(public_name(name, is_module, prefix))
         first_calls.append(traced.calls[begin].name)
-    return Cut(
-        ends=list(ends),
-        first_blocks=first_blocks,
-        first_calls=first_calls,
-        stages=[],
-        idle=None,
-    )
+    return Cut(ends=list(ends), first_blocks=first_blocks, first_calls=first_calls, stages=[], idle=None)
 
 
 def public_name(name: str, is_module: bool, prefix: str) -> str:
@@ -163,12 +147,7 @@ def public_name(name: str, is_module: bool, prefix: str) -> str:
 # Cuts that are not measured.
 
 
-def cut_as_pinned(
-    traced: Traced,
-    pinned: PinnedCut,
-    prefix: str,
-    stages: int,
-) -> Cut | None:
+def cut_as_pinned(traced: Traced, pinned: PinnedCut, prefix: str, stages: int) -> Cut | None:
     """Cut as an earlier run did.
 
     Args:
@@ -205,12 +184,7 @@ def _are_valid_ends(traced: Traced, ends: Sequence[int]) -> bool:
     return all(allowed[end - 1] for end in ends)
 
 
-def cut_by_names(
-    traced: Traced,
-    names: Sequence[str],
-    prefix: str,
-    stages: int,
-) -> Cut:
+def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int) -> Cut:
     """Cut before modules.
 
     Args:
@@ -259,33 +233,21 @@ def _reason_against(traced: Traced, end: int, is_behind_last: bool) -> str:
 
 def _index_of_call(traced: Traced, name: str, prefix: str) -> int | None:
     """Return the index of the first call of this name, or within the module of this name; None if there is none."""
-    module_name = name
-    if prefix:
-        module_name = name.removeprefix(f"{prefix}.")
+    # The dots prevent that "layer1" matches "layer10".
+    beginning = f"{_name_in_network(name, prefix)}."
     for index, node in enumerate(traced.calls):
-        is_call_itself = node.name == name
-        if is_call_itself or _is_within(node, module_name):
+        if node.name == name or any(f"{path}.".startswith(beginning) for path in modules_of(node)):
             return index
     return None
 
 
-def _is_within(node: fx.Node, name: str) -> bool:
-    """Return True if a call belongs to a module, or to a submodule of it."""
-    # The dots prevent that "layer1" matches "layer10".
-    beginning = f"{name}."
-    for module_path in modules_of(node):
-        dotted_path = f"{module_path}."
-        if dotted_path.startswith(beginning):
-            return True
-    return False
+def _name_in_network(name: str, prefix: str) -> str:
+    return name.removeprefix(f"{prefix}.") if prefix else name
 
 
 def _hint(traced: Traced, name: str, prefix: str) -> str:
     """Return the module that contains an unknown name and stays whole, the closest name, or the first names."""
-    module_name = name
-    if prefix:
-        module_name = name.removeprefix(f"{prefix}.")
-    for parent in with_parents(module_name)[:-1]:
+    for parent in with_parents(_name_in_network(name, prefix))[:-1]:
         if parent in traced.opaque:
             whole = public_name(parent, True, prefix)
             return f" {whole!r} stays whole, since it cannot be followed: {traced.opaque[parent]}."
@@ -307,6 +269,9 @@ def _hint(traced: Traced, name: str, prefix: str) -> str:
 
 # The table.
 
+# Layout of the columns; those of predictions come last.
+_COLUMNS = ("{:>5}", "{:<8}", "{:<24}", "{:>10}", "{:>9}", "{:>10}")
+
 
 def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     """Return the cut as a table with a line for each stage.
@@ -317,23 +282,20 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         sizes: For each stage the bytes of its parameters.
     """
     # 1. The columns that every cut has, and those of a measured one.
-    header = _line("stage", "device", "begins with", "parameters")
+    rows = [["stage", "device", "begins with", "parameters"]]
+    for index, (device, name, size) in enumerate(zip(options.devices, cut.first_blocks, sizes, strict=True)):
+        rows.append([str(index), str(device), name or "(input)", format_bytes(size)])
     if cut.stages:
-        header += _line_end("time", "memory")
-    lines = [header]
-    columns = zip(options.devices, cut.first_blocks, sizes, strict=True)
-    for index, (device, name, size) in enumerate(columns):
-        begins_with = name or "(input)"
-        parameters = format_bytes(size)
-        line = _line(str(index), str(device), begins_with, parameters)
-        if cut.stages:
-            line += _predictions_of(cut.stages[index])
-        lines.append(line)
+        rows[0] += ["time", "memory"]
+        for row, stage in zip(rows[1:], cut.stages, strict=True):
+            row += [f"{stage.seconds * 1000:.2f} ms", format_bytes(stage.memory)]
+    lines = [_line(row) for row in rows]
 
     # 2. Predictions for all stages together.
     if options.stages_per_device > 1 and cut.peaks:
-        peaks = _peaks(cut, options)
-        lines.append(f"Memory of all stages of a device at its peak: {peaks}.")
+        peaks = zip(options.own_devices, cut.peaks, strict=True)
+        texts = ", ".join(f"{device} {format_bytes(peak)}" for device, peak in peaks)
+        lines.append(f"Memory of all stages of a device at its peak: {texts}.")
     if cut.idle is not None:
         lines.append(_prediction(cut, options))
     if cut.beside is not None:
@@ -346,29 +308,8 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _line(stage: str, device: str, begins_with: str, parameters: str) -> str:
-    """Return the columns that every cut has."""
-    return f"{stage:>5}  {device:<8}  {begins_with:<24}  {parameters:>10}"
-
-
-def _line_end(time: str, memory: str) -> str:
-    """Return the further columns of a measured cut."""
-    return f"  {time:>9}  {memory:>10}"
-
-
-def _predictions_of(stage: Stage) -> str:
-    milliseconds = stage.seconds * 1000
-    memory = format_bytes(stage.memory)
-    time = f"{milliseconds:.2f} ms"
-    return _line_end(time, memory)
-
-
-def _peaks(cut: Cut, options: CutOptions) -> str:
-    peaks = []
-    for device, peak in zip(options.own_devices, cut.peaks, strict=True):
-        nbytes = format_bytes(peak)
-        peaks.append(f"{device} {nbytes}")
-    return ", ".join(peaks)
+def _line(texts: Sequence[str]) -> str:
+    return "  ".join(column.format(text) for column, text in zip(_COLUMNS, texts, strict=False))
 
 
 def _prediction(cut: Cut, options: CutOptions) -> str:

@@ -40,6 +40,7 @@ __all__ = [
     "effect_of",
     "needed_for",
     "occupancy",
+    "receives",
     "splits",
 ]
 
@@ -284,6 +285,11 @@ def needed_for(stage: int, action: Action, stages: int) -> Task | None:
     if stage == 0:
         return None
     return stage - 1, action
+
+
+def receives(stage: int, action: Action, last_stage: int) -> bool:
+    """Return True if an action needs a value of another stage. The backward of the last stage begins with the loss."""
+    return not action.weights and not (action.backward and stage == last_stage)
 
 
 # The activations that a stage holds.

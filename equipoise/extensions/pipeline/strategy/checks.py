@@ -82,38 +82,22 @@ def all_are(kind: type, values: Any) -> bool:
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
-def check_entries(
-    name: str,
-    entries: Sequence[Any] | None,
-    count: int,
-    devices: int,
-    stages_per_device: int,
-    replicas: int = 1,
-) -> None:
+def check_entries(name: str, entries: Sequence[Any] | None, count: int, plan: str) -> None:
     """Check that an argument has an entry for each cut or device.
 
     Args:
         name: The name of the argument.
         entries: Its value; None: chosen by the strategy.
         count: The number of entries that it needs.
-        devices: The number of devices.
-        stages_per_device: The number of stages on each of them.
-        replicas: The number of replicas, each of which has this number of devices. Default: 1.
+        plan: Words for the devices, for instance "2 devices, a stage on each".
 
     Raises:
         ConfigurationError: If it has another number.
     """
-    if entries is None or len(entries) == count:
-        return
-    # The words of the message.
-    of_replica = " of each replica" * (replicas > 1)
-    stages: str | int = stages_per_device
-    if stages_per_device == 1:
-        stages = "a stage"
-    raise ConfigurationError(
-        f"{name} must have {count} entries for {devices} devices{of_replica}, {stages} on"
-        f" each, but has {len(entries)}: {list(entries)}."
-    )
+    if entries is not None and len(entries) != count:
+        raise ConfigurationError(
+            f"{name} must have {count} entries for {plan}, but has {len(entries)}: {list(entries)}."
+        )
 
 
 def check_module(module: nn.Module, *, training: bool) -> None:

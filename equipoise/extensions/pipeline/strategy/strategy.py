@@ -215,10 +215,12 @@ class PipelineStrategy(Strategy):
             num_devices = len(devices)
         # The first stage begins where the network does, so it has no entry.
         num_cuts = num_devices * self.stages_per_device - 1
-        plan = (num_devices, self.stages_per_device, self.replicas)
-        check_entries("cut_before", self.cut_before, num_cuts, *plan)
-        check_entries("speeds", self.speeds, num_devices, *plan)
-        check_entries("link_speeds", self.link_speeds, num_devices, *plan)
+        of_replica = " of each replica" * (self.replicas > 1)
+        stages = "a stage" if self.stages_per_device == 1 else self.stages_per_device
+        plan = f"{num_devices} devices{of_replica}, {stages} on each"
+        check_entries("cut_before", self.cut_before, num_cuts, plan)
+        check_entries("speeds", self.speeds, num_devices, plan)
+        check_entries("link_speeds", self.link_speeds, num_devices, plan)
 
     def _use_device_of_process(self) -> None:
         assert self._launch is not None

@@ -36,12 +36,7 @@ class WorkerCommands:
 
     # Commands.
 
-    def send_command(
-        self,
-        stage: int,
-        name: str,
-        *arguments: Any,
-    ) -> None:
+    def send_command(self, stage: int, name: str, *arguments: Any) -> None:
         """Send a command to a worker, and wait for nothing.
 
         Args:
@@ -49,10 +44,10 @@ class WorkerCommands:
             name: Name of the command; see `StageWorker`.
             *arguments: Arguments of the command.
         """
-        has_reply = False
-        message = (has_reply, name, *arguments)
-        rank = self._rank_of(stage)
-        self.messenger.send(rank, COMMAND, message)
+        self._send(stage, (name, *arguments), has_reply=False)
+
+    def _send(self, stage: int, command: tuple[Any, ...], *, has_reply: bool) -> None:
+        self.messenger.send(self._rank_of(stage), COMMAND, (has_reply, *command))
 
     def send_to_all(self, name: str, *arguments: Any) -> None:
         """Send a command to all workers, and wait for nothing."""
@@ -74,11 +69,8 @@ class WorkerCommands:
             BaseException: Error of a worker, in one of these commands or in an earlier one.
         """
         # 1. Send all commands before waiting for the first reply.
-        has_reply = True
         for stage, command in commands.items():
-            message = (has_reply, *command)
-            rank = self._rank_of(stage)
-            self.messenger.send(rank, COMMAND, message)
+            self._send(stage, command, has_reply=True)
         if meanwhile is not None:
             meanwhile()
 
@@ -86,21 +78,15 @@ class WorkerCommands:
         results = {}
         first_failure = None
         for stage in commands:
-            rank = self._rank_of(stage)
-            result, failure = self.messenger.receive(rank, REPLY)
-            results[stage] = result
-            if first_failure is None:
-                first_failure = failure
+            results[stage], failure = self.messenger.receive(self._rank_of(stage), REPLY)
+            first_failure = first_failure or failure
         if first_failure is not None:
             raise self.as_error(first_failure)
         return results
 
     def request_all(self, *command: Any) -> list[Any]:
         """Send a command to all workers, and return their replies in the order of stages."""
-        workers = range(self.last)
-        commands = dict.fromkeys(workers, command)
-        replies = self.request(commands)
-        return list(replies.values())
+        return list(self.request(dict.fromkeys(range(self.last), command)).values())
 
     def time_links(self) -> list[float]:
         """Return the seconds in which a byte passes from each process to the next, and from this one to the first."""
@@ -115,26 +101,22 @@ class WorkerCommands:
                 meanwhile = partial(answer_link, self.messenger, rank, device)
             else:
                 self.send_command(next_stage, "answer_link", rank)
-            command = ("time_link", self._rank_of(next_stage))
-            replies = self.request({stage: command}, meanwhile)
+            replies = self.request({stage: ("time_link", self._rank_of(next_stage))}, meanwhile)
             seconds.append(replies[stage])
 
         # 2. The main process times the way to the first stage.
         self.send_command(0, "answer_link", 0)
-        first_rank = self._rank_of(0)
-        own_seconds = time_link(self.messenger, first_rank, device)
-        return [*seconds, own_seconds]
+        seconds.append(time_link(self.messenger, self._rank_of(0), device))
+        return seconds
 
     def _rank_of(self, stage: int) -> int:
-        count = len(self.devices)
-        return rank_of(stage, count)
+        return rank_of(stage, len(self.devices))
 
     # Failures.
 
     def as_error(self, failure: StageError) -> BaseException:
         """Return the error that arrived in place of a value, and record its device."""
-        device = torch.device(failure.device)
-        self.note_failure(device)
+        self.note_failure(torch.device(failure.device))
         return failure.as_error()
 
     def note_failure(self, device: torch.device) -> None:

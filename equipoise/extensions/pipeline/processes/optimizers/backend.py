@@ -1,7 +1,7 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -113,22 +113,14 @@ class ProcessBackend(PortableState):
     def _send(self, index: int, optimizer: Optimizer) -> None:
         """Send every worker an optimiser for its parameters, with their state."""
         # 1. Copy the groups, whose options schedulers change, and find the states.
-        groups = []
-        for group in optimizer.param_groups:
-            parameters = list(group["params"])
-            groups.append(dict(group, params=parameters))
-        states = {}
-        for parameter in optimizer_parameters(optimizer):
-            # `state` is a defaultdict, so reading would add an entry.
-            if parameter in optimizer.state:
-                states[parameter] = optimizer.state[parameter]
+        groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+        # `state` is a defaultdict, so reading would add an entry.
+        with_state = [parameter for parameter in optimizer_parameters(optimizer) if parameter in optimizer.state]
 
         # 2. Send each worker the states of its parameters.
-        for stage in range(self._commands.last):
-            states_of_stage = {}
-            for parameter, state in states.items():
-                if self._placement.key_of(parameter) in self._placement.keys_of_workers[stage]:
-                    states_of_stage[parameter] = _on_cpu(state)
+        for stage, keys in enumerate(self._placement.keys_of_workers):
+            of_stage = [parameter for parameter in with_state if self._placement.key_of(parameter) in keys]
+            states_of_stage = {parameter: _on_cpu(optimizer.state[parameter]) for parameter in of_stage}
             description = (type(optimizer), states_of_stage, groups, optimizer.defaults)
             content = dumps(description, self._placement.tensors)
             self._commands.send_command(stage, "optimizers.load", index, content)
@@ -148,28 +140,19 @@ class ProcessBackend(PortableState):
     def _recall_states(self) -> None:
         """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
         for index in self._sent:
-            optimizer = self._optimizers[index]
-            states_of_stages = self._commands.request_all("optimizers.state_of", index)
-            for stage, states in enumerate(states_of_stages):
-                self._take_states(optimizer, stage, states)
+            self._fetch_states(index)
         self._sent.clear()
 
-    def _take_states(self, optimizer: Optimizer, stage: int, states: Mapping[int, Any]) -> None:
-        """Set the states of an optimiser that a worker owns."""
+    def _fetch_states(self, index: int) -> None:
+        """Fetch the state of the workers for an optimiser."""
         placement = self._placement
-        for key, state in states.items():
-            # The state of tied parameters is the same in all of their stages.
-            is_owner = placement.workers_with(key)[0] == stage
-            if is_owner and placement.is_elsewhere(key):
-                parameter = placement.tensors[key]
-                optimizer.state[parameter] = state
+        for states in self._commands.request_all("optimizers.state_of", index):
+            for key, state in states.items():
+                # The state of tied parameters is the same in all of their stages.
+                if placement.is_elsewhere(key):
+                    self._optimizers[index].state[placement.tensors[key]] = state
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """Step an optimiser in all processes.
 
         Args:
@@ -184,44 +167,28 @@ class ProcessBackend(PortableState):
         if closure is None:
             result = optimizer.step(**kwargs)
         else:
-            checked_closure = _called_once(closure, optimizer)
-            result = optimizer.step(closure=checked_closure, **kwargs)
+            result = optimizer.step(closure=_called_once(closure, optimizer), **kwargs)
 
         # 2. Step those of the workers, with the current options of this optimiser.
         index = self.number_of(optimizer)
-        options = [_options_of(group) for group in optimizer.param_groups]
+        options = [
+            {name: option for name, option in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
         self._commands.send_to_all("optimize", index, options, kwargs)
         # Options may be tensors, which schedulers change in place.
         self._commands.messenger.flush()
         return result
 
-    @contextmanager
-    def _gathered_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """Gather the whole state of an optimiser in this process for a `with` block."""
-        index = self._find(optimizer)
-        was_sent = index in self._sent
-        if was_sent:
-            self._copy_states(optimizer)
-        try:
-            yield
-        finally:
-            if was_sent:
-                self._drop_states_elsewhere(optimizer)
-
-    def _copy_states(self, optimizer: Optimizer) -> None:
-        """Fetch an optimiser's state, which the workers keep as well."""
-        sent = dict(self._sent)
-        self._recall_states()
-        self._sent = sent
-        for index in sent:
-            candidate = self._optimizers[index]
-            if candidate is not optimizer:
-                self._drop_states_elsewhere(candidate)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimiser; see `PortableState.optimizer_state`."""
-        with self._gathered_state(optimizer):
+        """Return the whole state of an optimiser; see `PortableState.optimizer_state`. The workers keep theirs."""
+        index = self._find(optimizer)
+        if index is None or index not in self._sent:
             return optimizer.state_dict()
+        self._fetch_states(index)
+        try:
+            return optimizer.state_dict()
+        finally:
+            self._drop_states_elsewhere(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the whole state of an optimiser; workers receive theirs at the next step."""
@@ -266,9 +233,7 @@ class ProcessBackend(PortableState):
         """
         if not window_is_open:
             return []
-        parameters: list[nn.Parameter] = []
-        for optimizer in optimizers:
-            parameters.extend(optimizer_parameters(optimizer))
+        parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
         return summed_gradients(self.processes, parameters)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -331,11 +296,7 @@ class ProcessBackend(PortableState):
 
 
 def _identities_of(optimizer: Optimizer) -> list[list[int]]:
-    groups = []
-    for group in optimizer.param_groups:
-        identities = [id(parameter) for parameter in group["params"]]
-        groups.append(identities)
-    return groups
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -370,19 +331,10 @@ def _several_evaluations(optimizer: Optimizer) -> str:
     )
 
 
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    options = dict(group)
-    del options["params"]
-    return options
-
-
 def _on_cpu(value: Any) -> Any:
     """Return nested dictionaries with their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        items_on_cpu = {}
-        for key, item in value.items():
-            items_on_cpu[key] = _on_cpu(item)
-        return items_on_cpu
+        return {key: _on_cpu(item) for key, item in value.items()}
     return value

@@ -12,10 +12,7 @@ from equipoise.parallel.gradient_sums import sum_gradients
 __all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
 
 
-def sum_tied_gradients(
-    processes: StageClient,
-    parameters: Sequence[nn.Parameter],
-) -> None:
+def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> None:
     """Give every process the gradients of tied parameters, summed in the order of the stages.
 
     Args:
@@ -71,11 +68,7 @@ def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> li
     return sums
 
 
-def gradient_norm(
-    processes: StageClient,
-    index: Number,
-    parameters: Sequence[nn.Parameter],
-) -> Tensor:
+def gradient_norm(processes: StageClient, index: Number, parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the norm of all gradients of an optimiser.
 
     The norms of single gradients are reduced in the order of the parameters, as on one device.
@@ -86,26 +79,17 @@ def gradient_norm(
         parameters: The parameters of the optimiser.
     """
     # 1. Fetch the norms of the workers' gradients.
-    commands = processes.commands
     norms_of_workers: dict[int | None, Tensor] = {}
-    for norms_of_worker in commands.request_all("optimizers.norms", index):
+    for norms_of_worker in processes.commands.request_all("optimizers.norms", index):
         norms_of_workers |= norms_of_worker
 
     # 2. Put them in the order of the parameters, with those of this process.
-    device = commands.devices[-1]
     norms = []
     for parameter in parameters:
-        key = processes.placement.key_of(parameter)
-        norm = norms_of_workers.get(key)
+        norm = norms_of_workers.get(processes.placement.key_of(parameter))
         if norm is None and parameter.grad is not None:
             norm = torch.linalg.vector_norm(parameter.grad)
         if norm is not None:
-            norm_here = norm.to(device)
-            norms.append(norm_here)
-
-    # 3. Reduce them.
-    if not norms:
-        return torch.zeros(())
-    stacked_norms = torch.stack(norms)
-    total: Tensor = torch.linalg.vector_norm(stacked_norms)
-    return total
+            norms.append(norm.to(processes.commands.devices[-1]))
+    # The norm of norms is that of all entries.
+    return nn.utils.get_total_norm(norms)

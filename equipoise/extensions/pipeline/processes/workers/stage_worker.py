@@ -222,16 +222,15 @@ class StageWorker:
         torch.manual_seed(order.seed)
 
     def _new_step(self, order: StepOrder) -> ProcessStep:
-        split = order.schedule is not None and splits(order.schedule)
         keep = order.schedule is not None
-        graphs = {}
-        for index in range(order.stages_per_device):
-            stage = self._stage + index * self._count
-            graphs[stage] = StageGraphs(self._device, self._device_before, split=split)
-        programs = [self._stages_of(number) for number in order.programs]
+        split = order.schedule is not None and splits(order.schedule)
+        last_stage = self._count * order.stages_per_device - 1
+        stages = range(self._stage, last_stage, self._count)
+        graphs = {stage: StageGraphs(self._device, self._device_before, split=split) for stage in stages}
 
         def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
-            program = programs[micro_batch][stage // self._count]
+            programs = self._programs[order.programs[micro_batch]]
+            program = programs.stages[stage // self._count]
             with order.state.entered():
                 return graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
 
@@ -241,18 +240,11 @@ class StageWorker:
             self._count,
             self._device,
             graphs,
-            self._count * order.stages_per_device - 1,
+            last_stage,
             forward,
             failure=self._failure,
             input_gradients=order.input_gradients,
         )
-
-    def _stages_of(self, number: int) -> list[StageProgram]:
-        """Return the stages of a kind of call; none if they could not be loaded."""
-        programs = self._programs.get(number)
-        if programs is None:
-            return []
-        return programs.stages
 
     def _restore_buffers(self) -> None:
         """Put buffers back that a forward has replaced by other tensors, with the values of those."""
@@ -267,8 +259,7 @@ class StageWorker:
     def copy_buffers(self) -> None:
         """Take the buffers of the first replica."""
         # The default group has the workers with the same stages.
-        buffers = self.tensors.buffers()
-        copy_from_first(buffers.values())
+        copy_from_first(self.tensors.buffers().values())
 
     def optimize(self, index: int, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step an optimiser; see `WorkerOptimizers.step`."""
@@ -290,7 +281,7 @@ class StageWorker:
         """Begin without gradients, and note the buffers if the window may be computed again."""
         self.tensors.clear_gradients()
         if self._may_recover:
-            self._earlier_buffers = self.tensors.copy_buffers()
+            self._earlier_buffers = {key: buffer.detach().clone() for key, buffer in self.tensors.buffers().items()}
 
     def enable_recovery(self) -> None:
         """Copy buffers before each window from now on, so that it may be computed again."""

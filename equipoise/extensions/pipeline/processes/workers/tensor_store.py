@@ -35,38 +35,25 @@ class TensorStore:
 
     def __getitem__(self, key: int) -> Tensor:
         """Return a tensor; a placeholder as long as its values have not arrived."""
-        tensor = self._tensors.get(key)
-        if tensor is None:
-            tensor = self._without_values(key)
+        if key not in self._tensors:
+            spec = self._specs[key]
+            tensor = placeholder(spec.shape, spec.dtype)
+            if spec.is_parameter:
+                tensor = nn.Parameter(tensor, requires_grad=False)
             self._tensors[key] = tensor
-        return tensor
+        return self._tensors[key]
 
-    def _without_values(self, key: int) -> Tensor:
-        """Return a new tensor that has a shape and no memory."""
-        spec = self._specs[key]
-        values = placeholder(spec.shape, spec.dtype)
-        if spec.is_parameter:
-            return nn.Parameter(values, requires_grad=False)
-        return values
-
-    def load(
-        self,
-        values: Mapping[int, Tensor],
-        trainable: Mapping[int, bool],
-    ) -> None:
+    def load(self, values: Mapping[int, Tensor], trainable: Mapping[int, bool]) -> None:
         """Set the values of tensors, and whether they are trainable."""
         for key, value in values.items():
             self.set_values(key, value)
-            tensor = self[key]
-            tensor.requires_grad_(trainable[key])
-            self.present.add(key)
+        self.present.update(values)
+        self.set_trainable(trainable)
 
     def set_values(self, key: int, values: Tensor) -> None:
         """Set the values of a tensor, which stays the same object."""
-        tensor = self[key]
         # Layers and optimisers refer to the tensor, so it is not replaced.
-        values = values.detach()
-        tensor.data = values.to("cpu" if self._specs[key].on_host else self._device)
+        self[key].data = values.detach().to("cpu" if self._specs[key].on_host else self._device)
 
     def compute(self, operations: Sequence[Operation]) -> None:
         """Compute operations of a callback with the tensors; see `RemoteOperations`."""
@@ -77,53 +64,27 @@ class TensorStore:
         for key, is_trainable in trainable.items():
             # Placeholders become trainable when their values arrive.
             if key in self.present:
-                tensor = self[key]
-                tensor.requires_grad_(is_trainable)
+                self[key].requires_grad_(is_trainable)
 
     def values_of(self, keys: Sequence[int]) -> dict[int, Tensor]:
         """Return the values of tensors."""
-        values = {}
-        for key in keys:
-            tensor = self[key]
-            values[key] = tensor.detach()
-        return values
+        return {key: self[key].detach() for key in keys}
 
     def keys_by_identity(self) -> dict[int, int]:
         """Return the keys of all tensors used so far by the tensors' `id`."""
-        keys = {}
-        for key, tensor in self._tensors.items():
-            keys[id(tensor)] = key
-        return keys
+        return {id(tensor): key for key, tensor in self._tensors.items()}
 
     def buffers(self) -> dict[int, Tensor]:
         """Return all buffers in this process, in the order of their keys."""
-        buffers = {}
-        for key in sorted(self.present):
-            spec = self._specs[key]
-            if not spec.is_parameter:
-                buffers[key] = self[key]
-        return buffers
-
-    def copy_buffers(self) -> dict[int, Tensor]:
-        """Return copies of the values of all buffers in this process."""
-        copies = {}
-        for key, buffer in self.buffers().items():
-            values = buffer.detach()
-            copies[key] = values.clone()
-        return copies
+        return {key: self[key] for key in sorted(self.present) if not self._specs[key].is_parameter}
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
-        no_gradients = dict.fromkeys(self.present)
-        self.set_gradients(no_gradients)
+        self.set_gradients(dict.fromkeys(self.present))
 
     def gradients_of(self, keys: Sequence[int]) -> dict[int, Tensor | None]:
         """Return the gradients of parameters."""
-        gradients = {}
-        for key in keys:
-            parameter = self[key]
-            gradients[key] = parameter.grad
-        return gradients
+        return {key: self[key].grad for key in keys}
 
     def set_gradients(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Set the gradients of parameters; None: there is no gradient."""
