@@ -1,1 +1,1 @@
-"""Public names, extensions, and patterns of names."""
+"""Public names: where they are defined, and where they were. Patterns of names."""

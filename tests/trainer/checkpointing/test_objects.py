@@ -309,6 +309,18 @@ def test_a_stand_in_that_is_written_again_is_read_as_one(tmp_path: Path) -> None
     assert class_in_place_of(state["kept"]) == "somewhere.Thing"
 
 
+def test_a_stand_in_by_its_former_name_is_read_as_one(tmp_path: Path) -> None:
+    saved_with_stand_in(tmp_path / "new.ckpt")
+    former = tmp_path / "former.ckpt"
+    with zipfile.ZipFile(tmp_path / "new.ckpt") as source, zipfile.ZipFile(former, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            target.writestr(name, content.replace(b"equipoise.safe_loading.stand_in", b"equipoise.trainer.stand_in"))
+    assert former.read_bytes().count(b"equipoise.trainer.stand_in") == 1
+    (state,) = read_checkpoint(former)["callbacks"].values()
+    assert class_in_place_of(state["kept"]) == "somewhere.Thing"
+
+
 def test_numbers_of_numpy_in_an_optimiser(tmp_path: Path) -> None:
     """A schedule computed with numpy leaves them in the state of the optimiser."""
 
