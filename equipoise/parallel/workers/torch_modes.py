@@ -86,12 +86,12 @@ _MODES: dict[str, tuple[_Read, _Write]] = {
     "fp32_precision": _attribute(torch.backends, "fp32_precision"),
     "cudnn.fp32_precision": _attribute(cudnn, "fp32_precision"),
     "cuda.matmul.fp32_precision": _attribute(cuda.matmul, "fp32_precision"),
-    "cudnn.conv.fp32_precision": _attribute(cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    "cudnn.conv.fp32_precision": _attribute(cudnn.conv, "fp32_precision"),
     "cudnn.rnn.fp32_precision": _attribute(cudnn.rnn, "fp32_precision"),
     # Torch's writer of mkldnn.fp32_precision writes another one; its operators say the same.
-    "mkldnn.matmul.fp32_precision": _attribute(mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
-    "mkldnn.conv.fp32_precision": _attribute(mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
-    "mkldnn.rnn.fp32_precision": _attribute(mkldnn.rnn, "fp32_precision"),  # type: ignore[attr-defined]
+    "mkldnn.matmul.fp32_precision": _attribute(mkldnn.matmul, "fp32_precision"),
+    "mkldnn.conv.fp32_precision": _attribute(mkldnn.conv, "fp32_precision"),
+    "mkldnn.rnn.fp32_precision": _attribute(mkldnn.rnn, "fp32_precision"),
     "cuda.matmul.fp16 reduction": _reduction("allow_fp16_reduced_precision_reduction"),
     "cuda.matmul.bf16 reduction": _reduction("allow_bf16_reduced_precision_reduction"),
     "cuda.matmul.fp16 accumulation": _attribute(cuda.matmul, "allow_fp16_accumulation"),

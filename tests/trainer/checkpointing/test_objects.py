@@ -5,6 +5,7 @@ import enum
 import functools
 import types
 import warnings
+import zipfile
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from typing import Any
