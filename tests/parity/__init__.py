@@ -13,7 +13,7 @@ promises.
 Where Equipoise differs on purpose, it is held against what it should be instead:
 
 - A short or uneven accumulation window, or one with a batch that returned None, has the gradient of its union
-  (`test_accumulation.py`).
+  (`tests/trainer/optimization/test_accumulation.py`).
 - A run resumed from one of its own checkpoints continues exactly: within an epoch with any loader, with every
   generator, with the epoch's sums and with schedulers that watch a value (`test_resume.py`, `test_checkpoints.py`).
 - Contradictory arguments are refused before training, by an error of its own (`refuses`).

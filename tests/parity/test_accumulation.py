@@ -1,24 +1,16 @@
 """Accumulation over windows of batches, and clipping.
 
 Full windows of equal batches are Lightning's to the bit. A short or uneven window is the gradient of its union here,
-where Lightning divides by the nominal number of batches: these are held against a union computed by hand.
+where Lightning divides by the nominal number of batches: `tests/trainer/optimization/test_accumulation.py`.
 """
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
-from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, TensorDataset
-
-import equipoise
+from torch.optim import AdamW
 
 from . import data
-from .data import CLASSES, FEATURES
-from .harness import DEFAULTS, Case, Record, parity
+from .harness import Case, Record, parity
 from .modules import Classifier, with_optimizers
 
 
@@ -76,64 +68,3 @@ CASES = [
 ]
 
 test_parity = parity(CASES)
-
-
-class Plain(Classifier):
-    """SGD without momentum in float64, so a step shows its gradient."""
-
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), 0.1)
-
-
-class Skips(Plain):
-    """Has no loss for every fourth batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx % 4 == 2 else super().training_step(batch, batch_idx)
-
-
-def by_hand(module: Plain, batches: list[list[Tensor]], window: int) -> None:
-    """One step for the union of the batches of each window, but those that are skipped."""
-    optimizer = module.configure_optimizers()
-    for start in range(0, len(batches), window):
-        used = [
-            i for i in range(start, min(start + window, len(batches))) if not isinstance(module, Skips) or i % 4 != 2
-        ]
-        if not used:
-            continue
-        union = [torch.cat(parts) for parts in zip(*(batches[i] for i in used), strict=True)]
-        optimizer.zero_grad()
-        module.loss(union).backward()
-        optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore")  # Lightning points out the missing validation loader
-@pytest.mark.parametrize("kind", [Plain, Skips])
-@pytest.mark.parametrize("seed", range(6))
-def test_short_and_uneven_windows_are_the_gradient_of_their_union(seed: int, kind: type[Plain], tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 7, (5 + seed,), generator=generator).tolist() if seed % 2 else [4] * (5 + seed)
-    window = 2 + seed % 3
-    features = torch.randn(sum(sizes), FEATURES, generator=generator, dtype=torch.float64)
-    labels = torch.randint(CLASSES, (sum(sizes),), generator=generator)
-    dataset = TensorDataset(features, labels)
-    indices = [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
-    batches = [[features[part], labels[part]] for part in indices]
-
-    torch.manual_seed(seed)
-    expected, module = kind().double(), kind().double()
-    module.load_state_dict(expected.state_dict())
-    by_hand(expected, batches, window)
-    options = {
-        **DEFAULTS,
-        "max_epochs": 1,
-        "accumulate_grad_batches": window,
-        "logger": False,
-        "enable_checkpointing": False,
-    }
-    equipoise.Trainer(**options, default_root_dir=tmp_path).fit(module, DataLoader(dataset, batch_sampler=indices))
-
-    for (name, value), other in zip(module.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            value, other, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}, sizes {sizes}: {text}"
-        )

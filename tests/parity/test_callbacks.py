@@ -99,13 +99,6 @@ class Stateful(Callback):
         checkpoint["from_callback"] = torch.tensor(self.batches)
 
 
-class OwnCallbacks(Classifier):
-    """Brings its own callbacks; one replaces the trainer's of the same kind."""
-
-    def configure_callbacks(self) -> Any:
-        return [ModelCheckpoint(monitor="val_loss", filename="of-the-module-{epoch}"), Stateful()]
-
-
 def prints() -> list[Any]:
     calls = []
     return [
@@ -180,7 +173,6 @@ CASES = [
     Case(name="pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)]),
     Case(name="lambda", callbacks=prints, proves=lambda r: "calls" in columns(r)),
     Case(name="stateful", callbacks=lambda: [Stateful()]),
-    Case(name="of-the-module", module=OwnCallbacks, callbacks=lambda: [ModelCheckpoint(filename="of-the-trainer")]),
     Case(
         name="rich-summary", callbacks=lambda: [RichModelSummary(max_depth=2)], options={"enable_model_summary": True}
     ),

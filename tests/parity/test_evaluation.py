@@ -5,9 +5,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
-
-from equipoise import ConfigurationError
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from . import data
 from .harness import Case, Record, parity
@@ -37,16 +35,6 @@ def everything(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
     before = validate(trainer, module, given)
     trainer.fit(module, **given)
     return [before, validate(trainer, module, given), run_test(trainer, module, given), predict(trainer, module, given)]
-
-
-def after_fit(entry: str, **arguments: Any) -> Run:
-    """`fit`, then one entry point with a checkpoint or without a module."""
-
-    def run(trainer: Any, module: Any, given: Mapping[str, Any]) -> Any:
-        trainer.fit(module, **given)
-        return getattr(trainer, entry)(dataloaders=given["val_dataloaders"], **arguments)
-
-    return run
 
 
 def with_datamodule(entry: str) -> Run:
@@ -119,10 +107,6 @@ class Writer(BasePredictionWriter):
         torch.save((predictions, batch_indices), "epoch.pt")
 
 
-def best() -> list[Any]:
-    return [ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=1, save_last=True)]
-
-
 def shuffled_two() -> dict[str, Any]:
     return {"val_dataloaders": [data.loader(3, 2, shuffle=True, odd=1), data.loader(2, 3)]}
 
@@ -182,27 +166,6 @@ CASES = [
         for entry in ("validate", "test", "predict")
     ),
     Case(name="everything-on-one-trainer", module=lambda: Classifier(dropout=0.5), run=everything, data=data.shuffled),
-    # Values of an evaluated checkpoint stand at its step in ours.
-    Case(
-        name="test-best-after-fit",
-        run=after_fit("test", ckpt_path="best", verbose=False),
-        callbacks=best,
-        ignore=["metrics.csv"],
-    ),
-    Case(
-        name="test-last-after-fit",
-        run=after_fit("test", ckpt_path="last", verbose=False),
-        callbacks=best,
-        ignore=["metrics.csv"],
-    ),
-    Case(name="predict-without-module-takes-best", run=after_fit("predict"), callbacks=best),
-    Case(
-        name="test-best-without-checkpoint",
-        run=after_fit("test", ckpt_path="best"),
-        options={"enable_checkpointing": False},
-        raises=ValueError,
-        refuses=ConfigurationError,
-    ),
 ]
 
 test_parity = parity(CASES)

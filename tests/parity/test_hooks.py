@@ -116,49 +116,6 @@ class Fails(Classifier):
         return super().validation_step(batch, batch_idx)
 
 
-class ReadsTrainer(Classifier):
-    """Reads the public state of its trainer in every step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        trainer = self.trainer
-        self.read = [
-            *getattr(self, "read", []),
-            {
-                "epoch": self.current_epoch,
-                "step": self.global_step,
-                "batches": trainer.num_training_batches,
-                "val": list(trainer.num_val_batches),
-                "sanity": list(trainer.num_sanity_val_batches),
-                "optimizers": len(trainer.optimizers),
-                "last": trainer.is_last_batch,
-                "max": (trainer.max_epochs, trainer.max_steps, trainer.min_epochs, trainer.min_steps),
-                "every": trainer.log_every_n_steps,
-                "accumulate": trainer.accumulate_grad_batches,
-                "state": (trainer.state.fn.value, trainer.state.stage.value, trainer.state.status.value),
-                "batch_idx": trainer.fit_loop.batch_idx,
-                "total": trainer.fit_loop.total_batch_idx,
-                "device": str(self.device),
-                "dtype": str(self.dtype),
-                "ranks": (
-                    self.global_rank,
-                    self.local_rank,
-                    trainer.world_size,
-                    trainer.is_global_zero,
-                    trainer.num_nodes,
-                ),
-                "devices": (trainer.num_devices, trainer.device_ids),
-                "loader": len(trainer.train_dataloader),
-                "estimated": trainer.estimated_stepping_batches,
-                "automatic": self.automatic_optimization,
-                "precision": trainer.precision,
-                "clip": (trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
-                "same": trainer.lightning_module is self,
-                "callbacks": sorted({type(callback).__name__ for callback in trainer.callbacks} - {"Watcher"}),
-            },
-        ]
-        return super().training_step(batch, batch_idx)
-
-
 class Regression(L.LightningModule):
     """Nothing of the base class of these tests: only what must be there."""
 
@@ -229,24 +186,6 @@ CASES = [
         run=lambda t, m, g: (t.fit(m, **g), t.predict(m, g["val_dataloaders"]))[1],
     ),
     Case(name="module-built-late", module=BuiltLate, data=dict, observe=lambda t: t.lightning_module.stages),
-    Case(
-        name="public-state",
-        module=ReadsTrainer,
-        observe=lambda t: t.lightning_module.read,
-        proves=lambda r: len(r["observed"]) == 12,
-    ),
-    Case(
-        name="public-state-with-options",
-        module=ReadsTrainer,
-        observe=lambda t: t.lightning_module.read,
-        options={
-            "max_steps": 5,
-            "min_epochs": 1,
-            "gradient_clip_val": 0.5,
-            "accumulate_grad_batches": 2,
-            "precision": "bf16-mixed",
-        },
-    ),
     Case(name="smallest-module", module=Regression, data=lambda: {"train_dataloaders": data.loader(4)}),
     Case(
         name="gradients-at-batch-end",

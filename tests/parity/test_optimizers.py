@@ -1,4 +1,4 @@
-"""Every form that `configure_optimizers` may return, and optimisers of every kind."""
+"""Optimisers of every kind; `tests/trainer/optimization/configuration` has the forms of `configure_optimizers`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,60 +6,10 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, SGD
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from .harness import Case, Record, parity
 from .modules import Classifier, with_optimizers
-
-
-def sgd(module: Any) -> SGD:
-    return SGD(module.parameters(), 0.1, momentum=0.9)
-
-
-def two_lists(module: Any) -> Any:
-    optimizer = sgd(module)
-    return [optimizer], [StepLR(optimizer, 1, 0.5)]
-
-
-def two_lists_of_dictionaries(module: Any) -> Any:
-    optimizer = sgd(module)
-    return [optimizer], [
-        {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step"},
-        {"scheduler": ExponentialLR(optimizer, 0.9)},
-    ]
-
-
-def list_and_single_scheduler(module: Any) -> Any:
-    optimizer = sgd(module)
-    return [optimizer], StepLR(optimizer, 1, 0.5)
-
-
-def dictionary(module: Any) -> Any:
-    return {"optimizer": sgd(module)}
-
-
-def dictionary_with_scheduler(module: Any) -> Any:
-    optimizer = sgd(module)
-    return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1, 0.5)}
-
-
-def dictionary_of_dictionaries(module: Any) -> Any:
-    optimizer = sgd(module)
-    config = {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 2, "name": "by two"}
-    return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-def dictionary_with_monitor(module: Any) -> Any:
-    optimizer = sgd(module)
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0, threshold=9),
-        "monitor": "val_loss",
-    }
-
-
-def tuple_of_one_dictionary(module: Any) -> Any:
-    return (dictionary_of_dictionaries(module),)
 
 
 def parameter_groups(module: Any) -> Any:
@@ -139,20 +89,6 @@ def learning_rates(record: Record) -> list[float]:
 
 
 CASES = [
-    Case(name="list-of-one", module=with_optimizers(lambda m: [sgd(m)])),
-    Case(name="tuple-of-one", module=with_optimizers(lambda m: (sgd(m),))),
-    Case(name="two-lists", module=with_optimizers(two_lists), proves=lambda r: learning_rates(r) == [0.025]),
-    Case(name="two-lists-of-dictionaries", module=with_optimizers(two_lists_of_dictionaries)),
-    Case(name="list-and-single-scheduler", module=with_optimizers(list_and_single_scheduler)),
-    Case(name="dictionary", module=with_optimizers(dictionary)),
-    Case(name="dictionary-with-scheduler", module=with_optimizers(dictionary_with_scheduler)),
-    Case(name="dictionary-of-dictionaries", module=with_optimizers(dictionary_of_dictionaries)),
-    Case(
-        name="dictionary-with-monitor",
-        module=with_optimizers(dictionary_with_monitor),
-        proves=lambda r: learning_rates(r)[0] < 0.1,
-    ),
-    Case(name="tuple-of-one-dictionary", module=with_optimizers(tuple_of_one_dictionary)),
     Case(name="none", module=Untrained, proves=lambda r: r["optimizers"] == [{}]),
     Case(name="estimated-stepping-batches", module=Complete, proves=lambda r: learning_rates(r)[0] < 0.002),
     Case(name="parameter-groups", module=with_optimizers(parameter_groups)),

@@ -179,23 +179,16 @@ CLIPPED = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
 CASES = [
     Case(name="optimizer-step-super", module=CallsSuper),
     Case(name="optimizer-step-own", module=StepsItself, options={"accumulate_grad_batches": 2}),
-    Case(name="optimizer-step-warm-up", module=WarmsUp),
     Case(
         name="optimizer-step-every-second-batch",
         module=StepsEverySecondBatch,
         proves=lambda r: r["counters"]["global_step"] == 12,
     ),
     Case(name="optimizer-step-closure-first", module=ClosureFirst),
-    Case(name="backward-own", module=OwnBackward),
     Case(name="backward-keeps-graph", module=KeepsGraph),
-    Case(name="zero-grad-own", module=OwnZeroGrad),
     Case(name="zero-grad-never", module=NeverZeroes),
     Case(name="clipping-own", module=ClipsMore),
-    Case(name="clipping-own-of-some", module=ClipsFirstLayer, options=CLIPPED),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
-    Case(name="before-zero-grad", module=ZeroGradHook, observe=seen("seen"), proves=lambda r: any(r["observed"])),
-    Case(name="backward-hooks", module=BackwardHooks, observe=seen("losses"), options={"accumulate_grad_batches": 2}),
-    Case(name="before-optimizer-step", module=StepHook, options=CLIPPED),
     Case(
         name="everything-overridden-accumulated",
         module=Everything,

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: by step, by epoch, by frequency, monitored, one's own."""
+"""Learning-rate schedulers that watch a value or end with a run; `tests/trainer/optimization` has when others step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,31 +42,6 @@ def rate(record: Record) -> float:
     return float(record["optimizers"][0]["param_groups"][0]["lr"])
 
 
-class Decay:
-    """A scheduler that is not torch's: it has an optimiser, a state and a `step` of its own."""
-
-    def __init__(self, optimizer: SGD) -> None:
-        self.optimizer, self.calls = optimizer, 0
-
-    def step(self, epoch: int) -> None:
-        self.calls += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + epoch + self.calls)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-
-
-class SteppedByHand(Classifier):
-    """Hands its own scheduler what it wants."""
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step(epoch=self.current_epoch)
-
-
 class SteppedWithMetric(Classifier):
     """Gives the monitored value, halved, to a plateau scheduler."""
 
@@ -92,16 +67,7 @@ def two_schedulers(module: Any) -> Any:
     return [optimizer], [by_step, {"scheduler": plateau(optimizer), "monitor": "val_loss"}]
 
 
-def odd_data() -> dict[str, Any]:
-    return data.sized(train=5)
-
-
 CASES = [
-    Case(name="by-epoch", module=schedule(halve), proves=lambda r: rate(r) == 0.025),
-    Case(name="by-step", module=schedule(halve, interval="step"), proves=lambda r: rate(r) < 1e-4),
-    Case(name="every-second-step", module=schedule(halve, interval="step", frequency=2), data=odd_data),
-    Case(name="every-second-epoch", module=schedule(halve, frequency=2), options={"max_epochs": 5}),
-    Case(name="frequency-beyond-the-epoch", module=schedule(halve, interval="step", frequency=4)),
     Case(
         name="plateau-on-validation-value",
         module=schedule(plateau, monitor="val_loss"),
@@ -148,19 +114,7 @@ CASES = [
         options={"max_epochs": 3},
     ),
     Case(name="sequence", module=schedule(sequence, interval="step")),
-    Case(
-        name="own-scheduler",
-        module=schedule(Decay, SteppedByHand, interval="epoch"),
-        options={"max_epochs": 3},
-        proves=lambda r: rate(r) == 0.1 / 6,
-    ),
     Case(name="two-schedulers", module=with_optimizers(two_schedulers), options={"max_epochs": 3}),
-    Case(
-        name="by-step-with-accumulation",
-        module=schedule(halve, interval="step"),
-        options={"accumulate_grad_batches": 2},
-        proves=lambda r: rate(r) == 0.1 * 0.5**6,
-    ),
     Case(
         name="by-step-with-max-steps",
         module=schedule(halve, interval="step"),
