@@ -29,28 +29,16 @@ def restore_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved_dtypes:
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
     # A saved group has the indices of its parameters in the place of the parameters.
-    indices: list[int] = []
-    for group in state["param_groups"]:
-        indices.extend(group["params"])
+    indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, optimizer_parameters(optimizer), strict=False):
         present = optimizer.state.get(parameter)
         saved = state["state"].get(index)
-        if isinstance(present, dict) and isinstance(saved, Mapping):
-            usual = saved_dtypes.get(id(parameter), parameter.dtype)
-            _restore(present, saved, usual)
-
-
-def _restore(present: dict[str, Any], saved: Mapping[str, Any], usual: torch.dtype) -> None:
-    """Restore the dtypes in the state of one parameter.
-
-    Args:
-        present: The loaded state.
-        saved: The saved state.
-        usual: The dtype in which the parameter was saved.
-    """
-    for key, value in saved.items():
-        loaded = present.get(key)
-        if type(value) is not Tensor or type(loaded) is not Tensor:
+        if not isinstance(present, dict) or not isinstance(saved, Mapping):
             continue
-        if value.dtype not in (usual, loaded.dtype):
-            present[key] = value.to(loaded.device)
+        usual = saved_dtypes.get(id(parameter), parameter.dtype)
+        for key, value in saved.items():
+            loaded = present.get(key)
+            if type(value) is not Tensor or type(loaded) is not Tensor:
+                continue
+            if value.dtype not in (usual, loaded.dtype):
+                present[key] = value.to(loaded.device)

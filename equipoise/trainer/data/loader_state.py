@@ -11,9 +11,7 @@ from equipoise.parallel.snapshot import random_state
 
 __all__ = [
     "PersistentWorkers",
-    "generator_states",
     "has_state",
-    "load_generator_states",
     "load_random_state",
     "random_state_of",
     "separate_workers",
@@ -50,21 +48,18 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
     return list(generators.values())
 
 
-def generator_states(loaders: list[Any]) -> list[torch.Tensor]:
-    """Return the states of the private generators of loaders and samplers."""
-    return [generator.get_state() for generator in _generators(loaders)]
-
-
-def load_generator_states(loaders: list[Any], states: list[torch.Tensor]) -> None:
-    """Set the generators back whose states `generator_states` returned."""
-    # There may be fewer loaders now than there were.
-    for generator, state in zip(_generators(loaders), states, strict=False):
-        generator.set_state(state)
-
-
 def random_state_of(loaders: list[Any]) -> RandomStates:
     """Return the states of all generators that the next batches of these loaders depend on."""
-    return {"global": random_state.capture().state_dict(), "generators": generator_states(loaders)}
+    states = [generator.get_state() for generator in _generators(loaders)]
+    return {"global": random_state.capture().state_dict(), "generators": states}
+
+
+def load_random_state(loaders: list[Any], state: RandomStates) -> None:
+    """Set the generators back whose states `random_state_of` returned."""
+    # There may be fewer loaders now than there were.
+    for generator, private_state in zip(_generators(loaders), state["generators"], strict=False):
+        generator.set_state(private_state)
+    random_state.RandomState.from_state_dict(state["global"]).restore()
 
 
 def separate_workers(loader: Any, rank: int) -> None:
@@ -89,12 +84,6 @@ def separates_workers(init: Any) -> bool:
 
 def _separate_worker(worker: int, rank: int) -> None:
     random_state.fork(rank)
-
-
-def load_random_state(loaders: list[Any], state: RandomStates) -> None:
-    """Set the generators back whose states `random_state_of` returned."""
-    load_generator_states(loaders, state["generators"])
-    random_state.RandomState.from_state_dict(state["global"]).restore()
 
 
 class PersistentWorkers:

@@ -106,24 +106,14 @@ def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None
     for name in names:
         method = getattr(module, name)
         owner = f"{type(module).__name__}.{name}"
-        if several:
-            _check_takes_index(method, owner)
-        else:
-            _check_requires_no_index(method, owner)
-
-
-def _check_takes_index(method: Callable[..., Any], owner: str) -> None:
-    if not is_param_in_hook_signature(method, "dataloader_idx"):
-        raise ConfigurationRuntimeError(
-            f"There are several loaders, but `{owner}` does not take their index. Add `dataloader_idx=0` to its"
-            " arguments."
-        )
-
-
-def _check_requires_no_index(method: Callable[..., Any], owner: str) -> None:
-    parameter = inspect.signature(method).parameters.get("dataloader_idx")
-    if parameter is not None and parameter.default is inspect.Parameter.empty:
-        raise ConfigurationRuntimeError(
-            f"There is one loader, but `{owner}` asks for `dataloader_idx`. Leave it out or give it a default:"
-            " `dataloader_idx=0`."
-        )
+        if several and not is_param_in_hook_signature(method, "dataloader_idx"):
+            raise ConfigurationRuntimeError(
+                f"There are several loaders, but `{owner}` does not take their index. Add `dataloader_idx=0` to its"
+                " arguments."
+            )
+        parameter = inspect.signature(method).parameters.get("dataloader_idx")
+        if not several and parameter is not None and parameter.default is parameter.empty:
+            raise ConfigurationRuntimeError(
+                f"There is one loader, but `{owner}` asks for `dataloader_idx`. Leave it out or give it a default:"
+                " `dataloader_idx=0`."
+            )

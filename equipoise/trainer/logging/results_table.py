@@ -16,16 +16,13 @@ def to_scalars(values: dict[str, Any]) -> dict[str, Any]:
     scalars = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            value = _read(name, value)
+            if value.numel() != 1:
+                raise ValueError(
+                    f"The value logged as {name!r} has {value.numel()} elements, but must be a scalar: {value}."
+                )
+            value = value.item()
         scalars[name] = value
     return scalars
-
-
-def _read(name: str, value: Tensor) -> Any:
-    count = value.numel()
-    if count != 1:
-        raise ValueError(f"The value logged as {name!r} has {count} elements, but must be a scalar: {value}.")
-    return value.item()
 
 
 def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
@@ -43,9 +40,7 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
 
     # 1. Collect the names of all loaders.
     columns = [_without_loaders(values) for values in outputs]
-    names: set[str] = set()
-    for values in columns:
-        names.update(values)
+    names = set().union(*columns)
     if not names:
         return
 
@@ -61,22 +56,13 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
 
     # 3. Add the rows. A loader may lack a metric.
     for name in sorted(names):
-        cells = []
-        for values in columns:
-            value = values.get(name, "")
-            cells.append(_format(value))
-        table.add_row(name, *cells)
+        table.add_row(name, *(_format(values.get(name, "")) for values in columns))
     print_table(table, get_console())
 
 
 def _without_loaders(values: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of one loader, by names without the loader's index."""
-    numbers = {}
-    scalars = to_scalars(values)
-    for name, value in scalars.items():
-        plain_name, _, _ = name.partition("/dataloader_idx_")
-        numbers[plain_name] = value
-    return numbers
+    return {name.partition("/dataloader_idx_")[0]: value for name, value in to_scalars(values).items()}
 
 
 def _format(value: Any) -> str:

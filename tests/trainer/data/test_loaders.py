@@ -32,6 +32,7 @@ from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, 
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import BatchStream
 from tests.conftest import ignoring
+from tests.parity.comparison import differences
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
 pytestmark = ignoring("`overfit_batches` needs the same batches")
@@ -433,27 +434,26 @@ def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch
 
 def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
     for options in ({}, {"generator": torch.Generator()}):
-        source, twin = loader(**options), loader(**options)
+        source = loader(**options)
         chosen = loaders_of(source)
-        states = loader_state.generator_states([source])
         torch.manual_seed(3)
-        iter(twin)
-        expected = torch.get_rng_state(), loader_state.generator_states([twin])
-        torch.manual_seed(3)
-        loader_state.load_generator_states([source], states)
+        before = loader_state.random_state_of([source])
+        iter(source)
+        expected = torch.get_rng_state(), loader_state.random_state_of([source])["generators"]
+        loader_state.load_random_state([source], before)
         chosen.draw_seeds()
-        assert torch.equal(torch.get_rng_state(), expected[0])
-        assert all(torch.equal(a, b) for a, b in zip(loader_state.generator_states([source]), expected[1], strict=True))
+        actual = torch.get_rng_state(), loader_state.random_state_of([source])["generators"]
+        assert not list(differences(expected, actual))
 
 
 def test_generators_of_loaders_and_samplers() -> None:
     shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     first = DataLoader(Counted(4), sampler=RandomSampler(range(4), generator=own), generator=shared)
     second = DataLoader(Counted(4), batch_sampler=BatchSampler(RandomSampler(range(4), generator=shared), 2, False))
-    states = loader_state.generator_states([first, second, [1, 2]])
-    assert len(states) == 2
+    state = loader_state.random_state_of([first, second, [1, 2]])
+    assert len(state["generators"]) == 2
     before = numbers(first), numbers(second)
-    loader_state.load_generator_states([first, second], states)
+    loader_state.load_random_state([first, second], state)
     assert (numbers(first), numbers(second)) == before
 
 

@@ -1,6 +1,7 @@
 """Names of weights in a checkpoint and in the present module, which may be compiled with other parts than then."""
 
 from collections.abc import Collection, Iterable
+from itertools import accumulate
 from typing import Any
 
 from equipoise.interop.torch.modules import uncompiled_name
@@ -21,15 +22,8 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
         >>> with_present_names({"net._orig_mod.bias": 1}, ["net.bias"])
         {'net.bias': 1}
     """
-    names = {}
-    for name in present:
-        uncompiled = uncompiled_name(name)
-        names[uncompiled] = name
-    renamed = {}
-    for name, value in state.items():
-        uncompiled = uncompiled_name(name)
-        present_name = names.get(uncompiled, name)
-        renamed[present_name] = value
+    names = {uncompiled_name(name): name for name in present}
+    renamed = {names.get(uncompiled_name(name), name): value for name, value in state.items()}
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():
         return state
@@ -64,9 +58,4 @@ def parts_without_weights(missing: Collection[str], expected: Iterable[str]) -> 
 
 def _parts_of(name: str) -> list[str]:
     """Return the submodules in which a weight lies, the outermost first."""
-    parts = []
-    part = ""
-    for parent in name.split(".")[:-1]:
-        part = f"{part}.{parent}" if part else parent
-        parts.append(part)
-    return parts
+    return list(accumulate(name.split(".")[:-1], "{}.{}".format))

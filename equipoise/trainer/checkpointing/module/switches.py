@@ -4,7 +4,9 @@ Callbacks turn them in a training, as those do that finetune a part. A checkpoin
 training began: what was set before is set by the same code again.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -75,38 +77,28 @@ class Switches:
 
 
 def _switches_of(module: nn.Module) -> _Values:
-    # 1. Parameters. An optimiser that is toggled has frozen others for the time of a step.
+    # An optimiser that is toggled has frozen parameters of others for the time of a step.
     toggled = untoggled_parameters(module)
-    of_parameters = {}
-    for name, parameter in module.named_parameters():
-        trained = toggled.get(parameter, parameter.requires_grad)
-        of_parameters[uncompiled_name(name)] = trained
-    switches: _Values = {"requires_grad": of_parameters}
-
-    # 2. Submodules, of which few have the second attribute.
-    for kind in _OF_SUBMODULES:
-        values = {}
-        for name, submodule in module.named_modules():
-            value = getattr(submodule, kind, None)
-            if isinstance(value, bool):
-                values[uncompiled_name(name)] = value
-        switches[kind] = values
+    switches: _Values = {}
+    for kind, name, part in _parts_with_switches(module):
+        switches.setdefault(kind, {})[name] = toggled.get(part, getattr(part, kind))
     return switches
 
 
 def _turn(module: nn.Module, switches: _Values) -> None:
     """Set switches of a module; parts that it has not are passed over."""
-    # 1. Parameters.
-    of_parameters = switches.get("requires_grad", {})
-    for name, parameter in module.named_parameters():
-        trained = of_parameters.get(uncompiled_name(name))
-        if trained is not None:
-            parameter.requires_grad_(trained)
+    for kind, name, part in _parts_with_switches(module):
+        value = switches.get(kind, {}).get(name)
+        if value is not None:
+            setattr(part, kind, value)
 
-    # 2. Submodules.
+
+def _parts_with_switches(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield kind and name of each switch, and the parameter or submodule that has it as an attribute."""
+    for name, parameter in module.named_parameters():
+        yield "requires_grad", uncompiled_name(name), parameter
     for kind in _OF_SUBMODULES:
-        values = switches.get(kind, {})
         for name, submodule in module.named_modules():
-            value = values.get(uncompiled_name(name))
-            if value is not None:
-                setattr(submodule, kind, value)
+            # Few have the second attribute.
+            if isinstance(getattr(submodule, kind, None), bool):
+                yield kind, uncompiled_name(name), submodule
