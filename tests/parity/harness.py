@@ -2,8 +2,8 @@
 
 A case is a small record: how to make the module, the data and the callbacks, the trainer's arguments, and what to call.
 It runs twice under Equipoise: plain, as a user would write it, and watched, with every hook of the module, the data
-module and two callbacks written down. Under Lightning it runs once, watched: both runs are held against that one, and
-`test_harness.py` shows that Lightning's results do not depend on being watched.
+module and two callbacks written down. Under Lightning it runs once, watched: both runs are held against that one, so a
+case in which watching changes a result fails as well.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The comparison itself: it finds what differs, whatever kind it is, and says where."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,8 @@ from lightning.pytorch import Callback
 
 import equipoise
 
-from . import (
-    test_callbacks,
-    test_evaluation,
-    test_logging_hooks,
-    test_manual_optimization,
-    test_model_checkpoint,
-    test_overrides,
-    test_stopping,
-    test_validation,
-)
 from .comparison import assert_same, differences
-from .harness import Case, check, execute
+from .harness import Case, check
 from .modules import Classifier
 
 NAN = float("nan")
@@ -122,35 +111,6 @@ def test_a_missing_error_is_found_out(tmp_path: Path) -> None:
 def watched(options: Any) -> bool:
     """Return True if a trainer with these options is watched."""
     return any(type(callback).__name__ == "Watcher" for callback in options["callbacks"])
-
-
-def of(cases: Sequence[Case], *names: str) -> list[Case]:
-    """The cases of these names."""
-    return [{case.name: case for case in cases}[name] for name in names]
-
-
-REPRESENTATIVE = [
-    Case(name="default"),
-    *of(test_callbacks.CASES, "swa-with-batch-norm", "many-together"),
-    *of(test_evaluation.CASES, "everything-on-one-trainer"),
-    *of(test_logging_hooks.CASES, "callback-hooks-by-step-and-epoch"),
-    *of(test_manual_optimization.CASES, "two-toggled"),
-    *of(test_model_checkpoint.CASES, "several"),
-    *of(test_overrides.CASES, "everything-overridden-accumulated"),
-    *of(test_stopping.CASES, "error-in-training-step"),
-    *of(test_validation.CASES, "own-modes"),
-]
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
-def test_lightnings_results_do_not_depend_on_being_watched(case: Case, tmp_path: Path) -> None:
-    """So one watched run of Lightning is what both runs of Equipoise have to equal."""
-    plain = execute(case, L.Trainer, tmp_path / "plain")
-    seen = execute(case, L.Trainer, tmp_path / "watched", watched=True)
-    assert seen["hooks"]
-    assert repr(plain.pop("raised")) == repr(seen.pop("raised"))
-    assert_same(plain, {**seen, "hooks": []}, case.name, case.ignore)
 
 
 class Swapped(Classifier):

@@ -72,10 +72,8 @@ def load_checkpoint(
     check_is_no_part(path)
     if has_shards(path):
         checkpoint = read_folder(path, weights_only=weights_only is not False, keep_shards=keep_shards)
-    elif checkpoint_io is None or _reads_common_files(checkpoint_io):
-        checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
     else:
-        checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=weights_only is not False)
+        checkpoint = _read_file(path, checkpoint_io, weights_only=weights_only is not False)
     rank_zero_info(f"Restoring states from the checkpoint path at {path}")
 
     # 2. Migrate it. Lightning changes the content, which may be damaged in any way.
@@ -189,10 +187,7 @@ def run_of(path: Any, checkpoint_io: CheckpointIO | None = None) -> str | None:
     try:
         if has_shards(path):
             path = ShardReader(path).rest
-        if checkpoint_io is None or _reads_common_files(checkpoint_io):
-            checkpoint = read_checkpoint(path, values=False)
-        else:
-            checkpoint = _read_by_plugin(checkpoint_io, path, weights_only=True)
+        checkpoint = _read_file(path, checkpoint_io, weights_only=True, values=False)
         run = checkpoint.get(OUR_KEY, {}).get("run")
     except Exception:
         # A damaged file, or a plugin, may raise any error.
@@ -209,13 +204,17 @@ def _reads_common_files(checkpoint_io: CheckpointIO) -> bool:
     return type(reader).load_checkpoint is TorchCheckpointIO.load_checkpoint
 
 
-def _read_by_plugin(checkpoint_io: CheckpointIO, path: Any, *, weights_only: bool) -> dict[str, Any]:
+def _read_file(
+    path: Any, checkpoint_io: CheckpointIO | None, *, weights_only: bool, values: bool = True
+) -> dict[str, Any]:
+    """Read a file by a plugin, if only that can; it reads all values."""
+    if checkpoint_io is None or _reads_common_files(checkpoint_io):
+        return read_checkpoint(path, weights_only=weights_only, values=values)
     try:
         checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     except UnpicklingError as error:
         # The other lines are advice for torch.load.
-        first_line = str(error).split("\n")[0]
-        reason = first_line.rstrip(".")
+        reason = str(error).split("\n")[0].rstrip(".")
         raise CheckpointError(
             f"{type(checkpoint_io).__name__} cannot read the checkpoint {os.fspath(path)!r} with weights_only=True:"
             f" {reason}. If you trust the file, pass weights_only=False."

@@ -34,10 +34,7 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
             signature.
     """
     for owner in owners:
-        if is_a(owner, LightningModule):
-            base = base_of(owner, LightningModule)
-        else:
-            base = base_of(owner, Callback)
+        base = base_of(owner, LightningModule if is_a(owner, LightningModule) else Callback)
         for name in dir(base):
             documented = getattr(base, name)
             if name.startswith("on_") and inspect.isfunction(documented) and _is_called(name, fn):
@@ -54,15 +51,9 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     if hook is None or getattr(type(owner), name, None) is documented:
         return
     # 1. Read the documented arguments.
-    positional = []
-    required = []
     without_self = list(inspect.signature(documented).parameters.values())[1:]
-    for parameter in without_self:
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            continue
-        positional.append(parameter.name)
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
+    positional = [parameter for parameter in without_self if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    required = [parameter for parameter in positional if parameter.default is parameter.empty]
     # 2. Read the signature of the hook, and of its decorator, which may pass on other arguments.
     try:
         signature = inspect.signature(hook)
@@ -74,7 +65,7 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     for candidate in (signature, signature_of_wrapper):
         if _binds(candidate, len(positional)) or _binds(candidate, len(required)):
             return
-    arguments = ", ".join(positional)
+    arguments = ", ".join(parameter.name for parameter in positional)
     raise ConfigurationError(
         f"`{type(owner).__name__}.{name}` is called with ({arguments}), but is defined as `{signature}`."
         f" Take `(self, {arguments})`."

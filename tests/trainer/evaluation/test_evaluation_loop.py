@@ -1,10 +1,10 @@
-"""Evaluations that do not come to their end."""
+"""Evaluations that do not come to their end, and those that show their results."""
 
 from typing import Any
 
 import pytest
 
-from tests.support.trainer_runs import Validated, loader, trainer
+from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
 
 
 @pytest.mark.parametrize(("error", "is_training"), [(KeyboardInterrupt, True), (ArithmeticError, False)])
@@ -17,3 +17,23 @@ def test_an_interrupt_restores_the_modes_and_an_error_does_not(error: type[BaseE
     with pytest.raises(error):
         trainer().validate(module, loader(1), verbose=False)
     assert module.training is is_training
+
+
+def test_the_index_of_the_loader_is_an_argument_where_there_are_several() -> None:
+    def takes_none(self: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def requires_it(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    for step, data, part in (
+        (takes_none, [loader(), loader()], "does not take their index. Add `dataloader_idx=0`"),
+        (requires_it, loader(), "asks for `dataloader_idx`. Leave it out or give it a default"),
+    ):
+        module = type("Module", (Small,), {"test_step": step})()
+        refuses(lambda m=module, d=data: trainer().test(m, d), part, error=RuntimeError)
+
+
+def test_results_are_shown_by_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Small()
+    results = trainer().test(module, [loader(1), loader(2)])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "test_loss" in line)
+    assert [f"{value:.6g}" for result in results for value in result.values()] == row.replace("│", " ").split()[1:]
