@@ -129,7 +129,9 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
-        return self._fire(name, self._of_callbacks(name, self.callbacks), self._of_module(name))
+        hooks = self._of_callbacks(name, self.callbacks)
+        module = self._of_module(name)
+        return self._fire(name, hooks, module)
 
     def bind_callbacks(self, name: str, *, monitoring: bool | None = None, copying: bool | None = None) -> Hook | None:
         """Bind the hook of the callbacks alone.
@@ -145,7 +147,8 @@ class Hooks:
             chosen = [callback for callback in chosen if copying == copies_weights(callback)]
         if monitoring is not None:
             chosen = [callback for callback in chosen if monitoring == is_a(callback, EarlyStopping, Checkpoint)]
-        return self._fire(name, self._of_callbacks(name, chosen), None)
+        hooks = self._of_callbacks(name, chosen)
+        return self._fire(name, hooks, None)
 
     def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
         """Bind the hook of the checkpoint callbacks after one of them, the last whose hook was complete.
@@ -157,9 +160,11 @@ class Hooks:
         keys = [state_key_of(callback) for callback in self.callbacks]
         if state_key not in keys:
             return None
-        later = self.callbacks[keys.index(state_key) + 1 :]
+        index = keys.index(state_key)
+        later = self.callbacks[index + 1 :]
         checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
-        return self._fire(name, self._of_callbacks(name, checkpoints), None)
+        hooks = self._of_callbacks(name, checkpoints)
+        return self._fire(name, hooks, None)
 
     def bind_deciders(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks that act together with those of other processes.
@@ -167,14 +172,13 @@ class Hooks:
         These are checkpoints, timers, averages of the weights, and callbacks that set
         `equipoise.Callback.fires_without_batch`.
         """
-        chosen = [
-            callback
-            for callback in self.callbacks
-            if is_a(callback, Checkpoint, Timer)
-            or copies_weights(callback)
-            or getattr(callback, "fires_without_batch", False)
-        ]
-        return self._fire(name, self._of_callbacks(name, chosen), None)
+        chosen = []
+        for callback in self.callbacks:
+            decides = is_a(callback, Checkpoint, Timer) or copies_weights(callback)
+            if decides or getattr(callback, "fires_without_batch", False):
+                chosen.append(callback)
+        hooks = self._of_callbacks(name, chosen)
+        return self._fire(name, hooks, None)
 
     def bind_module(self, name: str) -> Hook | None:
         """Bind the hook of the module alone; None if the module does not override it."""
@@ -185,7 +189,9 @@ class Hooks:
         datamodule = self.datamodule
         if datamodule is None or not overrides(datamodule, name, LightningDataModule):
             return self.bind_module(name)
-        hook = self.profiled(getattr(datamodule, name), self._action_of_datamodule(name))
+        method = getattr(datamodule, name)
+        action = self._action_of_datamodule(name)
+        hook = self.profiled(method, action)
         return self._fire(name, [], hook)
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
@@ -225,7 +231,10 @@ class Hooks:
             name: The method's name.
             module: A copy of the module, whose method is returned. Default: the module itself.
         """
-        return with_index(getattr(self.module if module is None else module, name))
+        if module is None:
+            module = self.module
+        method = getattr(module, name)
+        return with_index(method)
 
     def action_of_strategy(self, name: str) -> str:
         """Return the name of an action of the strategy in a profile."""
@@ -265,7 +274,9 @@ class Hooks:
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        return self.profiled(method, self._action_of_datamodule(name))(*args, **kwargs)
+        action = self._action_of_datamodule(name)
+        hook = self.profiled(method, action)
+        return hook(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:
         """Return True if a hook may read outputs of the step beside its loss, which may be on many devices.

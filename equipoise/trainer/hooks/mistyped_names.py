@@ -66,12 +66,16 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
 def _meant(name: str, kind: type, base: type) -> str | None:
     """Return the hook that the name of a method resembles; None if it is one, or resembles none."""
     # A library may call hooks that it defines.
-    if hasattr(base, name) or any(name in vars(parent) for parent in kind.__mro__ if not _is_users(parent)):
+    of_libraries = [parent for parent in kind.__mro__ if not _is_users(parent)]
+    if hasattr(base, name) or any(name in vars(parent) for parent in of_libraries):
         return None
-    if not name.startswith("on_"):
-        return similar_step(name) if base is LightningModule else None
-    hooks = [hook for hook in dir(base) if hook.startswith("on_")]
-    return next(iter(get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)), None)
+    if name.startswith("on_"):
+        hooks = [hook for hook in dir(base) if hook.startswith("on_")]
+        similar = get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
+        return next(iter(similar), None)
+    if base is LightningModule:
+        return similar_step(name)
+    return None
 
 
 def similar_step(name: str) -> str | None:
@@ -80,7 +84,8 @@ def similar_step(name: str) -> str | None:
     Args:
         name: The name of a method.
     """
-    return next(iter(get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)), None)
+    similar = get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)
+    return next(iter(similar), None)
 
 
 def _methods_of_user(kind: type) -> Iterator[FunctionType]:
@@ -104,7 +109,8 @@ def _names_in(kinds: Iterable[type]) -> Iterator[str]:
         for method in _methods_of_user(kind):
             yield from _names_of(method.__code__)
             # The user's code may add global names from another thread, so this reads a copy.
-            for value in list(method.__globals__.values()):
+            global_values = list(method.__globals__.values())
+            for value in global_values:
                 if isinstance(value, FunctionType) and value.__globals__ is method.__globals__:
                     yield from _names_of(value.__code__)
 

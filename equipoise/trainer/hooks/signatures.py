@@ -34,7 +34,10 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
             signature.
     """
     for owner in owners:
-        base = base_of(owner, LightningModule if is_a(owner, LightningModule) else Callback)
+        kind: type = Callback
+        if is_a(owner, LightningModule):
+            kind = LightningModule
+        base = base_of(owner, kind)
         for name in dir(base):
             documented = getattr(base, name)
             if name.startswith("on_") and inspect.isfunction(documented) and _is_called(name, fn):

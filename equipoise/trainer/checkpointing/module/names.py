@@ -23,7 +23,11 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
         {'net.bias': 1}
     """
     names = {uncompiled_name(name): name for name in present}
-    renamed = {names.get(uncompiled_name(name), name): value for name, value in state.items()}
+    renamed = {}
+    for name, value in state.items():
+        uncompiled = uncompiled_name(name)
+        present_name = names.get(uncompiled, name)
+        renamed[present_name] = value
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():
         return state
@@ -58,4 +62,5 @@ def parts_without_weights(missing: Collection[str], expected: Iterable[str]) -> 
 
 def _parts_of(name: str) -> list[str]:
     """Return the submodules in which a weight lies, the outermost first."""
-    return list(accumulate(name.split(".")[:-1], "{}.{}".format))
+    *parents, _ = name.split(".")
+    return list(accumulate(parents, "{}.{}".format))

@@ -81,14 +81,17 @@ def _switches_of(module: nn.Module) -> _Values:
     toggled = untoggled_parameters(module)
     switches: _Values = {}
     for kind, name, part in _parts_with_switches(module):
-        switches.setdefault(kind, {})[name] = toggled.get(part, getattr(part, kind))
+        present = getattr(part, kind)
+        values = switches.setdefault(kind, {})
+        values[name] = toggled.get(part, present)
     return switches
 
 
 def _turn(module: nn.Module, switches: _Values) -> None:
     """Set switches of a module; parts that it has not are passed over."""
     for kind, name, part in _parts_with_switches(module):
-        value = switches.get(kind, {}).get(name)
+        values = switches.get(kind, {})
+        value = values.get(name)
         if value is not None:
             setattr(part, kind, value)
 
