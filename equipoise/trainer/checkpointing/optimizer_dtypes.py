@@ -29,8 +29,11 @@ def restore_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved_dtypes:
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
     # A saved group has the indices of its parameters in the place of the parameters.
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, optimizer_parameters(optimizer), strict=False):
+    indices: list[int] = []
+    for group in state["param_groups"]:
+        indices.extend(group["params"])
+    parameters = optimizer_parameters(optimizer)
+    for index, parameter in zip(indices, parameters, strict=False):
         present = optimizer.state.get(parameter)
         saved = state["state"].get(index)
         if not isinstance(present, dict) or not isinstance(saved, Mapping):

@@ -55,9 +55,12 @@ def sample_size(dataset: Any) -> int | None:
         if not _lies_in_memory(dataset):
             return None
         return dataset.nbytes // max(1, len(dataset))
-    kind: Any = type(dataset)
     # Subclasses and objects with methods of their own may read samples in another way.
-    if kind not in _PARTS or "__getitems__" in vars(dataset) or _methods_of(kind) != _METHODS[kind]:
+    kind: Any = type(dataset)
+    if kind not in _PARTS:
+        return None
+    has_own_method = "__getitems__" in vars(dataset)
+    if has_own_method or _methods_of(kind) != _METHODS[kind]:
         return None
     sizes = []
     for part in _parts_of(dataset):
@@ -163,7 +166,10 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
     if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
         raise LookupError("The parts have too few samples in the batch.")
     # 2. Put the rows of all parts together.
-    pieces = [take(dataset.datasets[part], samples_of_part) for part, samples_of_part in samples.items()]
+    pieces = []
+    for part, samples_of_part in samples.items():
+        piece = take(dataset.datasets[part], samples_of_part)
+        pieces.append(piece)
     if len(pieces) == 1:
         return pieces[0]
     places = [torch.tensor(positions[part], device="cpu") for part in samples]
@@ -187,7 +193,11 @@ def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
     if isinstance(first, dict):
         if any(piece.keys() != first.keys() for piece in pieces):
             raise TypeError("The parts have samples with other names.")
-        return {name: _merged([piece[name] for piece in pieces], places, size) for name in first}
+        values = {}
+        for name in first:
+            members = [piece[name] for piece in pieces]
+            values[name] = _merged(members, places, size)
+        return values
     if isinstance(first, list):
         return [_merged(members, places, size) for members in zip(*pieces, strict=True)]
     merged = first.new_empty((size, *first.shape[1:]))

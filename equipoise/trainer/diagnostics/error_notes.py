@@ -7,7 +7,7 @@ facts that the trainer knows better than torch.
 import re
 from collections.abc import Iterable, Iterator
 from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -52,15 +52,15 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
 def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
     """Return a text with the submodule whose forward has raised the error, and with the tensors that it received."""
     # 1. Find the innermost forward.
-    forwards = [
-        frame
-        for frame, _ in walk_tb(traceback)
-        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
-    ]
-    if not forwards:
+    innermost: FrameType | None = None
+    layer: nn.Module | None = None
+    for frame, _ in walk_tb(traceback):
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module):
+            innermost = frame
+            layer = owner
+    if innermost is None or layer is None:
         return None
-    innermost = forwards[-1]
-    layer = innermost.f_locals["self"]
 
     # 2. Find its name. The module itself has none, and the traceback shows its line anyway.
     names = {submodule: name for name, submodule in module.named_modules()}
@@ -70,9 +70,14 @@ def _layer(traceback: TracebackType | None, module: nn.Module) -> str | None:
 
     # 3. Describe its arguments.
     code = innermost.f_code
-    arguments = {name: innermost.f_locals.get(name) for name in code.co_varnames[1 : code.co_argcount]}
-    descriptions = [f"{name} of {_described(value)}" for name, value in arguments.items() if isinstance(value, Tensor)]
-    received = f" It was called with {', '.join(descriptions)}." if descriptions else ""
+    descriptions = []
+    for argument in code.co_varnames[1 : code.co_argcount]:
+        value = innermost.f_locals.get(argument)
+        if isinstance(value, Tensor):
+            descriptions.append(f"{argument} of {_described(value)}")
+    received = ""
+    if descriptions:
+        received = f" It was called with {', '.join(descriptions)}."
     return f"Raised in the submodule {name!r}: {_one_line(layer)}.{received}"
 
 

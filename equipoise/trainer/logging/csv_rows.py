@@ -50,7 +50,8 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     # Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
-    lines = _complete_lines(to_path(writer.metrics_file_path))
+    path = to_path(writer.metrics_file_path)
+    lines = _complete_lines(path)
     # The first line is the header; an empty file has not even that.
     number_of_rows = max(0, len(lines) - 1)
     return {"rows": number_of_rows, "step": _step_of(lines, number_of_rows)}
@@ -60,15 +61,20 @@ def _complete_lines(path: AnyPath) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    return [line for line in lines if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     """Return the step of a row, counted from 1; None if there is no such row."""
     if not 0 < row < len(lines):
         return None
-    names, values = csv.reader([lines[0].decode(_ENCODING), lines[row].decode(_ENCODING)])
-    return dict(zip(names, values, strict=False)).get("step")
+    header = lines[0].decode(_ENCODING)
+    line = lines[row].decode(_ENCODING)
+    names, values = csv.reader([header, line])
+    cells = dict(zip(names, values, strict=False))
+    return cells.get("step")
 
 
 def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
@@ -84,7 +90,8 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        saved = checkpoint.get("equipoise", {}).get("rows", [])
+        entry = checkpoint.get("equipoise", {})
+        saved = entry.get("rows", [])
         # A run may have more loggers than the one before it.
         for logger, rows in zip_longest(loggers, saved[: len(loggers)]):
             _continue_file(logger, rows)
