@@ -13,7 +13,7 @@ from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.data.loaders import Source
-from equipoise.trainer.data.transfer.prefetch import Prefetch
+from equipoise.trainer.data.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.csv_rows import keep_rows
 from equipoise.trainer.runtime.preflight import check_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from equipoise import Trainer
-from equipoise.trainer.data.transfer.prefetch import Prefetch
+from equipoise.trainer.data.prefetch import Prefetch
 from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
 from tests.gpu.test_waits import FIRST, STEPS, Guard

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
-from equipoise.trainer.data.transfer import prefetch as prefetching
+from equipoise.trainer.data import prefetch as prefetching
 from tests.conftest import ignoring
 from tests.simulated.configurations.test_resumption import Saving
 from tests.simulated.devices.installation import extension

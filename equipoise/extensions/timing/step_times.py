@@ -18,7 +18,7 @@ from equipoise.extensions.timing.limits import LEAST_SHARE, Facts, find_limit
 from equipoise.extensions.timing.parts import DATA, STEP, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
 from equipoise.interop.lightning.classes import is_a, takes_iterator
-from equipoise.trainer.data.transfer.plain_copy import copy_batch
+from equipoise.trainer.data.prefetch import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.validation import check_whole
 

@@ -21,7 +21,7 @@ from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
-from equipoise.trainer.data.transfer.prefetch import Prefetch
+from equipoise.trainer.data.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks, overrides
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs

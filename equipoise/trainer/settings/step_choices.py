@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.data.transfer.prefetch import PrefetchChoice
+from equipoise.trainer.data.prefetch import PrefetchChoice
 from equipoise.trainer.settings import arguments as check
 
 __all__ = ["StepChoices"]

@@ -12,9 +12,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from equipoise import Trainer
-from equipoise.trainer.data.transfer import prefetch
-from equipoise.trainer.data.transfer.plain_copy import copy_batch
-from equipoise.trainer.data.transfer.prefetch import Prefetch
+from equipoise.trainer.data import prefetch
+from equipoise.trainer.data.prefetch import Prefetch, copy_batch
 from equipoise.tree import tensors_in
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
@@ -111,3 +110,15 @@ def test_tensors_whose_copy_is_more_than_their_values(
     result = Prefetch(True).copier([CUDA])([value, tensor(3)], CUDA)
     assert result[0] is value
     assert result[1] is copies[0]
+
+
+@pytest.mark.parametrize("batch", [ONE, (ONE, ONE), [ONE], []], ids=["tensor", "tuple", "list", "empty"])
+def test_batches_on_their_device_stay_as_they_are(batch: Any) -> None:
+    assert copy_batch(batch, CPU) is batch
+
+
+def test_other_batches_are_copied_as_lightning_does() -> None:
+    meta = torch.device("meta")
+    batch = copy_batch({"x": ONE, "y": ["name", (ONE,)]}, meta)
+    assert batch["x"].device == batch["y"][1][0].device == meta
+    assert batch["y"][0] == "name"

@@ -1,1 +1,0 @@
-"""The way of a batch from the host to its device: copied in turn, or beside the step that computes."""
