@@ -1,4 +1,4 @@
-"""Batches copied to their device; prefetch: the next batch travels to its device while the device computes the present step.
+"""Batches copied to their device, in turn or by prefetch: the next one travels while the device computes a step.
 
 The host is ahead of a CUDA device: it has started a step long before the device has done it, and reads the next batch
 meanwhile. On a stream of its own the copy of that batch begins immediately. Nothing else moves: hooks, random numbers,
