@@ -77,7 +77,7 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     elif processes.world_size > 1:
         from equipoise.trainer.logging.cross_process import LogReduction
 
-        reduction = LogReduction(processes.reduce, processes.gather_objects, module, strategy.root_device)
+        reduction = LogReduction(processes.gather_objects, module, strategy.root_device)
     parts.logs.connect_run(size_of, reduction)
 
 

@@ -32,11 +32,6 @@ class LogAgreement:
     gather: Callable[[Any], list[Any]]
     module: nn.Module
 
-    @property
-    def reduce(self) -> None:
-        """No reduction: each process has the values of all."""
-        return None
-
     def reduce_epoch_values(self, collection: Collection, dataloader_idx: int | None) -> None:
         """Check the values of the epoch, and give all processes those of rank 0.
 

@@ -1,6 +1,6 @@
 """Containers of logged values: those of a loop, and those of a share of a batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -105,19 +105,16 @@ class Collection:
             if entry.options.on_step and entry.step is not None:
                 yield entry.step_name, _checked(entry, entry.step), entry
 
-    def values_of_epoch(
-        self, dataloader_idx: int | None, reduce: Callable[..., Any] | None
-    ) -> Iterator[tuple[str, Tensor, Entry]]:
+    def values_of_epoch(self, dataloader_idx: int | None) -> Iterator[tuple[str, Tensor, Entry]]:
         """Yield name, value and entry of everything that has a value of the epoch.
 
         Args:
             dataloader_idx: The present loader; None if there is one loader.
-            reduce: Reduction of a tensor over all processes. None: values of this process alone.
         """
         for entry in self._live_entries(dataloader_idx):
             if not entry.options.on_epoch:
                 continue
-            value = entry.epoch(reduce)
+            value = entry.epoch()
             if value is not None:
                 yield entry.epoch_name, _checked(entry, value), entry
 

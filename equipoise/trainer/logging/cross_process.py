@@ -29,13 +29,11 @@ class LogReduction:
     """Reduction of logged values over the processes of a run.
 
     Attributes:
-        reduce: Reduction of one tensor that every process has, with the argument `reduce_op`.
         gather: Return the objects that all processes pass to it, by rank.
         module: The user's module, whose metrics are identified by their names.
         device: Device of the reduced values.
     """
 
-    reduce: Callable[..., Any]
     gather: Callable[[Any], list[Any]]
     module: nn.Module
     device: torch.device

@@ -143,36 +143,18 @@ class Entry:
         self.computed = value
         self.live = True
 
-    def epoch(self, reduce: Callable[..., Any] | None) -> Any:
-        """Return the value of the epoch.
+    def epoch(self) -> Any:
+        """Return the value of the epoch: that of all processes once it is computed, before that of this process.
 
-        Args:
-            reduce: Reduction of a tensor over all processes. None: values of this process alone.
+        No other process is waited for, since a hook may read it in one process alone.
         """
-        if self.computed is None:
-            if self.metric is not None:
-                self.computed = self.metric.compute()
-            else:
-                self.computed = self._reduced(reduce)
-        return self.computed
-
-    def _reduced(self, reduce: Callable[..., Tensor] | None) -> Tensor | None:
-        total = self.total
-        if total is None:
-            return None
-        # 1. Values of this process alone.
-        if reduce is None or self.options.rank_zero_only:
-            if self.is_mean:
-                return total / self.weight
-            return total.clone()
-        # 2. Values of all processes. The reduction may write into its argument.
-        if not self.is_mean:
-            return reduce(total.clone(), reduce_op=self.options.reduce_fx)
-        weight = torch.tensor(self.weight, dtype=total.dtype, device=total.device)
-        sum_of_values = reduce(total.clone(), reduce_op="sum")
-        sum_of_weights = reduce(weight, reduce_op="sum")
-        mean: Tensor = sum_of_values / sum_of_weights
-        return mean
+        if self.computed is None and self.metric is not None:
+            self.computed = self.metric.compute()
+        if self.computed is not None or self.total is None:
+            return self.computed
+        if self.is_mean:
+            return self.total / self.weight
+        return self.total.clone()
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Any]:
         """Return all values, in plain containers."""

@@ -361,10 +361,7 @@ class Logs:
         """Return name, value and entry of everything that has a value now."""
         if self.in_batches:
             return collection.values_of_step(self.dataloader_idx)
-        reduce = None
-        if self._reduction is not None:
-            reduce = self._reduction.reduce
-        return collection.values_of_epoch(self.dataloader_idx, reduce)
+        return collection.values_of_epoch(self.dataloader_idx)
 
     def reset_metrics(self) -> None:
         """Empty the dictionaries of metrics."""

@@ -348,6 +348,8 @@ class FitLoop:
         if self.fit.batches_done():
             self.schedulers.after_epoch()
         log_metrics = self.context.hooks.wrapped(self.context.logger_output.log_metrics, "log_metrics")
+        # The callbacks above may have logged as well.
+        self.context.logs.share_values()
         with self.fit.progress.at_last_step():
             log_metrics(self.context.logs.metrics())
         self.context.logs.reset()

@@ -1,10 +1,9 @@
-"""One logged name: reductions over processes, and dtypes; `tests/parity/test_logging.py` compares values."""
+"""One logged name: what is synchronised, and dtypes; `tests/parity/test_logging.py` compares values."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torchmetrics import MeanMetric
 
 from equipoise.interop.lightning.self_log import LogOptions
@@ -27,53 +26,17 @@ def test_the_epochs_value_is_no_part_of_the_sum() -> None:
     """A caller may change what it reads."""
     reduced = entry(reduce_fx="sum")
     reduced.add(torch.tensor(1.0), 1)
-    reduced.epoch(None).add_(100.0)
+    reduced.epoch().add_(100.0)
     reduced.add(torch.tensor(2.0), 1)
-    assert reduced.epoch(None).item() == 3.0
+    assert reduced.epoch().item() == 3.0
 
 
 def test_values_of_steps_alone_have_no_sum() -> None:
     reduced = entry(on_epoch=False)
     reduced.add(torch.tensor(1.0), 4)
     assert reduced.total is None
-    assert reduced.epoch(None) is None
+    assert reduced.epoch() is None
     assert (reduced.step.item(), reduced.live) == (1.0, True)
-
-
-class Processes:
-    """Two processes: this one, and one with values of its own.
-
-    Args:
-        another: The values of the other process, in the order in which they are reduced.
-    """
-
-    def __init__(self, *another: float) -> None:
-        self.another = list(another)
-        self.operations: list[str] = []
-
-    def reduce(self, value: Tensor, reduce_op: str) -> Tensor:
-        self.operations.append(reduce_op)
-        both = torch.stack([value, torch.full_like(value, self.another.pop(0))])
-        functions = {"sum": both.sum(0), "mean": both.mean(0), "min": both.amin(0), "max": both.amax(0)}
-        return value.copy_(functions[reduce_op])
-
-
-@pytest.mark.parametrize(("reduction", "expected"), [("sum", 7.0), ("min", 2.0), ("max", 5.0)])
-def test_a_reduction_over_processes(reduction: str, expected: float) -> None:
-    reduced, processes = entry(reduce_fx=reduction), Processes(5.0)
-    reduced.add(torch.tensor(2.0), 3)
-    assert reduced.epoch(processes.reduce).item() == expected
-    assert processes.operations == [reduction]
-    assert reduced.total is not None
-    assert reduced.total.item() == 2.0, "the process keeps its own sum"
-
-
-def test_a_mean_over_processes_has_the_weights_of_all() -> None:
-    reduced, processes = entry(), Processes(60.0, 10)
-    reduced.add(torch.tensor(2.0), 4)
-    reduced.add(torch.tensor(6.0), 2)
-    assert reduced.epoch(processes.reduce).item() == (2.0 * 4 + 6.0 * 2 + 60.0) / (4 + 2 + 10)
-    assert processes.operations == ["sum", "sum"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +67,7 @@ def test_an_entry_keeps_the_dtype_of_its_first_hook(float64: None) -> None:
     reduced = entry()
     torch.set_default_dtype(torch.float32)
     reduced.add(torch.tensor(0.5), 3)
-    assert reduced.epoch(None).dtype is torch.float64
+    assert reduced.epoch().dtype is torch.float64
 
 
 def test_integers_are_converted_with_a_warning_for_the_first() -> None:

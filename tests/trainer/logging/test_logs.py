@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from equipoise.interop.lightning.self_log import LogOptions
@@ -161,11 +161,7 @@ class Peers:
         return [value, *self.reports.pop(0)]
 
     def reduction(self, module: nn.Module | None = None) -> LogReduction:
-        return LogReduction(self.reduce, self.gather, module or nn.Module(), CPU)
-
-    @staticmethod
-    def reduce(value: Tensor, reduce_op: str) -> Tensor:
-        raise AssertionError("every value of the epoch is in the reports")
+        return LogReduction(self.gather, module or nn.Module(), CPU)
 
 
 def report_of(values: list[tuple[float, int]], **options: Any) -> list[Any]:
@@ -194,6 +190,22 @@ def test_an_epoch_over_processes(reduce_fx: str, expected: float, here: bool) ->
     logs.end_batches()
     assert logs.metrics()["loss_epoch"].item() == pytest.approx(expected, rel=1e-6)
     assert set(logs.callback_metrics) >= {"loss", "loss_epoch"}
+
+
+def test_a_value_of_the_epochs_end_is_read_without_the_others_and_shared_later() -> None:
+    """A hook of the main process may print what it has logged."""
+    peers = Peers([[]], [[]])
+    logs = logs_of(reduction=peers.reduction())
+    logs.end_batches()
+    log(logs, "x", 1.0, hook="on_train_epoch_end", on_step=False, on_epoch=True)
+    assert plain(logs.callback_metrics) == {"x": 1.0}
+    assert len(peers.sent) == 1
+    (report,) = peers.reports[0]
+    report.append(
+        {**logs.collection.entries["on_train_epoch_end", "x", None].state_dict({}), "total": torch.tensor(3.0)}
+    )
+    logs.share_values()
+    assert plain(logs.metrics()) == {"x": 2.0}
 
 
 def test_a_value_that_the_main_process_alone_logs_is_known_to_all() -> None:
