@@ -38,14 +38,6 @@ class Pulls(Classifier):
         return loss
 
 
-class Overdraws(Pulls):
-    """Asks for the same number of batches in each step, whether there are as many or not."""
-
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
-        losses = [self.loss(next(dataloader_iter)[0]) for _ in range(self.batches)]
-        return torch.stack(losses).mean()
-
-
 class Prefetches(Pulls):
     """Pulls one batch ahead of the one it trains on."""
 
@@ -217,19 +209,3 @@ CASES += [
 ]
 
 test_dataloader_iter = parity(CASES)
-
-
-COUNTERS = ["_progress"]
-"""Lightning counts a step that was begun, though it was not completed."""
-OVERDRAWN = [
-    Case(name="sized", module=pulls(4, base=Overdraws), data=lambda: only_training(6), ignore=COUNTERS, watch=False),
-    Case(
-        name="unsized",
-        module=pulls(1, base=Overdraws),
-        data=lambda: {"train_dataloaders": data.unsized()["train_dataloaders"]},
-        ignore=COUNTERS,
-        watch=False,
-    ),
-]
-
-test_stop_iteration_in_the_step = parity(OVERDRAWN)

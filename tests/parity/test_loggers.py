@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from . import data
 from .data import FEATURES
 from .harness import Case, parity
 from .modules import Classifier
+from .resumption import StatefulData
 
 
 class WithExample(Classifier):
@@ -43,18 +42,12 @@ class Parameters(Classifier):
         )
 
 
-class DataParameters(LightningDataModule):
-    """A data module with hyperparameters of its own."""
+class DataParameters(StatefulData):
+    """A data module with a hyperparameter that the module has as well."""
 
     def __init__(self, batches: int = 4, lr: float = 0.1) -> None:
-        super().__init__()
+        super().__init__(batches)
         self.save_hyperparameters()
-
-    def train_dataloader(self) -> Any:
-        return data.loader(self.hparams.batches)
-
-    def val_dataloader(self) -> Any:
-        return data.loader(2, 2)
 
 
 class Clashing(DataParameters):
