@@ -99,15 +99,6 @@ def test_steps_of_copies_are_not_timed(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_the_report_of_a_fit(cls: Any, tmp_path: Path) -> None:
-    profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
-    trainer(cls, profiler=profiler).fit(Small(), loader())
-    report = (tmp_path / "fit-report.txt").read_text()
-    for action in ("Action", "run_training_epoch", "[Strategy]SingleDeviceStrategy.training_step"):
-        assert action in report
-
-
-@BOTH
 def test_a_report_for_every_kind_of_run(cls: Any, tmp_path: Path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
     everything(trainer(cls, profiler=profiler), Validated(), Data(), tmp_path)

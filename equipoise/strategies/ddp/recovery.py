@@ -2,7 +2,7 @@
 
 While the others wait for gradients, a process may repeat its step or split it: its exchange of gradients comes later,
 but comes once. An exchange within the forward, as of SyncBatchNorm or of a step that gathers, would come twice or not
-at all, and the others would read it as another exchange. So the guard detects such exchanges. Then an error of memory
+at all, and the others would read it as another exchange. So such exchanges are detected. Then an error of memory
 ends the run with a message, and with it the other processes, which would wait forever.
 """
 
@@ -18,30 +18,45 @@ from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange
 from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.recovery_support import RecoverySupport
 
-__all__ = ["CollectiveGuard", "DDPRecovery"]
+__all__ = ["DDPRecovery"]
 
 T = TypeVar("T")
 _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the communication (sync_batchnorm) out."
 
 
-class CollectiveGuard:
-    """Detects the collective operations that a process runs in its steps."""
+class DDPRecovery(RecoverySupport):
+    """Repeats the steps of one process, while the other processes wait for its gradients.
 
-    def __init__(self, module: nn.Module) -> None:
-        synchronised = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
-        # Both by whether the step trains. SyncBatchNorm does not communicate in evaluations.
-        self._communicates = {True: synchronised, False: False}
+    Attributes:
+        is_enabled: Whether steps may be repeated. Then the collective operations in them are detected.
+    """
+
+    def __init__(self, module: nn.Module, exchange: GradientExchange, shares: ProcessShares) -> None:
+        self.is_enabled = False
+        self._module = module
+        self._exchange = exchange
+        self._shares = shares
+        # Both by whether the step trains.
+        self._communicates = {True: False, False: False}
         self._has_completed_step = {True: False, False: False}
+
+    def enable(self) -> None:
+        """Exchange gradients by the native engine from now on, which can repeat a step; see `RecoverySupport`."""
+        check_feature("ddp recovery")
+        if not self.is_enabled:
+            self.is_enabled = True
+            self._exchange.repeat_steps()
+            # It does not communicate in evaluations.
+            self._communicates[True] = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._module.modules())
 
     def run(self, compute: Callable[[], T], *, training: bool, in_micro_batches: bool) -> T:
         """Run the forward of a step on a batch or micro-batch.
 
-        Returns:
-            The result of the function.
-
         Raises:
             StepError: If the step communicates, but computes a micro-batch while others compute their full batch.
         """
+        if not self.is_enabled:
+            return compute()
         # Also a step that fails may have communicated before.
         count_before = collective_count()
         try:
@@ -60,7 +75,7 @@ class CollectiveGuard:
         return result
 
     def why_not(self, *, training: bool, leave_out: bool) -> str:
-        """Return why a step that ran out of memory cannot be repeated; empty if it can."""
+        """Return why a step cannot be repeated: it communicates in its forward; see `RecoverySupport.why_not`."""
         if self._communicates[training]:
             return f"All processes communicate in the forward, so one cannot do its step again alone. {_WAY_OUT}"
         if leave_out and not self._has_completed_step[training]:
@@ -69,33 +84,6 @@ class CollectiveGuard:
                 " their forward. A smaller batch_size, or OOMRecovery(policy='split'), would help."
             )
         return ""
-
-
-class DDPRecovery(RecoverySupport):
-    """Repeats the steps of one process, while the other processes wait for its gradients.
-
-    Attributes:
-        guard: Detects communication in steps; None unless steps may be repeated.
-    """
-
-    def __init__(self, module: nn.Module, exchange: GradientExchange, shares: ProcessShares) -> None:
-        self.guard: CollectiveGuard | None = None
-        self._module = module
-        self._exchange = exchange
-        self._shares = shares
-
-    def enable(self) -> None:
-        """Exchange gradients by the native engine from now on, which can repeat a step; see `RecoverySupport`."""
-        check_feature("ddp recovery")
-        if self.guard is None:
-            self.guard = CollectiveGuard(self._module)
-            self._exchange.repeat_steps()
-
-    def why_not(self, *, training: bool, leave_out: bool) -> str:
-        """Return why a step cannot be repeated: it communicates in its forward; see `RecoverySupport.why_not`."""
-        if self.guard is None:
-            return ""
-        return self.guard.why_not(training=training, leave_out=leave_out)
 
     def discard(self) -> bool:
         """Interrupt an exchange, which the next attempt completes; see `RecoverySupport.discard`."""

@@ -165,18 +165,15 @@ class DDPStrategy(ProcessStrategy):
             # All processes come here in each step, so they may agree on shares.
             self._current_shares.begin_step(step.batch_idx, self.processes.gather_objects)
             step.run_inside(partial(self._run_forward, step))
-        elif self._run.recovery.guard is not None:
+        elif self._run.recovery.is_enabled:
             step.run_inside(partial(self._run_forward, step))
         return self._run.exchange.forward_backward(step, parts, last)
 
     def _run_forward(self, step: TrainingStep, compute: Callable[[], Any], part: Any) -> Any:
         """Run the forward of a training step, watched if it may be repeated, and measured as far as that applies."""
         assert self._run is not None
-        guard = self._run.recovery.guard
-        # The measurement includes the guard, as it is outermost.
-        run = compute
-        if guard is not None:
-            run = partial(guard.run, compute, training=True, in_micro_batches=step.in_micro_batches)
+        recovery = self._run.recovery
+        run = partial(recovery.run, compute, training=True, in_micro_batches=step.in_micro_batches)
         return self._current_shares.run(run, part, step.batch_idx)
 
     @property
@@ -188,11 +185,10 @@ class DDPStrategy(ProcessStrategy):
 
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run an evaluation step; see `Strategy.evaluate`."""
-        guard = None if self._run is None else self._run.recovery.guard
-        if guard is None:
+        if self._run is None:
             return step(parts[0])
         compute = partial(step, parts[0])
-        return guard.run(compute, training=False, in_micro_batches=step.in_micro_batches)
+        return self._run.recovery.run(compute, training=False, in_micro_batches=step.in_micro_batches)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run one backward; see `Strategy.backward`."""

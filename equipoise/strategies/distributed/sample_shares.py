@@ -6,6 +6,7 @@ shares apply from the first step that no process has divided yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -125,15 +126,10 @@ class ProcessShares:
         divides = self.shares is not None or self.measures
         if self.measures and why_not_by_shares(loader):
             divides = False
-        shares = None
-        if divides:
-            shares = self.shares
         step_size = step_size_of(loader, self._processes)
         if step_size is not None:
-            self._log_sizes(step_size, shares)
-        if divides:
-            return self.sizes
-        return None
+            self._log_sizes(step_size, self.shares if divides else None)
+        return self.sizes if divides else None
 
     def _log_sizes(self, step_size: int, shares: list[float] | None) -> None:
         processes = self._processes
@@ -205,7 +201,7 @@ class ProcessShares:
         # 2. Run the forward.
         run = function
         if self._simulated is not None:
-            run = _simulate(self._simulated, function, size)
+            run = partial(self._simulated.compute, function, size)
         if self.is_measuring:
             run = self._measurements.measured(self._rank, run, size)
         return run()
@@ -267,11 +263,3 @@ class ProcessShares:
             return
         if len(shares) == self._processes:
             self.shares = list(shares)
-
-
-def _simulate(
-    device: SimulatedDevice,
-    function: Callable[[], _T],
-    size: int,
-) -> Callable[[], _T]:
-    return lambda: device.compute(function, size)

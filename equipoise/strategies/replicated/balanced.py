@@ -1,6 +1,7 @@
 """BalancedDataParallelStrategy: data parallelism in one process, with batches cut for unequal devices."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -117,11 +118,9 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         values = list(shares)
         num_devices = len(self.devices)
         if self.devices and len(values) != num_devices:
-            count = len(values)
-            devices = self._names_of_devices()
             raise ConfigurationError(
-                f"shares={values!r} are {count} numbers, but there are {num_devices} devices:"
-                f" {devices}. Give a number for each."
+                f"shares={values!r} are {len(values)} numbers, but there are {num_devices} devices:"
+                f" {self._names_of_devices()}. Give a number for each."
             )
         self._shares = values
         self._calibration = None
@@ -213,11 +212,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
             )
         return sizes
 
-    def _compute(
-        self,
-        functions: Sequence[tuple[int, Callable[[], Any]]],
-        sizes: Sequence[int],
-    ) -> list[Any]:
+    def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         batch_size = sum(sizes)
         # 1. Small batches and evaluations are not measured.
         calibration = self._calibration
@@ -227,7 +222,9 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         # 2. The part of each device, as it is simulated and measured.
         work = []
         for (index, function), size in zip(functions, sizes, strict=True):
-            run = self._simulated_run(index, function, size)
+            run = function
+            if index in self.simulated:
+                run = partial(self.simulated[index].compute, function, size)
             if calibration is not None:
                 run = calibration.measured(index, run, size)
             work.append((index, run))
@@ -258,13 +255,9 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
         # 2. The present shares. Without any, the sizes of the batch that failed stand for them.
         num_devices = len(self.devices)
+        shares = [float(computed.get(device, 0)) for device in range(num_devices)]
         if self._shares:
             shares = list(self._shares)
-        else:
-            shares = []
-            for device in range(num_devices):
-                size = computed.get(device, 0)
-                shares.append(float(size))
 
         # 3. Reduce the share. A device that is alone, or would get hardly any samples, keeps it.
         reduced = _LESS * shares[index]
@@ -276,8 +269,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         rank_zero_warn(f"{name} ran out of memory and receives fewer samples from now on: shares={shares}.")
 
     def _names_of_devices(self) -> str:
-        names = [str(device) for device in self.devices]
-        return ", ".join(names)
+        return ", ".join(map(str, self.devices))
 
     def _name_of(self, index: int) -> str:
         device = self.devices[index]
@@ -287,17 +279,6 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     def _is_measurable(self, batch_size: int) -> bool:
         return batch_size >= 4 * len(self.devices)
-
-    def _simulated_run(
-        self,
-        index: int,
-        function: Callable[[], Any],
-        size: int,
-    ) -> Callable[[], Any]:
-        device = self.simulated.get(index)
-        if device is None:
-            return function
-        return lambda: device.compute(function, size)
 
     # State.
 

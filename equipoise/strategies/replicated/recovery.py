@@ -5,13 +5,33 @@ from typing import Any
 
 import torch
 
+from equipoise.parallel.batches.shares import even_sizes
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.replicas.device_threads import DeviceThreads
 from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.strategies.recovery_support import RecoverySupport
-from equipoise.strategies.replicated.placed_parts import PlacedParts
 
-__all__ = ["ReplicatedRecovery"]
+__all__ = ["PlacedParts", "ReplicatedRecovery"]
+
+
+class PlacedParts(tuple[Any, ...]):
+    """The parts of a batch, in the order of the data.
+
+    Attributes:
+        indices: Index of the device of each part.
+        sizes: Number of samples of each part.
+    """
+
+    indices: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any], indices: Sequence[int], sizes: Sequence[int]) -> "PlacedParts":
+        """Return the parts with their devices and sizes."""
+        placed = cls(parts)
+        placed.indices = tuple(indices)
+        placed.sizes = tuple(sizes)
+        return placed
 
 
 class ReplicatedRecovery(RecoverySupport):
@@ -46,9 +66,17 @@ class ReplicatedRecovery(RecoverySupport):
 
     def split(self, parts: Sequence[Any], count: int, splitter: Splitter) -> list[Sequence[Any]]:
         """Split every device's part; see `RecoverySupport.split`."""
-        if isinstance(parts, PlacedParts):
-            return list(parts.split(count, splitter))
-        return super().split(parts, count, splitter)
+        micro_batches = super().split(parts, count, splitter)
+        if not isinstance(parts, PlacedParts):
+            return micro_batches
+        sizes_of_parts = [even_sizes(size, count) for size in parts.sizes]
+        placed: list[Sequence[Any]] = []
+        for number, samples in enumerate(micro_batches):
+            # Parts of few samples are missing in the last micro-batches.
+            sizes = {index: pieces[number] for index, pieces in zip(parts.indices, sizes_of_parts, strict=True)}
+            present = {index: size for index, size in sizes.items() if size}
+            placed.append(PlacedParts.of(samples, tuple(present), tuple(present.values())))
+        return placed
 
     def discard(self) -> bool:
         """Discard the gradients of replicas; see `RecoverySupport.discard`."""

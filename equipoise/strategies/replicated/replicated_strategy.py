@@ -29,8 +29,7 @@ from equipoise.parallel.step_protocols import EvaluationStep, StepResult, Traini
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.recovery_support import RecoverySupport
-from equipoise.strategies.replicated.placed_parts import PlacedParts
-from equipoise.strategies.replicated.recovery import ReplicatedRecovery
+from equipoise.strategies.replicated.recovery import PlacedParts, ReplicatedRecovery
 from equipoise.strategies.replicated.replicated_forward import ReplicatedForward
 from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.validation import is_whole

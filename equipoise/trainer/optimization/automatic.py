@@ -206,7 +206,7 @@ class AutomaticOptimization:
         if self._gradients.are_weighed:
             self._window.reset()
             if self._recovery is not None:
-                self._recovery.end_window()
+                self.step.end_window()
         return result
 
     def end_window(self, batch_idx: int) -> None:

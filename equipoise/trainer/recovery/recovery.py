@@ -93,8 +93,6 @@ class Recovery:
         self._window: _OpenWindow | None = None
         # The batch that is computed: the present one, or an earlier one of the window again.
         self._running: _Batch | None = None
-        # Number of samples of that batch, while it is computed in micro-batches.
-        self._batch_size = 0
 
     # One batch
 
@@ -165,7 +163,6 @@ class Recovery:
 
     def _run_batch(self, batch: _Batch) -> StepResult:
         if batch.count > 1:
-            self._batch_size = self._micro_batcher.size(batch.parts)
             return self._micro_batcher.run(self._step, batch.parts, batch.count)
         if batch.count == 1:
             return self._compute(batch.parts, True)
@@ -178,10 +175,12 @@ class Recovery:
 
     def _compute(self, parts: Sequence[Any], is_last: bool) -> StepResult:
         window = self._window
+        running = self._running
         assert window is not None
-        ends_window = is_last and window.ends and self._running is window.batches[-1]
+        assert running is not None
+        ends_window = is_last and window.ends and running is window.batches[-1]
         if self._step.in_micro_batches:
-            self._step.begin_micro_batch(self._micro_batcher.size(parts), self._batch_size)
+            self._step.begin_micro_batch(self._micro_batcher.size(parts), self._micro_batcher.size(running.parts))
         return self._strategy.forward_backward(self._step, parts, ends_window)
 
     # After an error
@@ -241,13 +240,10 @@ class Recovery:
             # Copies: the next attempt adds to them, and may fail, too.
             load_gradients(self._context.state.optimizers, _copies(gradients))
         elif not self._step.begins_window:
-            self._drop_gradients()
+            for optimizer in self._context.state.optimizers:
+                for parameter in optimizer_parameters(optimizer):
+                    parameter.grad = None
         return self._strategy.recovery.discard()
-
-    def _drop_gradients(self) -> None:
-        for optimizer in self._context.state.optimizers:
-            for parameter in optimizer_parameters(optimizer):
-                parameter.grad = None
 
     # The optimiser's step
 
@@ -258,10 +254,6 @@ class Recovery:
     def repeatable(self, optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that steps an optimiser by another function, under the same protection."""
         return partial(self.protect(StrategyOptimizer(optimizer)).step_or_repeat, step)
-
-    def end_window(self) -> None:
-        """End the window after the optimiser's step."""
-        self._step.end_window()
 
 
 def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -38,30 +38,19 @@ _REMOVED = {
 }
 
 
-# The stage whose loaders an entry point needs.
-_STAGE_OF = {
-    TrainerFn.FITTING: "train",
-    TrainerFn.VALIDATING: "val",
-    TrainerFn.TESTING: "test",
-    TrainerFn.PREDICTING: "predict",
-}
+class _Entry(NamedTuple):
+    """What an entry point needs: the stage of its loaders, methods of the module; and the steps that it may run."""
 
-# The methods that a module must define for an entry point, and the beginning of the message about a missing one.
-_NEEDED: dict[TrainerFn, tuple[str, tuple[str, ...]]] = {
-    TrainerFn.FITTING: (
-        "`fit` needs `training_step` and `configure_optimizers`, but",
-        ("training_step", "configure_optimizers"),
-    ),
-    TrainerFn.VALIDATING: ("`validate` needs `validation_step`, but", ("validation_step",)),
-    TrainerFn.TESTING: ("`test` needs `test_step`, but", ("test_step",)),
-    TrainerFn.PREDICTING: ("", ()),
-}
+    stage: str
+    needed: tuple[str, ...]
+    steps: tuple[str, ...]
 
-_STEPS_OF = {
-    TrainerFn.FITTING: ("training_step", "validation_step"),
-    TrainerFn.VALIDATING: ("validation_step",),
-    TrainerFn.TESTING: ("test_step",),
-    TrainerFn.PREDICTING: ("predict_step",),
+
+_ENTRIES = {
+    TrainerFn.FITTING: _Entry("train", ("training_step", "configure_optimizers"), ("training_step", "validation_step")),
+    TrainerFn.VALIDATING: _Entry("val", ("validation_step",), ("validation_step",)),
+    TrainerFn.TESTING: _Entry("test", ("test_step",), ("test_step",)),
+    TrainerFn.PREDICTING: _Entry("predict", (), ("predict_step",)),
 }
 
 
@@ -114,7 +103,7 @@ def check_run(context: "RunContext") -> None:
     # 2. The steps of the entry point.
     if fn == TrainerFn.FITTING:
         _check_fit(context)
-    for step in _STEPS_OF[fn]:
+    for step in _ENTRIES[fn].steps:
         is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
         if is_used and takes_iterator(module, step):
             from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
@@ -122,7 +111,7 @@ def check_run(context: "RunContext") -> None:
             check_iterator_step(context, step)
 
     # 3. Its data.
-    stage = _STAGE_OF[fn]
+    stage = _ENTRIES[fn].stage
     source = context.sources[stage]
     if not source.is_defined():
         raise ConfigurationError(
@@ -144,12 +133,13 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
         raise ConfigurationError(
             f"`predict` calls `predict_step`, or `forward` by default, but {name} defines neither. Define one."
         )
-    beginning, needed = _NEEDED[fn]
+    needed = _ENTRIES[fn].needed
     for method in needed:
         if not is_overridden(method, module):
             mistyped = [other for other in dir(module) if other != method and similar_step(other) == method]
             remedy = f"Rename `{mistyped[0]}`." if mistyped else "Define it."
-            raise ConfigurationError(f"{beginning} {name} does not define `{method}`. {remedy}")
+            listed = " and ".join(f"`{each}`" for each in needed)
+            raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. {remedy}")
 
 
 def _check_fit(context: "RunContext") -> None:

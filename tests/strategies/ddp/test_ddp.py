@@ -2,6 +2,8 @@
 
 import csv
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,16 @@ def numbered() -> Numbered:
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+
+
+def assert_trains_alike(make: Callable[[], Numbered], strategy: Any = "ddp", count: int = 12) -> None:
+    """See that two processes train as one device does on batches twice as large."""
+    one, many = make(), make()
+    many.load_state_dict(one.state_dict())
+    trainer("single_device", 1).fit(one, DataLoader(Samples(count), batch_size=4))
+    trainer(strategy, 2).fit(many, DataLoader(Samples(count), batch_size=2))
+    assert_same_weights(one, many)
+    assert many.same
 
 
 @pytest.mark.quick_cases(3)
@@ -389,11 +401,7 @@ def test_the_first_part_of_a_process_weighs_nothing() -> None:
             keep = (batch[2] != 1) & (batch[2] != 3)  # all of the second process's first batch
             return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
 
-    one, many = Empty(), Empty()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(10), batch_size=4))
-    trainer("ddp", 2).fit(many, DataLoader(Samples(10), batch_size=2))
-    assert_same_weights(one, many)
+    assert_trains_alike(Empty, count=10)
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
@@ -405,11 +413,7 @@ def test_a_step_without_any_weight_moves_nothing(engine: Any) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
-    one, many = Skips(), Skips()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
-    trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
-    assert_same_weights(one, many)
+    assert_trains_alike(Skips, DDPStrategy(engine=engine))
 
 
 class OnADevice(Numbered):
@@ -443,11 +447,7 @@ class OnADevice(Numbered):
 
 @pytest.mark.parametrize(("skipped", "masked"), [((2, 3), 9), ((1, 4), 2)])
 def test_a_total_weight_that_the_host_can_know_without_the_device(skipped: tuple[int, ...], masked: int) -> None:
-    one, many = OnADevice(skipped, masked), OnADevice(skipped, masked)
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(22), batch_size=4))
-    trainer("ddp", 2).fit(many, DataLoader(Samples(22), batch_size=2))
-    assert_same_weights(one, many)
+    assert_trains_alike(partial(OnADevice, skipped, masked), count=22)
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
@@ -461,12 +461,7 @@ def test_parameters_that_begin_to_learn(engine: Any) -> None:
             super().on_train_epoch_start()
             self.net[0].requires_grad_(self.current_epoch > 0)
 
-    one, many = Thaws(), Thaws()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(12), batch_size=4))
-    trainer(DDPStrategy(engine=engine), 2).fit(many, DataLoader(Samples(12), batch_size=2))
-    assert many.same
-    assert_same_weights(one, many)
+    assert_trains_alike(Thaws, DDPStrategy(engine=engine))
 
 
 def test_gradients_are_whole_after_the_backward() -> None:
@@ -520,11 +515,7 @@ def test_manual_optimisation_needs_a_batch_everywhere() -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
-    one, many = Manual(), Manual()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(8), batch_size=4))
-    trainer("ddp", 2).fit(many, DataLoader(Samples(8), batch_size=2))
-    assert_same_weights(one, many)
+    assert_trains_alike(Manual, count=8)
     data = DataLoader(Samples(9), batch_size=2)
     with pytest.raises(ConfigurationError, match=r"have 3 and 2 batches.*optimises by hand.*limit_train_batches=2"):
         trainer("ddp", 2).fit(Manual(), data)

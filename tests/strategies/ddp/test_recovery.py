@@ -4,6 +4,7 @@ import random
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
-from equipoise.strategies.ddp.recovery import CollectiveGuard
+from equipoise.strategies.ddp.recovery import DDPRecovery
 from tests.conftest import ignoring
 from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, has_same_weights_everywhere, trainer
 
@@ -224,9 +225,11 @@ def test_communication_in_an_evaluation() -> None:
 
 
 def test_layers_that_are_known_to_communicate() -> None:
-    guard = CollectiveGuard(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-    assert guard.why_not(training=True, leave_out=False).startswith(REASON)
-    assert not guard.why_not(training=False, leave_out=False)  # with running statistics
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    recovery = DDPRecovery(module, MagicMock(), MagicMock())
+    recovery.enable()
+    assert recovery.why_not(training=True, leave_out=False).startswith(REASON)
+    assert not recovery.why_not(training=False, leave_out=False)  # with running statistics
 
 
 def test_measuring_goes_on_while_windows_are_done_again() -> None:

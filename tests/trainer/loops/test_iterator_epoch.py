@@ -69,44 +69,32 @@ def stepping(step: Callable[[Any, Any], Any], base: type[Small] = Small) -> Smal
     return Module()
 
 
-@pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline"])
-def test_strategies_that_cut_batches(strategy: str) -> None:
-    refuses_fit(
-        Pulls(),
-        "`Pulls.training_step(dataloader_iter)`",
-        f"strategy='{strategy}'",
-        "strategy='single_device'",
-        strategy=strategy,
-        devices=2 if strategy != "pipeline" else 1,
-    )
-
-
-def test_ddp() -> None:
-    refuses_fit(Pulls(), "strategy='ddp'", "strategy='single_device'", strategy="ddp", devices=1)
-
-
 class Survives(Callback):
     def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
         return None
 
 
-@pytest.mark.parametrize("callback", [OOMRecovery, Survives])
-def test_recovery_from_errors_of_memory(callback: type[Any]) -> None:
-    refuses_fit(Pulls(), "cannot be done again", "Leave OOMRecovery", callbacks=[callback()])
+class Accumulates(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.accumulate_grad_batches = 2
 
 
-def test_accumulation() -> None:
-    refuses_fit(Pulls(), "accumulate_grad_batches", "pull all batches", accumulate_grad_batches=2)
-    scheduler = GradientAccumulationScheduler({0: 1, 4: 2})
-    refuses_fit(Pulls(), "GradientAccumulationScheduler", "pull all batches", callbacks=[scheduler])
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"strategy": "dp", "devices": 2}, ["`Pulls.training_step(dataloader_iter)`", "strategy='dp'"]),
+    ({"strategy": "balanced", "devices": 2}, ["strategy='balanced'", "strategy='single_device'"]),
+    ({"strategy": "pipeline"}, ["strategy='pipeline'", "strategy='single_device'"]),
+    ({"strategy": "ddp"}, ["strategy='ddp'", "strategy='single_device'"]),
+    ({"callbacks": [OOMRecovery()]}, ["cannot be done again", "Leave OOMRecovery"]),
+    ({"callbacks": [Survives()]}, ["cannot be done again", "Leave OOMRecovery"]),
+    ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches", "pull all batches"]),
+    ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, ["AccumulationScheduler", "pull all batches"]),
+    ({"callbacks": [Accumulates()]}, ["accumulate_grad_batches"]),
+]
 
 
-def test_accumulation_that_a_callback_begins() -> None:
-    class Accumulates(L.Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.accumulate_grad_batches = 2
-
-    refuses_fit(Pulls(), "accumulate_grad_batches", callbacks=[Accumulates()])
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_what_needs_the_batches_of_a_step(options: dict[str, Any], words: list[str]) -> None:
+    refuses_fit(Pulls(), *words, **{"devices": 1, **options})
 
 
 def test_lbfgs() -> None:

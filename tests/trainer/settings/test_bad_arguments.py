@@ -131,6 +131,7 @@ def test_an_accelerator_that_this_machine_lacks(accelerator: str, monkeypatch: p
         ({"benchmark": "x"}, ["benchmark must be True or False", "not 'x'"]),
         ({"detect_anomaly": 1}, ["detect_anomaly must be True or False", "not 1"]),
         ({"detect_nonfinite": 1}, ["detect_nonfinite must be True or False", "not 1"]),
+        ({"fused_optimizer": "yes"}, ["fused_optimizer must be True or False", "not 'yes'"]),
         ({"inference_mode": "off"}, ["inference_mode must be True or False", "not 'off'"]),
         ({"enable_checkpointing": ModelCheckpoint()}, ["enable_checkpointing must be True or False"]),
         ({"enable_progress_bar": "no"}, ["enable_progress_bar must be True or False", "not 'no'"]),

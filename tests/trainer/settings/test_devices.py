@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 from equipoise.parallel.communication.rank import find_rank
@@ -74,21 +72,6 @@ def test_devices_of_cuda(devices: Any, indices: list[int]) -> None:
     expected = [torch.device("cuda", index) for index in indices]
     for accelerator in ("auto", "gpu", "cuda", CUDAAccelerator()):
         assert select.select_devices(accelerator, devices) == expected
-
-
-@given(
-    indices=st.lists(st.integers(0, 7), min_size=1, max_size=8), form=st.sampled_from(["indices", "text", "devices"])
-)
-def test_indices_keep_their_order(indices: list[int], form: str) -> None:
-    devices: Any = {
-        "indices": indices,
-        "text": ",".join(map(str, indices)) + ",",
-        "devices": [torch.device("cuda", index) for index in indices],
-    }[form]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 8)
-        assert select.select_devices("auto", devices) == [torch.device("cuda", index) for index in indices]
 
 
 @pytest.mark.usefixtures("four_gpus")

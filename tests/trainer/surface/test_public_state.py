@@ -281,9 +281,10 @@ def test_a_logger_that_is_set(cls: Any, tmp_path: Path) -> None:
     run.logger = logger
     assert run.loggers == [logger]
     assert run.log_dir == logger.log_dir
-    run.logger = None
-    assert run.loggers == []
-    assert run.logger is None
+    for name in ("logger", "loggers"):
+        setattr(run, name, None)
+        assert run.loggers == []
+        assert run.logger is None
 
 
 @pytest.mark.parametrize("folder", [".", "~/runs", "memory://bucket/runs/../x", None], ids=str)

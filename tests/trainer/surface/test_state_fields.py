@@ -2,9 +2,7 @@
 
 import inspect
 from dataclasses import fields
-from typing import Any
 
-import lightning as L
 import pytest
 
 from equipoise import Trainer
@@ -22,14 +20,6 @@ def test_every_field_of_the_state_can_be_read_from_the_trainer(name: str) -> Non
     value = getattr(run, RENAMED.get(name, name))
     if name != "root_dir":
         assert value is getattr(run.run_state, name)
-
-
-@pytest.mark.parametrize("cls", [L.Trainer, Trainer])
-def test_loggers_that_are_none_are_an_empty_list(cls: Any) -> None:
-    run = trainer(cls)
-    run.loggers = None
-    assert run.loggers == []
-    assert run.logger is None
 
 
 def test_computed_values_cannot_be_written() -> None:

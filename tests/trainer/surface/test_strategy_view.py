@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from equipoise import SingleDeviceStrategy, Trainer
 from equipoise.errors import ConfigurationTypeError
-from equipoise.trainer.surface.strategy_view import StrategyView
+from equipoise.trainer.surface.strategy_view import _OF_LIGHTNINGS_LOOPS, StrategyView
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
 
@@ -22,18 +22,6 @@ LIGHTNINGS = (strategies.Strategy, strategies.SingleDeviceStrategy, strategies.P
 NAMES = sorted({name for kind in LIGHTNINGS for name in dir(kind) if not name.startswith("_")})
 # The same name, the same arguments, the same meaning on both sides.
 SHARED = {"root_device", "teardown"}
-REFUSED = {
-    "configure_ddp",
-    "determine_ddp_device_ids",
-    "model_to_device",
-    "register_strategies",
-    "set_world_ranks",
-    "setup",
-    "setup_distributed",
-    "setup_environment",
-    "setup_optimizers",
-    "setup_precision_plugin",
-}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "process_group_backend"])
@@ -47,7 +35,7 @@ def test_no_name_reaches_a_method_of_another_meaning(name: str) -> None:
         assert name in vars(StrategyView), f"`trainer.strategy.{name}` is our strategy's {name}, not Lightning's."
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(_OF_LIGHTNINGS_LOOPS))
 def test_steps_of_lightnings_loops_are_refused(name: str) -> None:
     refuses(lambda: getattr(trainer().strategy, name)(None), f"`trainer.strategy.{name}`", "Lightning's own loops")
 

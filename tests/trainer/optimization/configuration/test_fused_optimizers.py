@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import ConfigurationError, Trainer
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from tests.conftest import ignoring
@@ -144,8 +143,3 @@ def test_optimisers_without_a_fused_form(make: Any, module: nn.Module, reason: s
     with pytest.warns(UserWarning, match=f"fused_optimizer=True has no effect on {reason}"):
         fuse_optimizers([optimizer], module)
     assert not optimizer.param_groups[0].get("fused")
-
-
-def test_the_argument_is_a_flag() -> None:
-    with pytest.raises(ConfigurationError, match="fused_optimizer must be True or False"):
-        Trainer(fused_optimizer="yes")  # type: ignore[arg-type]

@@ -17,43 +17,9 @@ from tests.support.trainer_runs import trainer
 
 pytestmark = ignoring()
 
-BLOCK = 64
 
-
-class Quantised(Optimizer):
-    """Momentum in 8 bits, with a scale for each block of values, as libraries do it."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, self.state[parameter], group)
-        return loss
-
-    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        blocks = -(-parameter.numel() // BLOCK)
-        if not state:
-            state["codes"] = torch.zeros(blocks, BLOCK, dtype=torch.int8)
-            state["scales"] = torch.zeros(blocks, 1, dtype=torch.bfloat16)
-        assert state["codes"].dtype is torch.int8
-        assert state["scales"].dtype is torch.bfloat16
-        values = state["codes"].float() * state["scales"].float()
-        momentum = values.flatten()[: parameter.numel()].view_as(parameter)
-        momentum = momentum * group["momentum"] + parameter.grad
-        padded = torch.zeros(blocks * BLOCK).index_copy(0, torch.arange(momentum.numel()), momentum.flatten().float())
-        padded = padded.view(blocks, BLOCK)
-        state["scales"].copy_(padded.abs().amax(1, keepdim=True) / 127)
-        state["codes"].copy_((padded / state["scales"].float().clamp_min(1e-12)).round().clamp(-127, 127))
-        parameter.add_(momentum, alpha=-group["lr"])
-
-
-class Halved(Optimizer):
-    """Momentum in bfloat16."""
+class LowBits(Optimizer):
+    """Momentum in few bits, as libraries keep it."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -61,16 +27,41 @@ class Halved(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
                 state = self.state[parameter]
-                momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
-                assert momentum.dtype is torch.bfloat16
-                momentum.mul_(0.9).add_(parameter.grad)
-                parameter.sub_(momentum, alpha=group["lr"])
+                momentum = parameter.grad + (0.9 * self.read(state) if state else 0.0)
+                self.write(state, momentum)
+                parameter.sub_(momentum, alpha=self.param_groups[0]["lr"])
         return loss
+
+    def read(self, state: dict[str, Any]) -> Tensor: ...
+
+    def write(self, state: dict[str, Any], momentum: Tensor) -> None: ...
+
+
+class Quantised(LowBits):
+    """8 bits, with a scale for each tensor."""
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        assert (state["codes"].dtype, state["scale"].dtype) == (torch.int8, torch.bfloat16)
+        return state["codes"].float() * state["scale"].float()
+
+    def write(self, state: dict[str, Any], momentum: Tensor) -> None:
+        state["scale"] = (momentum.abs().amax() / 127).bfloat16()
+        codes = momentum / state["scale"].float().clamp_min(1e-12)
+        state["codes"] = codes.round().clamp(-127, 127).to(torch.int8)
+
+
+class Halved(LowBits):
+    """bfloat16."""
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        assert state["momentum"].dtype is torch.bfloat16
+        return state["momentum"].float()
+
+    def write(self, state: dict[str, Any], momentum: Tensor) -> None:
+        state["momentum"] = momentum.bfloat16()
 
 
 class Module(L.LightningModule):
@@ -131,5 +122,4 @@ def test_memory_of_the_state() -> None:
         memory = MemoryLogger(detail="modules", leaks=False)
         fit(Module(kind), callbacks=[memory], max_steps=3)
         states[kind] = memory.compositions[0].totals()["optimizer state"]
-    blocks = 32 + 1 + 32 + 1
-    assert states == {SGD: 4 * parameters, Halved: 2 * parameters, Quantised: blocks * (BLOCK + 2)}
+    assert states == {SGD: 4 * parameters, Halved: 2 * parameters, Quantised: parameters + 4 * 2}
