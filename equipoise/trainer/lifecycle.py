@@ -26,6 +26,7 @@ from equipoise.interop.lightning.self_log import unbind_log
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.device_work import empty_cache, on_device
 from equipoise.parallel.snapshot import random_state
+from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
@@ -42,7 +43,6 @@ from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
 from equipoise.trainer.settings.callbacks import refuse_finders
-from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
 __all__ = ["run"]
@@ -72,7 +72,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
 def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
     """Carry out a request in processes that the strategy starts, and apply the results to the objects of this one."""
     # A run in one process has no use for this module.
-    from equipoise.trainer.process_results import apply_results, shared_objects, this_process
+    from equipoise.trainer.process_results import apply_results, collect, shared_objects, this_process
 
     # 1. The checks of what must be in this process; an error of a worker comes with its traceback.
     state = parts.state
@@ -83,7 +83,7 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
 
     # 2. The run and its results.
     shared = shared_objects(parts, request)
-    results = _launch(parts, request, partial(_carry_out_and_collect, parts, request, shared), shared)
+    results = _launch(parts, request, partial(_carry_out, parts, request, partial(collect, parts, shared)), shared)
     if results.process != this_process():
         parts.begin_run(make_context(parts, request))
     return apply_results(parts, shared, results)
@@ -108,12 +108,6 @@ def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
     state.leave()
     for logger in state.loggers:
         logger.finalize("failed")
-
-
-def _carry_out_and_collect(parts: TrainerParts, request: Request, shared: list[Any]) -> Any:
-    from equipoise.trainer.process_results import collect
-
-    return _carry_out(parts, request, partial(collect, parts, shared))
 
 
 def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], Any] | None = None) -> Any:
@@ -142,14 +136,16 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
     # 1. Connect module, data and callbacks, and read the checkpoint.
     context = prepare(parts, request)
-    path = _choose_checkpoint(context, request)
+    path = slurm.interrupted_checkpoint(state)
+    if path is None:
+        path = select_checkpoint(context, request.ckpt_path, module_given=request.module_given)
     state.note_checkpoint(path)
     checkpoint: dict[str, Any] | None = None
     if path is not None:
         checkpoint = _read_checkpoint(context, request, path)
         # Before the user's code asks how many steps there are.
         if request.fitting:
-            parts.fit_loop.keep_steps(checkpoint.get(OUR_KEY, {}))
+            parts.fit_loop.fit.data.keep_steps(RunSteps.from_checkpoint(checkpoint.get(OUR_KEY, {})))
 
     # 2. The user's setup, and the module's weights.
     set_up(parts, context)
@@ -192,14 +188,6 @@ def _run(parts: TrainerParts, request: Request) -> Any:
 
 
 # Before the loop
-
-
-def _choose_checkpoint(context: RunContext, request: Request) -> Any:
-    """Return the path of an interrupted job's checkpoint, else of the one that the user chose, else None."""
-    path = slurm.interrupted_checkpoint(context.state)
-    if path is not None:
-        return path
-    return select_checkpoint(context, request.ckpt_path, module_given=request.module_given)
 
 
 def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[str, Any]:
@@ -401,7 +389,8 @@ def _release(parts: TrainerParts, module: LightningModule, error: BaseException 
     with ExitStack() as releasing:
         # Other programs may use the memory; a later run allocates again what it needs.
         releasing.callback(empty_cache, parts.strategy.devices)
-        releasing.callback(_move_states_to_cpu, state)
+        for optimizer in state.optimizers:
+            releasing.callback(move_state, optimizer, torch.device("cpu"))
         if state.activation_checkpointing:
             from equipoise.parallel.activation_checkpointing import keep_activations
 
@@ -415,8 +404,3 @@ def _release(parts: TrainerParts, module: LightningModule, error: BaseException 
             releasing.callback(loop.release)
         releasing.callback(parts.predict_loop.release)
         releasing.callback(parts.fit_loop.release)
-
-
-def _move_states_to_cpu(state: RunState) -> None:
-    for optimizer in state.optimizers:
-        move_state(optimizer, torch.device("cpu"))

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
@@ -132,7 +132,8 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     # 2. Data and loggers. All loggers begin here, so that callbacks find their folders.
     _prepare_data(context)
     pretend_device(module, strategy.root_device)
-    for logger in _in_order_of_start(state.loggers):
+    # Weights & Biases comes first, which observes what the others start.
+    for logger in sorted(state.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
         getattr(logger, "experiment", None)
     keep_rows(state.loggers)
 
@@ -159,11 +160,6 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     end_configuration = getattr(strategy, "end_configuration", None)
     if end_configuration is not None:
         end_configuration(module)
-
-
-def _in_order_of_start(loggers: list[Logger]) -> list[Logger]:
-    """Return Weights & Biases first, which observes what the others start, then all other loggers."""
-    return sorted(loggers, key=lambda logger: not is_a(logger, WandbLogger))
 
 
 def _prepare_data(context: RunContext) -> None:

@@ -97,7 +97,8 @@ class RunSteps:
         return loaders
 
     def _begin(self, loaders: list[Any], count: int) -> None:
-        sizes = [_batch_size_of(loader) for loader in loaders]
+        # None: the loader or its own batch sampler decides.
+        sizes = [loader.batch_size if isinstance(loader, DataLoader) else None for loader in loaders]
         self.processes = count
         self.seed = seed_of_order()
         self.batch_sizes = sizes
@@ -176,12 +177,6 @@ def _why_not(loader: Any) -> str:
     if has_distributed_sampler(loader):
         return f"a {type(loader.sampler).__name__} of your own decides which samples a process reads"
     return ""
-
-
-def _batch_size_of(loader: Any) -> int | None:
-    if isinstance(loader, DataLoader):
-        return loader.batch_size
-    return None
 
 
 def _listed(sizes: list[Any]) -> str:

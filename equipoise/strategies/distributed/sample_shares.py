@@ -149,18 +149,15 @@ class ProcessShares:
             step: The number of the step in its epoch.
         """
         if step == 0:
-            self._begin_epoch()
+            self._measured_before_epoch = self._measured_steps
+            self._first_step_with_shares = 0
+            self._planned.clear()
         self._divided_steps = step + 1
         self._largest_step = max(self._largest_step, size)
         sizes = self._divide(size, step)
         if self.is_measuring or self._simulated is not None:
             self._planned[step] = sizes[self._rank]
         return sizes
-
-    def _begin_epoch(self) -> None:
-        self._measured_before_epoch = self._measured_steps
-        self._first_step_with_shares = 0
-        self._planned.clear()
 
     def _divide(self, size: int, step: int) -> list[int]:
         # 1. By shares.

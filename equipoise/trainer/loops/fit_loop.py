@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.callbacks import begin_again
 from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
@@ -98,14 +97,6 @@ class FitLoop:
     def note_later_files(self, paths: set[str]) -> None:
         """Note the checkpoints that are newer than the one that this run resumes from."""
         self.later_files = paths
-
-    def keep_steps(self, ours: dict[str, Any]) -> None:
-        """Continue with the steps of a checkpoint's run, which the number of batches depends on.
-
-        Args:
-            ours: The entry under our own key; empty for a checkpoint of Lightning.
-        """
-        self.fit.data.keep_steps(RunSteps.from_checkpoint(ours))
 
     def resume(self, loop_state: dict[str, Any], ours: dict[str, Any]) -> None:
         """Prepare to continue from a checkpoint, once its counters are loaded.
@@ -305,15 +296,12 @@ class FitLoop:
         self.optimization = epoch.optimization
         self._close_epoch_hooks = self.optimization.close
         if not epoch.is_stopped():
-            self._run_batches(epoch)
+            if self.uncounted_steps is not None:
+                self.uncounted_steps.begin_epoch()
+            epoch.run()
+            if self.uncounted_steps is not None:
+                self.uncounted_steps.end_epoch()
         self._close_epoch_hooks()
-
-    def _run_batches(self, epoch: TrainingEpoch) -> None:
-        if self.uncounted_steps is not None:
-            self.uncounted_steps.begin_epoch()
-        epoch.run()
-        if self.uncounted_steps is not None:
-            self.uncounted_steps.end_epoch()
 
     def _after_batch(self) -> AfterBatch:
         return AfterBatch(self.context, self.fit, self.schedulers, self._validate)

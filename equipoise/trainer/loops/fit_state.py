@@ -15,15 +15,6 @@ from equipoise.trainer.state.sent_state import RESULT, SentState
 __all__ = ["FitState"]
 
 
-def _new_identity() -> str:
-    # Of the operating system: no generator of the training may change.
-    return uuid.uuid4().hex
-
-
-def _training_values() -> Collection:
-    return Collection(training=True)
-
-
 @dataclass(eq=False)
 class FitState(SentState):
     """State of training, with which a second `fit` or a resumed one continues.
@@ -54,9 +45,10 @@ class FitState(SentState):
     """
 
     progress: FitProgress = field(metadata=RESULT)
-    run: str = field(default_factory=_new_identity, metadata=RESULT)
+    # Of the operating system: no generator of the training may change.
+    run: str = field(default_factory=lambda: uuid.uuid4().hex, metadata=RESULT)
     data: TrainingData = field(default_factory=TrainingData)
-    collection: Collection = field(default_factory=_training_values, metadata=RESULT)
+    collection: Collection = field(default_factory=lambda: Collection(training=True), metadata=RESULT)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
     switches: Switches = field(default_factory=Switches, metadata=RESULT)
     skip_backward: bool = False

@@ -31,7 +31,6 @@ from equipoise.trainer.loops.fit_state import FitState
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Resumption", "resume"]
 
@@ -49,7 +48,9 @@ def resume(
     position = ours.get("position")
     positions = ours.get("positions", [])
     written_in = ours.get("written_in")
-    if position is not None and _was_stopped(state, position.get("stopped_by", [])):
+    stopped_by = [] if position is None else position.get("stopped_by", [])
+    # Early stopping had ended the run, and is still among the callbacks.
+    if stopped_by and {state_key_of(callback) for callback in state.callbacks}.issuperset(stopped_by):
         state.request_stop()
     # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
     left = ours.get("left")
@@ -89,11 +90,6 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
             " no generators of theirs."
         )
     return merged_position(positions, context.module, processes.rank, processes.world_size)
-
-
-def _was_stopped(state: "RunState", stopped_by: list[str]) -> bool:
-    present = {state_key_of(callback) for callback in state.callbacks}
-    return bool(stopped_by) and present.issuperset(stopped_by)
 
 
 class Resumption:

@@ -213,7 +213,7 @@ class AutomaticOptimization:
         """Step the optimiser with the gradients of a window that ends before its last batch."""
         usual = self._forward_backward
         if self._is_alone:
-            self._forward_backward = _compute_nothing
+            self._forward_backward = lambda *_: NO_RESULT
         self._ends_early = True
         try:
             # The number of the missing batch: no window begins with it.
@@ -344,10 +344,6 @@ def _computed_again(optimizer: Optimizer) -> StepError:
         " gone. Take accumulate_grad_batches=1 with larger batches, or another optimiser; or set"
         " `self.automatic_optimization = False`, and step with a closure that computes all batches of the window."
     )
-
-
-def _compute_nothing(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
-    return NO_RESULT
 
 
 def _are_several(context: "RunContext") -> bool:

@@ -274,21 +274,17 @@ def check_barebones(barebones: bool, arguments: dict[str, Any]) -> dict[str, Any
     for name, value in arguments.items():
         default, barebones_default = _DEFAULTS[name]
         if barebones:
-            _check_is_off(name, value)
+            if value:
+                raise ConfigurationError(
+                    f"barebones=True turns off everything that costs time, which contradicts {name}={value!r}. Leave"
+                    " one of them out."
+                )
             values[name] = barebones_default
         elif value is None:
             values[name] = default
         else:
             values[name] = value
     return values
-
-
-def _check_is_off(name: str, value: Any) -> None:
-    if value:
-        raise ConfigurationError(
-            f"barebones=True turns off everything that costs time, which contradicts {name}={value!r}. Leave"
-            " one of them out."
-        )
 
 
 def check_order(least: int | None, most: int | None, counted: str) -> None:

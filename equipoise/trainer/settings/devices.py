@@ -228,7 +228,8 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
     argument = devices
     if isinstance(devices, str):
         try:
-            argument = _parse_indices(devices)
+            # With a comma, indices.
+            argument = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
         except ValueError:
             raise ConfigurationError(problem) from None
 
@@ -251,12 +252,6 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
                 f"devices={argument!r}: there is no {kind} device {index}; torch finds {_inventory()}."
             )
     return indices
-
-
-def _parse_indices(text: str) -> int | list[int]:
-    if "," not in text:
-        return int(text)
-    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def _checked_count(count: int, kind: str, available: int) -> int:

@@ -5,7 +5,7 @@ private names. These classes offer them from the state of our trainer; our own c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -25,17 +25,14 @@ def precision_plugin(name: str, device_type: str, scaler: Any, clip: Callable[..
     """Return the plugin of Lightning for one of our precisions; users read its dtype, and modules clip by it."""
     plugin: Precision
     if name.endswith("-mixed"):
-        mixed: Literal["16-mixed", "bf16-mixed"] = "16-mixed" if name == "16-mixed" else "bf16-mixed"
-        plugin = MixedPrecision(mixed, device_type, scaler)
+        plugin = MixedPrecision("16-mixed" if name == "16-mixed" else "bf16-mixed", device_type, scaler)
     elif name == "64-true":
         plugin = DoublePrecision()
     elif name == "32-true":
         plugin = Precision()
-    # Any other precision in half, such as 16-true-norm32.
-    elif name == "bf16-true":
-        plugin = HalfPrecision("bf16-true")
     else:
-        plugin = HalfPrecision("16-true")
+        # Any other precision in half, such as 16-true-norm32.
+        plugin = HalfPrecision("bf16-true" if name == "bf16-true" else "16-true")
     plugin.clip_gradients = clip  # type: ignore[method-assign]
     return plugin
 

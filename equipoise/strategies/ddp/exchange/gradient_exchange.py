@@ -97,18 +97,12 @@ class GradientExchange:
 
     def _make_engine(self) -> TorchEngine | NativeEngine:
         """Return the engine for the module; the native engine takes the place of a wrapper that does not fit."""
-        if self._name == "torch" and self._fits_wrapper():
+        # Torch's wrapper computes a step once, with one backward.
+        automatic = getattr(self._module, "automatic_optimization", True)
+        fits_wrapper = automatic and not self._repeats_steps and has_one_backward(self._module)
+        if self._name == "torch" and fits_wrapper:
             return TorchEngine(self._module, self._device, self._options)
         return NativeEngine(self._module, self._device, self._options)
-
-    def _fits_wrapper(self) -> bool:
-        """Return True if torch's wrapper can train the module: it computes a step once, with one backward."""
-        if self._repeats_steps:
-            return False
-        automatic = getattr(self._module, "automatic_optimization", True)
-        if not automatic:
-            return False
-        return has_one_backward(self._module)
 
 
 def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any, comm_state: Any) -> None:

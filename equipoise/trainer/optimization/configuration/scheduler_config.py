@@ -1,6 +1,6 @@
 """Configurations of learning-rate schedulers, in all forms that `configure_optimizers` may return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -34,7 +34,7 @@ def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConf
     unsupported = entries.keys() - supported
     if unsupported:
         rank_zero_warn(f"Found unsupported keys in the lr scheduler dict: {unsupported}.", category=RuntimeWarning)
-        entries = _without(entries, unsupported)
+        entries = {key: value for key, value in entries.items() if key in supported}
     _check_entries(entries)
 
     # 2. Their defaults.
@@ -51,11 +51,7 @@ def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConf
             f"The lr scheduler keys {ignored} are ignored: in manual optimisation you step it yourself.",
             category=RuntimeWarning,
         )
-    return LRSchedulerConfig(**_without(entries, _AUTOMATIC_KEYS))
-
-
-def _without(entries: dict[str, Any], keys: Sequence[str] | set[str]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key not in keys}
+    return LRSchedulerConfig(**{key: value for key, value in entries.items() if key not in _AUTOMATIC_KEYS})
 
 
 def _check_entries(entries: dict[str, Any]) -> None:

@@ -128,15 +128,11 @@ class ModuleStep:
             self._methods[replica] = method
 
         # 2. Its call. The context of the precision is entered in the thread of the replica.
-        captures = self._logs.captures
-        outer_capture = captures.begin()
         try:
-            output = self._call(method, part)
+            output, logged = self.capture_logs(lambda: self._call(method, part))
         except EXPLAINED as error:
             explain_error(error, replica, part)
             raise
-        finally:
-            logged = captures.end(outer_capture)
         return self.result(output, size, logged)
 
     @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.fsdp import MACHINES
-from equipoise.interop.lightning.arguments.plugins import PluginsInUse, sort_plugins
+from equipoise.interop.lightning.arguments.plugins import sort_plugins
 from equipoise.interop.lightning.arguments.quantization import quantization_in_our_words
 from equipoise.interop.lightning.arguments.strategies import is_lightning_strategy, strategy_in_our_words
 from equipoise.names.extensions import load_extension
@@ -95,7 +95,9 @@ def _translate_plugins(options: dict[str, Any]) -> None:
         options["sync_batchnorm"] = True
     if plugins.starts_processes:
         _check_nobody_else_starts(options.get("strategy"))
-    options["plugins"] = _remaining(plugins)
+    # The trainer uses these as they are.
+    remaining = [plugin for plugin in (plugins.checkpoint_io, plugins.environment) if plugin is not None]
+    options["plugins"] = remaining or None
 
 
 def _translate_quantization(options: dict[str, Any]) -> None:
@@ -105,11 +107,6 @@ def _translate_quantization(options: dict[str, Any]) -> None:
     options["precision"] = words.precision
     quantization = load_extension("callbacks", "quantization")(**words.options)
     options["callbacks"] = [*_as_list(options.get("callbacks")), quantization]
-
-
-def _remaining(plugins: PluginsInUse) -> list[Any] | None:
-    remaining = [plugin for plugin in (plugins.checkpoint_io, plugins.environment) if plugin is not None]
-    return remaining or None
 
 
 def _check_nobody_else_starts(strategy: Any) -> None:
