@@ -131,9 +131,7 @@ class TrainingEpoch:
             if batch_end is not None and has_batch:
                 batch_end(outputs, batch, index)
             elif not has_batch:
-                logs.forget_steps()
-                if self._idle_end is not None:
-                    self._idle_end({}, None, index)
+                self._end_without_batch(index)
             del outputs, batch, parts
             # 5. Logs, validation, reasons to stop.
             logs.end_batch()
@@ -186,6 +184,11 @@ class TrainingEpoch:
             self.schedulers.end_batches()
         # 2. Logs, and validation if it follows the epoch's last batch.
         self.after_batch(index, is_open, True, write=is_open)
+
+    def _end_without_batch(self, index: int) -> None:
+        self.context.logs.forget_steps()
+        if self._idle_end is not None:
+            self._idle_end({}, None, index)
 
     def is_stopped(self) -> bool:
         """Return True if a hook of the epoch's start has asked training to stop."""
