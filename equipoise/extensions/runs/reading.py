@@ -62,11 +62,11 @@ _NO_METRIC = re.compile(r"epoch$|step$|memory/")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_runs(found: Iterable[FoundRun | Unreadable]) -> tuple[list[Run], list[Unreadable]]:
+def read_runs(results: Iterable[FoundRun | Unreadable]) -> tuple[list[Run], list[Unreadable]]:
     """Return the runs among what was found, and all that could not be read."""
     runs = []
     unreadable = []
-    for result in found:
+    for result in results:
         if isinstance(result, Unreadable):
             unreadable.append(result)
             continue

@@ -58,11 +58,11 @@ class WatchedRuns:
             folders = self._folders
             if not folders:
                 folders = _places_of(folders_of((), ""))
-            found = list(find_runs([*folders]))
-            stamps = [_stamps_of(result) for result in found]
+            results = list(find_runs([*folders]))
+            stamps = [_stamps_of(result) for result in results]
             is_old = monotonic() - self._made >= _SILENCE
             if self._page is None or is_old or stamps != self._stamps:
-                self._page = _make_page(found, folders)
+                self._page = _make_page(results, folders)
                 self._stamps = stamps
                 self._made = monotonic()
             return self._page
@@ -77,9 +77,9 @@ def _places_of(folders: Sequence[Path]) -> dict[Path, Path]:
     return places
 
 
-def _make_page(found: Sequence[FoundRun | Unreadable], folders: Mapping[Path, Path]) -> Page:
+def _make_page(results: Sequence[FoundRun | Unreadable], folders: Mapping[Path, Path]) -> Page:
     """Return the page of what was found below folders, which are given with their places."""
-    runs, unreadable = read_runs(found)
+    runs, unreadable = read_runs(results)
     # 1. The page. Its links lead down from the folder that contains all others.
     root = _common_root([*folders])
     text = runs_page(
@@ -114,14 +114,14 @@ def _common_root(folders: Sequence[Path]) -> Path:
         return folders[0]
 
 
-def _stamps_of(found: FoundRun | Unreadable) -> Sequence[object]:
+def _stamps_of(result: FoundRun | Unreadable) -> Sequence[object]:
     """Return what changes when a run writes."""
-    if isinstance(found, Unreadable):
-        return [found]
-    stamps: list[object] = [found.folder]
+    if isinstance(result, Unreadable):
+        return [result]
+    stamps: list[object] = [result.folder]
     # The results of a sweep say how a job ended.
-    results = found.folder.parent / "results.csv"
-    for name, path in {**found.files, "results.csv": results}.items():
+    results = result.folder.parent / "results.csv"
+    for name, path in {**result.files, "results.csv": results}.items():
         try:
             status = path.stat()
         except OSError:
