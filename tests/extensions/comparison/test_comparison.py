@@ -408,10 +408,6 @@ def test_one_of_several_processes_is_refused(little: Path, equipoise: Any, monke
     assert "but this is one of 2" in err
 
 
-def test_help(equipoise: Any) -> None:
-    assert "equipoise compare [key=value ...]" in equipoise("compare", "--help")[1]
-
-
 # Processes.
 
 

@@ -37,7 +37,6 @@ def comparison(**figures: tuple[float | None, int]) -> Comparison:
 )
 def test_the_recommended_one(figures: dict[str, tuple[float, int]], chosen: str, reason: str) -> None:
     recommended = recommend(comparison(**figures))
-    assert recommended is not None
     assert recommended["strategy"] == chosen
     assert reason in recommended["reason"]
     assert recommended["overrides"] == [f"strategy={chosen}"]

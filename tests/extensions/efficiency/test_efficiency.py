@@ -127,7 +127,6 @@ class TestOperations:
         # Batches of 8, 8, 8, 8 and 3 samples in each of two epochs.
         trainer = fitted(callback, module(), loader(35, 8))
         usage = callback.usage
-        assert usage is not None
         first_samples = {0: 24, 1: 24, 4: 35}[counted_step]
         assert usage.samples == 70 - first_samples
         assert usage.operations == usage.samples * OF_A_SAMPLE
@@ -138,7 +137,6 @@ class TestOperations:
         callback = Efficiency(peak=1e6)
         fitted(callback, Net(), loader(64, 4), devices=["cpu", "cpu"], strategy="ddp")
         usage = callback.usage
-        assert usage is not None
         assert usage.samples == 128 - 3 * 8
         assert usage.operations == usage.samples * OF_A_SAMPLE
         assert usage.peak == 2e6
@@ -149,14 +147,12 @@ class TestOperations:
         size = random.Random(seed).randint(1, 9)
         callback = Efficiency()
         fitted(callback, Net(), loader(size * 5, size))
-        assert callback.usage is not None
         assert callback.usage.operations == 7 * size * OF_A_SAMPLE
 
     def test_a_compiled_run_has_one_eager_step(self, lowering: Lowering):
         callback = Efficiency()
         fitted(callback, Net(), loader(40, 8), compile=True)
         assert lowering.calls > 0
-        assert callback.usage is not None
         assert callback.usage.operations == 7 * 8 * OF_A_SAMPLE
 
     def test_threads_are_not_counted(self):
@@ -164,9 +160,7 @@ class TestOperations:
         trainer = fitted(callback, Net(), loader(40, 8), devices=["cpu", "cpu"], strategy="dp")
         assert callback.why_not_counted == "strategy='dp' computes a step in several threads"
         found = section(trainer, None)
-        assert found is not None
         assert found.text.startswith("Operations were not counted: strategy='dp'")
-        assert callback.usage is not None
         assert callback.usage.operations == 0
 
     def test_a_batch_that_the_optimiser_computes_several_times(self):
@@ -174,7 +168,6 @@ class TestOperations:
         callback = Efficiency()
         fitted(callback, module, loader(40, 8))
         assert module.calls > 10
-        assert callback.usage is not None
         # The counted step has as many calls as each of the others.
         assert callback.usage.operations == 7 * 8 * OF_A_SAMPLE * module.calls / 10
 
@@ -184,7 +177,6 @@ class TestOperations:
         with pytest.warns(UserWarning, match="computed in 2 parts"):
             fitted(callback, Hungry(), loader(40, 8), callbacks=[callback, recovery])
         usage = callback.usage
-        assert usage is not None
         assert usage.samples == 7 * 8
         assert usage.operations == usage.samples * OF_A_SAMPLE
 
@@ -192,7 +184,6 @@ class TestOperations:
         callback = Efficiency()
         fitted(callback, Skips(), loader(40, 8))
         usage = callback.usage
-        assert usage is not None
         # The steps 0 to 2 have no loss, so the step 3 is counted, and is a first step.
         assert usage.samples == 6 * 8
         assert usage.operations == usage.samples * OF_A_SAMPLE
@@ -202,7 +193,6 @@ class TestOperations:
         callback = Efficiency()
         fitted(callback, Sums(), loader(40, 8), max_epochs=epochs)
         assert callback.why_not_counted.startswith(reason)
-        assert callback.usage is not None
         assert callback.usage.operations == 0
 
     @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
@@ -214,7 +204,6 @@ class TestOperations:
         }
         fitted(callback, Net(), loader(40, 8), devices=["cpu", "cpu"], strategy=parts[strategy])
         assert callback.why_not_counted == f"strategy='{strategy}' computes a batch in several processes together"
-        assert callback.usage is not None
         assert callback.usage.samples == 7 * 8
         assert callback.usage.operations == 0
 
@@ -232,7 +221,6 @@ def test_tokens_and_logged_values():
     data = DataLoader([{"input_ids": torch.ones(IN, dtype=torch.long)} for _ in range(40)], batch_size=4)
     callback = Efficiency(log=True, peak=1e6)
     trainer = fitted(callback, Tokens(), data)
-    assert callback.usage is not None
     assert callback.usage.tokens == (80 - 12) * IN
     names = {"samples_per_second", "tokens_per_second", "operations_per_second", "utilisation"}
     assert {name.removeprefix("efficiency/") for name in trainer.callback_metrics if "/" in name} >= names
@@ -240,14 +228,12 @@ def test_tokens_and_logged_values():
     assert [epoch.tokens for _, epoch in callback.history] == [28 * IN, 40 * IN]
     own = Efficiency(tokens=lambda batch: 7)
     fitted(own, Net(), loader(40, 8))
-    assert own.usage is not None
     assert own.usage.tokens == 7 * 7
 
 
 def test_a_run_of_first_steps_alone_has_no_values():
     callback = Efficiency(peak=1e6)
     trainer = fitted(callback, Net(), loader(8, 8))
-    assert callback.usage is not None
     assert callback.usage.values() == {}
     assert section(trainer, None) is not None
 
@@ -339,10 +325,8 @@ class TestEnergy:
         callback = Efficiency()
         trainer = fitted(callback, Draws(), loader(40, 8))
         # The module's hook runs after those of callbacks, so the run ends with what was read before it.
-        assert callback.usage is not None
         assert callback.usage.joules == 0.0
         found = section(trainer, None)
-        assert found is not None
         assert "Energy is not available" not in found.text
 
 
@@ -350,7 +334,6 @@ def test_the_section_has_a_row_for_each_epoch():
     callback = Efficiency(peak=1e6)
     trainer = fitted(callback, Net(), loader(40, 8), max_epochs=3)
     found = section(trainer, None)
-    assert found is not None
     assert [row[0] for row in found.table][1:] == ["whole training", *(f"epoch up to step {n}" for n in (5, 10, 15))]
     assert list(found.lines) == ["percent of the peak"]
     assert "Energy is not available" in found.text

@@ -51,7 +51,6 @@ def fitted(folder: Path, logger: Any) -> ReportSection | None:
 
 def test_the_last_image_of_each_name_is_shown(tmp_path: Path):
     found = fitted(tmp_path, TensorBoardLogger(tmp_path))
-    assert found is not None
     assert list(found.images) == ["confusion <b>", "noise"]
     pictures = parse_pictures(found)
     assert [picture["alt"] for picture in pictures] == ["confusion <b>", "noise"]
@@ -73,7 +72,6 @@ def test_other_loggers_have_no_section(tmp_path: Path):
 def test_what_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(section_module, "_MOST_BYTES", 1000)
     found = fitted(tmp_path, TensorBoardLogger(tmp_path))
-    assert found is not None
     assert list(found.images) == ["confusion <b>"]
     assert found.text.endswith("Too many or too large for this page: 1; TensorBoard shows them.")
 

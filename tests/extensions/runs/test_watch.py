@@ -289,7 +289,6 @@ class TestCommand:
         arguments = [sys.executable, "-c", program]
         with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
             try:
-                assert process.stdout is not None
                 assert process.stdout.readline().startswith("Runs: http://127.0.0.1:")
                 process.send_signal(signal.SIGINT)
                 assert process.stdout.read() == "Ended.\n"

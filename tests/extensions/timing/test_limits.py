@@ -124,7 +124,6 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("program", PLANTED, ids=lambda program: program.__name__)
 def test_a_planted_limit_is_named(clock: Clock, tmp_path: Path, program: Program) -> None:
     limit = program(clock, tmp_path).limit
-    assert limit is not None
     assert limit.startswith(PLANTED[program])
 
 
@@ -150,7 +149,6 @@ def reading_a_value(clock: Clock, folder: Path) -> StepTimes:
     class Reading(Ticking):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
             loss = super().training_step(batch, batch_idx)
-            assert loss is not None
             self.log("loss", loss.item())
             return loss
 
@@ -206,7 +204,6 @@ def times(steps: int = 100, ranks: Any = (), **parts: float) -> RunTimes:
 def test_workers(workers: int, processors: int, remedy: str) -> None:
     facts = Facts(num_workers=workers, processors=processors)
     limit = describe_limit(times(waiting_for_data=5.0, forward=5.0), facts)
-    assert limit is not None
     assert limit.endswith(f"num_workers={workers}: {remedy}" if "once" not in remedy else "once, before training")
 
 
@@ -221,13 +218,11 @@ def test_an_exchange() -> None:
     limit = describe_limit(times(ranks=[6.0, 6.0], **parts), Facts())
     assert limit == "exchanging gradients takes 40% of the time: try accumulate_grad_batches=4"
     limit = describe_limit(times(ranks=[6.0, 10.0], **parts), Facts())
-    assert limit is not None
     assert limit.startswith("rank 1 is 67% slower than the others, which wait 40% of the time for it")
 
 
 def test_the_largest_limit_is_named() -> None:
     limit = describe_limit(times(waiting_for_data=3.0, callback_A=4.0, callback_B=3.5), Facts(num_workers=0))
-    assert limit is not None
     assert limit.startswith("the callback A takes 38%")
 
 
@@ -241,7 +236,6 @@ def test_a_remedy_leaves_a_tenth() -> None:
         steps, validations = 1000, 100
         measured = times(steps, forward=100 * (1 - share), validation=100 * share)
         limit = describe_limit(measured, Facts(validations=validations))
-        assert limit is not None
         every = int(limit.rpartition("=")[2])
         validation = share * (steps / validations) / every
         assert 0.05 < validation / (validation + 1 - share) <= 0.1

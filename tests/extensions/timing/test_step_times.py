@@ -30,7 +30,6 @@ pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 def parts_of(times: StepTimes) -> dict[str, float]:
     """Return the parts that took time."""
-    assert times.times is not None
     assert sum(times.times.parts.values()) == times.times.seconds
     return {name: seconds for name, seconds in times.times.parts.items() if seconds}
 
@@ -45,7 +44,6 @@ def test_the_parts_of_a_step(clock: Clock) -> None:
         "optimiser": 0.5 * steps,
         "callback Slow": 12.0 * steps,
     }
-    assert times.times is not None
     assert times.times.steps == steps
     assert times.times.first_seconds == FIRST_STEPS * 15.75
     assert times.times.step_seconds() == 15.75
@@ -66,7 +64,6 @@ def test_validations_and_checkpoints(clock: Clock, tmp_path: Any) -> None:
     parts = parts_of(times)
     assert parts["validation"] == 3 * 2 * 4.0
     assert parts["checkpoints"] == 3 * 16.0
-    assert times.times is not None
     assert times.times.step_seconds() == 3.5
 
 
@@ -219,7 +216,6 @@ def test_what_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert "waiting for data 70%, backward 17%, forward 9%, optimiser 4%" in text
     assert "time of a step" in text
-    assert times.limit is not None
     assert times.limit.startswith("70% of the time is spent waiting for data: the loader has num_workers=0: try")
     (section,) = added_sections(run, run.lightning_module)
     assert section.title == "Time"

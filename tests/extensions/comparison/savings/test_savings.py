@@ -185,10 +185,6 @@ def test_refusals(deep: Path, equipoise: Any, arguments: tuple[str, ...], messag
     assert message in err
 
 
-def test_help(equipoise: Any) -> None:
-    assert "equipoise savings [key=value ...]" in equipoise("savings", "--help")[1]
-
-
 # Processes.
 
 
