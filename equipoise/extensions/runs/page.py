@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
@@ -43,7 +42,7 @@ _NOTHING = {
 
 
 def runs_page(
-    runs: Sequence[Run], unreadable: Sequence[Unreadable], folder: Path, *, time: str | None = None, script: str = ""
+    runs: Sequence[Run], unreadable: Sequence[Unreadable], folder: Path, *, time: str = "", script: str = ""
 ) -> str:
     """Return the HTML of the page.
 
@@ -60,7 +59,7 @@ def runs_page(
     if len(runs) == 1:
         title = cut(runs[0].name)
         outcome = runs[0].state
-    header = page_header("Runs side by side", title, time or datetime.now(), outcome)
+    header = page_header("Runs side by side", title, time, outcome)
     return html_page(
         title,
         header,

@@ -1,7 +1,6 @@
 """compare.html: speed, memory by device, and a table of all strategies."""
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 import yaml
@@ -25,8 +24,7 @@ def comparison_page(
     comparison: Comparison, recommendation: Mapping[str, Any] | None, configuration: Mapping[str, Any]
 ) -> str:
     """Return the HTML of compare.html."""
-    now = datetime.now()
-    header = page_header("Strategies compared", comparison.title, now, comparison.outcome)
+    header = page_header("Strategies compared", comparison.title, outcome=comparison.outcome)
     title = f"{comparison.title}: strategies compared"
     sections = _sections(comparison, recommendation, configuration)
     return html_page(title, header, sections)

@@ -1,7 +1,6 @@
 """The page of a plan: the peak of each strategy over the batch size, and a table."""
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 from equipoise.extensions.planning.command.rows import HEADS, WORDS, lines_of, recommended, rows_of
@@ -19,8 +18,7 @@ _STYLES = ("val", "s0", "s1", "s2", "s3", "s4", "s5", "train")
 def plan_page(plan: Mapping[str, Any]) -> str:
     """Return the HTML of a plan."""
     name = plan["title"]
-    now = datetime.now()
-    header = page_header("Memory plan", name, now)
+    header = page_header("Memory plan", name)
     sections = _sections(plan)
     return html_page(f"{name}: memory plan", header, sections)
 

@@ -195,17 +195,17 @@ def _header(record: RunRecord) -> Markup:
     return page_header("Run report", record.title, times, record.outcome)
 
 
-def page_header(kind: str, title: str, time: datetime | str, outcome: str = "") -> Markup:
+def page_header(kind: str, title: str, time: str = "", outcome: str = "") -> Markup:
     """Return what stands above the sections of a page.
 
     Args:
         kind: The kind of page, in two words.
         title: Name of the module.
-        time: The time of the page, or a sentence on times.
+        time: A sentence on times. Default: the present time.
         outcome: How it ended, which is a CSS class as well. Default: nothing is said of it.
     """
-    if isinstance(time, datetime):
-        time = f"{time:%d %b %Y, %H:%M}"
+    if not time:
+        time = f"{datetime.now():%d %b %Y, %H:%M}"
     pill = None
     if outcome:
         pill = join(" ", tag("span", outcome, class_=f"pill {outcome}"))
