@@ -197,13 +197,12 @@ class CurveHistory:
         self._hand_on(step)
 
     def on_validation_start(self, trainer: Any) -> None:
-        """Note the present metrics, to recognise those that validation adds."""
-        if not trainer.sanity_checking:
-            self._names_before = frozenset(trainer.callback_metrics)
+        """Note the present metrics, to recognise those that validation adds. It is no sanity check."""
+        self._names_before = frozenset(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any) -> None:
         """Record the values of a validation."""
-        if self._names_before is None or trainer.sanity_checking:
+        if self._names_before is None:
             return
         self.validation_names |= set(trainer.callback_metrics) - self._names_before
         self._names_before = None

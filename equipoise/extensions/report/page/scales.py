@@ -188,10 +188,8 @@ def _step(span: float, unit: Unit) -> float:
 
 def _first_from(span: float, steps: Sequence[int], size: float) -> float:
     """Return the first step, in units of `size`, that is not below a span."""
-    for step in steps:
-        if size * step >= span:
-            return size * step
-    raise AssertionError(f"No step is as long as {span}.")
+    lengths = [size * step for step in steps]
+    return next(length for length in lengths if length >= span)
 
 
 def thin(points: Sequence[Point], most: int, across: Callable[[float], float] = float) -> list[Point]:
