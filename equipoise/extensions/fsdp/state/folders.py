@@ -1,13 +1,12 @@
 """Checkpoints of a module in shards as folders: each process writes its shards, immediately or in the background."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from equipoise.interop.remote.paths import to_path
@@ -36,26 +35,6 @@ class CollectedShards(dict[str, DTensor]):
             return value
         self[name] = value
         return make_placeholder(value, name)
-
-    def of_module(self, prefix: str, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a module; a tied parameter is saved once.
-
-        Args:
-            prefix: How the names begin.
-            module: The module.
-            state: Its state.
-        """
-        # 1. The first name of each parameter. Buffers have one name each.
-        first_names: dict[int, str] = {}
-        aliases: dict[str, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases[name] = first_names.setdefault(id(parameter), name)
-        # 2. The state.
-        collected = {}
-        for key, value in state.items():
-            name = aliases.get(key, key)
-            collected[key] = self.add(f"{prefix}/{name}", value)
-        return collected
 
 
 class ShardFolders(CheckpointFolders):

@@ -1,8 +1,8 @@
 """Full states of a module in shards, which any other strategy can load."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -101,10 +101,22 @@ class ShardedState(PortableState):
     def _portable(self, name: str, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of the module or of a copy, whole or with placeholders of this name."""
         self._check_complete()
+        # The first name of each parameter, as one that is tied is saved once. Buffers have one name each.
+        first_names: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for alias, parameter in module.named_parameters(remove_duplicate=False):
+            aliases[alias] = first_names.setdefault(id(parameter), alias)
+        portable = {}
+        for key, value in state.items():
+            first_name = aliases.get(key, key)
+            portable[key] = self._value(f"{name}/{first_name}", value)
+        return portable
+
+    def _value(self, name: str, value: Any) -> Any:
+        """Return a value as a whole, or a placeholder of a name while shards are collected."""
         if self._collected is not None:
-            return self._collected.of_module(name, module, state)
-        keep = self._group.is_main
-        return {key: whole(value, keep=keep) for key, value in state.items()}
+            return self._collected.add(name, value)
+        return whole(value, keep=self._group.is_main)
 
     def adopt(self, copied: nn.Module) -> None:
         """Let the `state_dict` of a copy of the module be portable; all processes call it together."""
@@ -133,18 +145,15 @@ class ShardedState(PortableState):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's full state; see `PortableState.optimizer_state`."""
         self._check_complete()
-        keep = self._group.is_main
-        collected = self._collected
         content = optimizer.state_dict()
-        states: dict[int, dict[str, Any]] = defaultdict(dict)
+        place = [*self.optimizers, optimizer].index(optimizer)
+        states = {}
         for number, state in content["state"].items():
+            portable = {}
             for key, value in state.items():
-                if collected is None:
-                    states[number][key] = whole(value, keep=keep)
-                else:
-                    name = f"optimizer_states/{self.optimizers.index(optimizer)}/{number}/{key}"
-                    states[number][key] = collected.add(name, value)
-        return {**content, "state": dict(states)}
+                portable[key] = self._value(f"optimizer_states/{place}/{number}/{key}", value)
+            states[number] = portable
+        return {**content, "state": states}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load an optimiser's state, each process its shards; see `PortableState.load_optimizer_state`."""
@@ -166,34 +175,31 @@ class ShardedState(PortableState):
         # A process without a batch so far takes part, too.
         if not any(self._group.gather_objects(window_is_open)):
             return []
-        gradients = super().gradients(optimizers, window_is_open=True)
         gathered: list[Tensor | None] = []
-        for index, gradient in enumerate(gradients):
-            if self._collected is not None:
-                gathered.append(self._collected.add(f"gradients/{index}", gradient))
-            else:
-                gathered.append(whole(gradient))
+        for index, gradient in enumerate(super().gradients(optimizers, window_is_open=True)):
+            value = self._value(f"gradients/{index}", gradient)
+            gathered.append(value)
         if self._group.is_main:
             return gathered
         return [None for _ in gathered]
 
     def load_gradients(self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor | None]) -> None:
         """Set the sums of what all processes have saved; see `PortableState.load_gradients`."""
-        parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
         # 1. Find the gradients that lie in a folder, and the parameters for which any process has another one.
         folder = self._folder_of(gradients)
-        present_here = [gradient is not None for gradient in gradients]
-        present = self._group.gather_objects(present_here)
+        here = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        of_all = self._group.gather_objects(list(here))
+        present = set(chain(*of_all))
+        if self._group.rank % self._group.processes_per_batch:
+            # Those that compute a batch together have one position, which counts once.
+            here = {}
         # 2. Sum over the processes, and keep a shard.
+        parameters = chain.from_iterable(map(optimizer_parameters, optimizers))
         for index, parameter in enumerate(parameters):
             shard = None
-            # A shorter list comes from an optimiser with fewer parameters.
-            if any(flags[index : index + 1] == [True] for flags in present):
-                gradient = gradients[index] if index < len(gradients) else None
+            if index in present:
+                gradient = here.get(index)
                 if folder is None:
-                    if self._group.rank % self._group.processes_per_batch:
-                        # Those that compute a batch together have one position, which counts once.
-                        gradient = None
                     gradient = _sum_over_processes(parameter, gradient)
                 else:
                     gradient = placeholder_for(folder, f"gradients/{index}")

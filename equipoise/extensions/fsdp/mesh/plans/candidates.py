@@ -1,7 +1,7 @@
 """Candidates of a plan: groups of layers that could be cut column-wise and then row-wise, and numbers to divide."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,7 +45,8 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
     # 1. Groups of blocks that are alike.
     alike: dict[Any, list[Group]] = defaultdict(list)
     for group in groups:
-        key = tuple(_kinds(module, names) for names in group)
+        kinds = [_kinds(module, names) for names in group]
+        key = tuple(kinds)
         alike[key].append(group)
 
     # 2. What is cut in all of them, and what may count it.
@@ -63,7 +64,13 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
                 styles[name] = "replicated_with_grad_allreduce"
             for kind, name in _numbers(module, group, tensor):
                 numbers[kind].append(name)
-        choices = _choices(numbers)
+        choices: list[list[str]] = []
+        for chosen in _CHOICES:
+            choice = []
+            for kind in chosen:
+                choice += numbers[kind]
+            if choice not in choices:
+                choices.append(choice)
         width = len(group.sources) + len(group.sinks)
         candidate = Candidate(styles, choices, width)
         candidates.append(candidate)
@@ -77,23 +84,8 @@ def candidates_of(module: nn.Module, groups: Iterable[Group], tensor: int) -> li
                 size += parameter.numel()
         return candidate.width, -size
 
-    return sorted(candidates, key=order)
-
-
-def _choices(numbers: Mapping[str, list[str]]) -> list[list[str]]:
-    """Return choices of numbers, each once.
-
-    Args:
-        numbers: Their names, by kind.
-    """
-    choices: list[list[str]] = []
-    for kinds in _CHOICES:
-        choice = []
-        for kind in kinds:
-            choice += numbers.get(kind, [])
-        if choice not in choices:
-            choices.append(choice)
-    return choices
+    candidates.sort(key=order)
+    return candidates
 
 
 def _kinds(module: nn.Module, names: Iterable[str]) -> frozenset[Any]:
@@ -114,43 +106,51 @@ def _numbers(module: nn.Module, group: Group, tensor: int) -> Iterator[tuple[str
     widths = []
     for name in group.sources:
         layer = module.get_submodule(name)
-        widths.append(cut_width(layer, "colwise") or 0)
+        width = cut_width(layer, "colwise")
+        widths.append(width or 0)
     # Attributes of the modules around the layers, up to the one that has all of them.
     for owner in _owners([*group.sources, *group.sinks]):
         part = module.get_submodule(owner)
         for attribute, value in vars(part).items():
-            name = f"{owner}.{attribute}".removeprefix(".")
             # By type: True counts among the integers.
-            if type(value) is not int:
+            if type(value) is not int or value < 2 or value % tensor:
                 continue
-            if value < 2 or value % tensor:
-                continue
-            is_count = not any(part in attribute for part in _NO_COUNTS)
-            divides = any(width % value == 0 for width in widths)
-            if is_count and divides and "head" in attribute:
-                yield "heads", name
-            elif value in widths:
-                yield "widths", name
-            elif is_count and divides:
-                yield "others", name
+            kind = _kind(attribute, value, widths)
+            if kind is not None:
+                name = f"{owner}.{attribute}"
+                yield kind, name.removeprefix(".")
+
+
+def _kind(attribute: str, value: int, widths: Sequence[int]) -> str | None:
+    """Return the kind of a number beside layers of some widths; None if it counts nothing of them."""
+    divides = any(width % value == 0 for width in widths)
+    is_count = divides and not any(word in attribute for word in _NO_COUNTS)
+    if is_count and "head" in attribute:
+        return "heads"
+    if value in widths:
+        return "widths"
+    if is_count:
+        return "others"
+    return None
 
 
 def _owners(names: Iterable[str]) -> list[str]:
     """Return the names of the modules that have some of the layers, from the innermost that has all of them."""
-    # 1. The length of what all names have in common.
-    parts = [name.split(".") for name in names]
-    shared = 0
-    for of_names in zip(*parts, strict=False):
-        if len(set(of_names)) > 1:
-            break
-        shared += 1
-    # 2. The modules from there on, each once.
-    owners: dict[str, None] = {}
-    for of_name in parts:
-        for length in range(shared, len(of_name)):
-            owner = ".".join(of_name[:length])
-            owners[owner] = None
-    return list(owners)
+    around = []
+    for name in names:
+        owners = []
+        while name:
+            name, _, _ = name.rpartition(".")
+            owners.append(name)
+        around.append(owners)
+    of_all = set.intersection(*map(set, around))
+    innermost = max(of_all, key=len)
+    found: dict[str, None] = {}
+    for owners in around:
+        for owner in owners:
+            if len(owner) >= len(innermost):
+                found[owner] = None
+    return list(found)
 
 
 def as_patterns(names: Iterable[str], everything: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Layers cut by a plan, those that stay whole, and the reasons in a table."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from torch import nn
@@ -42,21 +42,19 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
 
     # 2. Layers whose parts cannot be counted.
     for name in plan.divided:
-        owner, _, attribute = name.rpartition(".")
-        part = module.get_submodule(owner)
+        part, attribute = _owner_of(module, name)
         number = getattr(part, attribute)
         if number % tensor:
             reason = f"{attribute} is {number}, which is not divisible by {tensor}"
-            for layer in _counted_layers(plan, owner):
+            counted = _counted_layers(plan, name)
+            for layer in counted:
                 reasons.setdefault(layer, reason)
 
     # 3. Their neighbours, also those of layers and parameters for which torch has no style.
     siblings = defaultdict(list)
-    for name in plan.reasons:
-        siblings[_parent(name)].append(name)
-    for name, style in plan.styles.items():
-        if not is_alone(style):
-            siblings[_parent(name)].append(name)
+    for name in [*plan.reasons, *_together(plan)]:
+        parent = _parent(name)
+        siblings[parent].append(name)
     for names in siblings.values():
         uncut = [name for name in names if name in reasons]
         if uncut:
@@ -64,6 +62,15 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
             for name in names:
                 reasons.setdefault(name, f"{last_part} stays whole")
     return reasons
+
+
+def _together(plan: Plan) -> list[str]:
+    """Return the layers that pass parts to one another."""
+    names = []
+    for name, style in plan.styles.items():
+        if not is_alone(style):
+            names.append(name)
+    return names
 
 
 def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None:
@@ -106,16 +113,19 @@ def _parent(name: str) -> str:
     return parent
 
 
+def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has an attribute, and the attribute's own name."""
+    owner, _, attribute = name.rpartition(".")
+    return module.get_submodule(owner), attribute
+
+
 def _tied_layers(module: nn.Module) -> dict[str, str]:
     """Return the reasons of layers that share a parameter with another one, by their names."""
-    # 1. The layers of each parameter.
     owners: dict[int, list[str]] = defaultdict(list)
     parameters = module.named_parameters(remove_duplicate=False)
     for name, parameter in parameters:
         layer = _parent(name)
         owners[id(parameter)].append(layer)
-
-    # 2. Those of a parameter with several.
     reasons = {}
     for names in owners.values():
         for name in names:
@@ -143,23 +153,22 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
     # 2. What counts their heads.
     for name in plan.divided:
         if _is_divided(name, plan, reasons):
-            owner, _, attribute = name.rpartition(".")
-            part = module.get_submodule(owner)
+            part, attribute = _owner_of(module, name)
             number = getattr(part, attribute)
             setattr(part, attribute, number // row.size())
 
 
-def _counted_layers(plan: Plan, owner: str) -> list[str]:
-    """Return the layers whose parts an attribute of their owner counts: those right below it, else all below it."""
-    prefix = ""
-    if owner:
-        prefix = f"{owner}."
+def _counted_layers(plan: Plan, name: str) -> list[str]:
+    """Return the layers whose parts an attribute counts: those right below its owner, else all below it."""
+    owner = _parent(name)
+    prefix = f"{owner}."
+    if not owner:
+        prefix = ""
     below = []
-    for name, style in plan.styles.items():
-        if name.startswith(prefix) and not is_alone(style):
-            below.append(name)
     children = []
-    for name in below:
+    for name in _together(plan):
+        if name.startswith(prefix):
+            below.append(name)
         if _parent(name) == owner:
             children.append(name)
     return children or below
@@ -167,7 +176,7 @@ def _counted_layers(plan: Plan, owner: str) -> list[str]:
 
 def _is_divided(name: str, plan: Plan, reasons: dict[str, str]) -> bool:
     """Return True if all layers whose parts an attribute counts are cut, and there is one at least."""
-    counted = _counted_layers(plan, _parent(name))
+    counted = _counted_layers(plan, name)
     if not counted:
         return False
     return reasons.keys().isdisjoint(counted)
@@ -183,13 +192,11 @@ def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
         plan: The plan.
         reasons: Why layers stay whole, by their names.
     """
-    numbers: dict[tuple[str, str, str], int] = defaultdict(int)
-    for row in _rows(module, plan, reasons):
-        numbers[row] += 1
     lines = [("layer", "number", "style", "reason")]
-    for row, number in numbers.items():
+    counts = Counter(_rows(module, plan, reasons))
+    for row, count in counts.items():
         name, style, reason = row
-        line = (name, str(number), style, reason)
+        line = (name, str(count), style, reason)
         lines.append(line)
     return align_columns(lines)
 

@@ -125,14 +125,15 @@ def _models(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, part in module.named_modules():
         # A property of transformers, which is not imported for it. Modules around a model pass on its attributes.
         attribute = getattr(type(part), "tp_plan", None)
-        if not isinstance(attribute, property) or not hasattr(part, "config"):
+        is_model = isinstance(attribute, property) and hasattr(part, "config")
+        if not is_model:
             continue
         plan: Any = part.tp_plan
         if not isinstance(plan, Mapping) or not plan:
             continue
-        prefix = ""
-        if name:
-            prefix = f"{name}."
+        prefix = f"{name}."
+        if not name:
+            prefix = ""
         # Plans of inner models are contained in that of the outer one.
         if not any(prefix.startswith(other) for other in outer):
             outer.append(prefix)

@@ -52,16 +52,18 @@ class LayerUses:
 
     def _noting_norm(self, name: str) -> Callable[..., None]:
         def note(norm: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                self._norms[output.grad_fn] = name
+            node = getattr(output, "grad_fn", None)
+            if node is not None:
+                self._norms[node] = name
 
         return note
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             (tensor,) = args or kwargs.values()
-            if output.grad_fn is not None:
-                self._layers[output.grad_fn] = name
+            node = output.grad_fn
+            if node is not None:
+                self._layers[node] = name
                 self._inputs[name].append(tensor.grad_fn)
 
         return note
@@ -94,16 +96,17 @@ class LayerUses:
                         sinks.add(sink)
                         sources |= suppliers_of_sink
             done |= sources
-            if sinks and sources.isdisjoint(sinks | of_loss):
-                between: set[str] = set()
-                for sink in sinks:
-                    between |= norms[sink]
-                group = Group(
-                    sources=sorted(sources, key=order.index),
-                    sinks=sorted(sinks, key=order.index),
-                    norms=sorted(between),
-                )
-                groups.append(group)
+            if not sinks or not sources.isdisjoint(sinks | of_loss):
+                continue
+            between: set[str] = set()
+            for sink in sinks:
+                between |= norms[sink]
+            group = Group(
+                sources=sorted(sources, key=order.index),
+                sinks=sorted(sinks, key=order.index),
+                norms=sorted(between),
+            )
+            groups.append(group)
         return groups
 
     def _nearest(self, nodes: Collection[Node | None]) -> tuple[set[str], set[str]]:
@@ -117,11 +120,13 @@ class LayerUses:
             if node is None or node in passed:
                 continue
             passed.add(node)
-            if node in self._layers:
-                layers.add(self._layers[node])
+            layer = self._layers.get(node)
+            if layer is not None:
+                layers.add(layer)
                 continue
-            if node in self._norms:
-                norms.add(self._norms[node])
+            norm = self._norms.get(node)
+            if norm is not None:
+                norms.add(norm)
             for earlier, _ in node.next_functions:
                 ahead.append(earlier)
         return layers, norms
