@@ -415,11 +415,7 @@ class FSDPStrategy(ProcessStrategy):
         return units
 
     def _folders(self, groups: ExitStack) -> ShardFolders | None:
-        """Return what writes checkpoints in shards; None: they are whole.
-
-        Args:
-            groups: Receives the process group of writing in the background, to be left at the end.
-        """
+        """Return what writes checkpoints in shards, in a group that is left at the end; None: they are whole."""
         if self.checkpoints == "full":
             return None
         group = None
@@ -429,11 +425,7 @@ class FSDPStrategy(ProcessStrategy):
         return ShardFolders(self.processes, group)
 
     def _mesh(self, *, is_cut: bool) -> DeviceMesh:
-        """Return the processes as torch's `fully_shard` takes them.
-
-        Args:
-            is_cut: Whether `configure_model` has cut layers over another dimension of them.
-        """
+        """Return the processes as torch's `fully_shard` takes them: beside cut layers, those of a column."""
         if is_cut:
             assert self._configuration is not None
             return self._configuration.mesh[DATA]

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from equipoise import Trainer
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import FEATURES, QUIET, Net, assert_close, fit, fsdp, in_processes, loader, make
+from tests.extensions.fsdp.test_transparency import ByHand
 from tests.extensions.fsdp.test_traps import Overflows
 from tests.support.own_average import Own
 
@@ -72,20 +73,6 @@ class Normed(Net):
     def on_validation_end(self) -> None:
         values = self.trainer.callback_metrics
         assert values["most"] == values["least"]
-
-
-class ByHand(Net):
-    """Optimises by hand: its last step leaves the weights of the root whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 class Late(Net):
@@ -171,6 +158,7 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulate_grad_batches": 2, "max_epochs": 10},
     "evaluations between": {"val_check_interval": 1},
+    # Its last step leaves the weights of the root whole.
     "by hand": {"kind": ByHand},
     "blocks that come late": {"kind": Late},
     "a process without a batch": {"kind": Net, "count": 49, "max_epochs": 4},

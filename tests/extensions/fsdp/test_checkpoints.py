@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise import PipelineStrategy
 from tests.conftest import ignoring
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 
 pytestmark = ignoring(
     r"\w+ has a `validation_step`, but", "Checkpoint directory", "The checkpoint holds states of callbacks"
@@ -80,19 +79,3 @@ def test_a_run_goes_on_within_a_window(writer: str, reader: str, batch: int, tmp
     path = tmp_path / "open.ckpt"
     run(writer, callbacks=[SavesAfter(path, batch)], **options)
     assert_close(weights_of(run("one device", **options)), weights_of(run(reader, ckpt_path=path, **options)))
-
-
-def load_and_keep(path: Path) -> dict[str, Any]:
-    """Resume a run that has nothing left to train, and return what the other processes hold of a state."""
-    module, trainer = fit(Net, fsdp(), 2, ckpt_path=path, max_epochs=1)
-    states = trainer.optimizers[0].state.values()
-    return {"weights": weights_of(module), "whole": all(type(state["exp_avg"]) is torch.Tensor for state in states)}
-
-
-@pytest.mark.slow
-def test_what_is_loaded_comes_back_whole(tmp_path: Path) -> None:
-    module, trainer = fit(Net, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    result = in_processes(2, lambda: load_and_keep(tmp_path / "one.ckpt"))
-    assert result["whole"]
-    assert_close(weights_of(module), result["weights"], 0.0)

@@ -22,7 +22,7 @@ from equipoise import (
 )
 from equipoise.parallel.shards import pieces, saving
 from tests.conftest import ignoring
-from tests.extensions.fsdp.programs import STEP, Net, assert_close, fit, fsdp, loader, weights_of
+from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 from tests.support.trainer_runs import refuses
 
@@ -90,24 +90,6 @@ def test_files(checkpoint: Path) -> None:
 def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, checkpoint: Path, expected: dict[str, Any]) -> None:
     """Weights, optimisers, the gradients of the open window and the position come along."""
     module, _ = fit(Net, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=checkpoint, **WINDOW)
-    assert_close(expected, weights_of(module))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "processes"),
-    [(lambda: "single_device", 1), (lambda: "ddp", 2), (lambda: PipelineStrategy(micro_batches=2), 2)],
-    ids=["one device", "ddp", "pipeline"],
-)
-def test_there_and_back(strategy: Callable[[], Any], processes: int, expected: dict[str, Any], tmp_path: Path) -> None:
-    """A file of another strategy, from which three processes continue to a folder, which the other one reads."""
-    file, folder = tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
-    # That of each process that began; a run that continues keeps the samples of a step.
-    batch_size = STEP if isinstance(strategy(), PipelineStrategy) else STEP // processes
-    options = {"batch_size": batch_size, **WINDOW}
-    fit(Net, strategy(), processes, callbacks=[SavesAfter(file, 0)], **options)
-    fit(Net, sharded(), 3, ckpt_path=file, callbacks=[SavesAfter(folder, 2)], **options)
-    module, _ = fit(Net, strategy(), processes, ckpt_path=folder, **options)
     assert_close(expected, weights_of(module))
 
 

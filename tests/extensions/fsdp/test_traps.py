@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +161,13 @@ def run_often() -> dict[str, Any]:
 def run_rarely() -> dict[str, Any]:
     """Return the results of the other runs; called in two processes."""
     results: dict[str, Any] = {}
-    results["Unused"] = values(Unused, fsdp(), 2)
-    results["inference first"] = inference_first(fsdp(), 2)
+    for name, run in RUNS.items():
+        results[name] = run(fsdp(), 2)
     for precision in PRECISIONS:
         for name, strategy in (("fsdp", fsdp()), ("ddp", "ddp")):
             results[f"{name} {precision}"] = values(Net, strategy, 2, precision=precision)
     results["overflow"] = values(Overflows, fsdp(), 2, precision="16-mixed")
     results["overflow under ddp"] = values(Overflows, "ddp", 2, precision="16-mixed")
-    results["logged"] = logged(fsdp(), 2)
-    results["fused"] = values(Net, fsdp(), 2, fused_optimizer=True)
-    results["several passes"] = values(Net, fsdp(), 2, val_check_interval=2)
     results["weight in attention"] = error_of(Attention, strategy_options={"units": ["**.out_proj"]})
     results["running out of memory"] = error_of(RunsOut, callbacks=[OOMRecovery("raise")])
     results["recovery from running out"] = error_of(Net, callbacks=[OOMRecovery()])
@@ -293,6 +291,16 @@ def evaluations(strategy: Any, processes: int) -> dict[str, Any]:
     return results
 
 
+# Runs on any strategy and number of processes.
+RUNS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "an unused weight": partial(values, Unused),
+    "evaluated in inference mode before": inference_first,
+    "values of shards that are logged": logged,
+    "a fused optimiser": partial(values, Net, fused_optimizer=True),
+    "validations between steps": partial(values, Net, val_check_interval=2),
+}
+
+
 # What they show
 
 
@@ -308,21 +316,21 @@ def test_an_idle_process_goes_through_the_network_in_evaluations(often: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_as_on_one_device(name: str, rarely: dict[str, Any]) -> None:
+    assert_close(RUNS[name]("single_device", 1), rarely[name])
+
+
+@pytest.mark.slow
 def test_an_unused_weight_does_not_decay(rarely: dict[str, Any]) -> None:
     """Torch could make gradients of zero where nobody has one, by which AdamW would let the weight decay."""
-    results = rarely["Unused"]
-    assert torch.equal(results["unused.weight"], weights_of(make(Unused).double())["unused.weight"])
-    assert_close(values(Unused, "single_device", 1), results)
+    before = weights_of(make(Unused).double())
+    assert torch.equal(rarely["an unused weight"]["unused.weight"], before["unused.weight"])
 
 
 def test_there_is_a_way_back(often: dict[str, Any]) -> None:
     """Classes, hooks, attributes, parameters and optimisers are the user's again, so a module can be copied."""
     assert not [name for name, left in often["way back"].items() if left]
-
-
-@pytest.mark.slow
-def test_inference_mode_before_training(rarely: dict[str, Any]) -> None:
-    assert_close(inference_first("single_device", 1), rarely["inference first"])
 
 
 @pytest.mark.slow
@@ -338,21 +346,6 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(rarely: dict[str, An
     results = rarely
     assert_close(results["overflow under ddp"], results["overflow"], 0.0)
     assert all(torch.isfinite(value).all() for value in results["overflow"].values())
-
-
-@pytest.mark.slow
-def test_values_of_shards_are_logged_as_those_of_the_whole(rarely: dict[str, Any]) -> None:
-    assert_close(logged("single_device", 1), rarely["logged"])
-
-
-@pytest.mark.slow
-def test_a_fused_optimizer_steps_shards(rarely: dict[str, Any]) -> None:
-    assert_close(values(Net, "single_device", 1, fused_optimizer=True), rarely["fused"])
-
-
-@pytest.mark.slow
-def test_a_validation_between_steps(rarely: dict[str, Any]) -> None:
-    assert_close(values(Net, "single_device", 1, val_check_interval=2), rarely["several passes"])
 
 
 @pytest.mark.parametrize(

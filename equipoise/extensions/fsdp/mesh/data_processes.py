@@ -44,11 +44,7 @@ class DataProcesses(Processes):
         """True in the main process, which is one of all."""
         return self._all.is_main
 
-    def launch(
-        self,
-        function: Callable[[], T],
-        known: Sequence[Any] = (),
-    ) -> T:
+    def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in every process, not in the first ranks alone; see `Processes.launch`."""
         return self._all.launch(function, known)
 
@@ -60,12 +56,7 @@ class DataProcesses(Processes):
         """Note that this process has failed; see `Processes.mark_failed`."""
         self._all.mark_failed()
 
-    def reduce(
-        self,
-        tensor: Any,
-        group: Any | None = None,
-        reduce_op: str = "mean",
-    ) -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str = "mean") -> Any:
         """Reduce a value, of which each batch has one; see `Processes.reduce`."""
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
@@ -76,12 +67,7 @@ class DataProcesses(Processes):
         total = self._all.reduce(counted, group, "sum")
         return total if reduce_op == "sum" else total / self.world_size
 
-    def all_gather(
-        self,
-        tensor: Any,
-        group: Any | None = None,
-        sync_grads: bool = False,
-    ) -> Any:
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gather a value, of which each batch has one; see `Processes.all_gather`."""
         if self.world_size == 1:
             return tensor

@@ -230,15 +230,7 @@ class LayerComparison:
     def _compare(
         self, step: TrainingStep, batch: Any, loss: Tensor, buffers: dict[str, Tensor], shapes: list[torch.Size]
     ) -> None:
-        """Compute the loss and the gradients of whole layers, and compare.
-
-        Args:
-            step: The step.
-            batch: The batch of this row.
-            loss: That of cut layers.
-            buffers: Those that cut layers leave.
-            shapes: Those that dropout sees between cut layers and elsewhere.
-        """
+        """Compute the loss and the gradients of whole layers, and compare with what cut layers leave."""
         twin = self._twin
         assert twin is not None
         losses: list[Tensor] = []

@@ -85,40 +85,44 @@ class WholeLayers:
         """
         # 1. Whole parameters, and buffers.
         trained = dict(module.named_parameters())
-        values = {name: _gathered(parameter) for name, parameter in trained.items()}
+        values = {}
+        for name, parameter in trained.items():
+            values[name] = _gathered(parameter)
         self._replace(values)
         for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(trained[name].requires_grad)
+            is_trained = trained[name].requires_grad
+            parameter.requires_grad_(is_trained)
         parts = dict(self.module.named_modules())
         for name, buffer in module.named_buffers():
             owner, _, last = name.rpartition(".")
-            setattr(parts[owner], last, buffer.detach().clone())
+            part = parts[owner]
+            value = buffer.detach().clone()
+            setattr(part, last, value)
 
         # 2. Attributes that hooks have set since, training modes, and generators, which the caller brings back.
         generators = set(map(id, find_generators(self._names, depth=1)))
         changed = {(id(holder), name) for holder, name in self._later.changes()}
-        for part, place in self._names.items():
+        for original, place in self._names.items():
             twin = parts[place]
-            twin.training = part.training
+            twin.training = original.training
             if isinstance(twin, Metric):
                 twin.to(device)
             attributes: dict[str, Any] = twin.__dict__
-            for name, attribute in vars(part).items():
-                is_new = (id(part), name) in changed and not isinstance(attribute, MethodType)
-                if id(attribute) in generators or is_new:
+            for name, attribute in vars(original).items():
+                is_new = (id(original), name) in changed
+                is_method = isinstance(attribute, MethodType)
+                if id(attribute) in generators or (is_new and not is_method):
                     attributes[name] = attribute
 
     def _replace(self, values: Mapping[str, Tensor]) -> None:
-        """Replace all parameters; one that is tied stays tied.
-
-        Args:
-            values: The whole values, by the first name of each.
-        """
+        """Replace all parameters by whole values, by the first name of each; one that is tied stays tied."""
         twins: dict[int, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
-            twins[id(parameter)] = nn.Parameter(_like(parameter, values[name]), parameter.requires_grad)
-        named = self.module.named_parameters(remove_duplicate=False)
-        replaced = {name: twins[id(parameter)] for name, parameter in named}
+            value = _like(parameter, values[name])
+            twins[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+        replaced = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            replaced[name] = twins[id(parameter)]
         # Units of `configure_model` would gather in each forward what is whole.
         units = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
         unshard_by_hand(units, replaced, self.module)

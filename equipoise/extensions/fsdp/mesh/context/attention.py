@@ -74,49 +74,48 @@ def attend_to_whole(
     # Each piece sees the keys up to its own end.
     outputs = []
     piece = row.part // 2
-    for number, queries in zip(row.pieces, query.chunk(2, -2), strict=True):
+    halves = query.chunk(2, -2)
+    for number, half in zip(row.pieces, halves, strict=True):
         end = (number + 1) * piece
         # Repetitions of the last position see what it sees.
-        repeated = min(max(0, end - row.length), piece - 1)
-        queries = queries[..., : piece - repeated, :]
+        beyond = max(0, end - row.length)
+        repeated = min(beyond, piece - 1)
+        queries = half[..., : piece - repeated, :]
         keys = key[..., :end, :]
         values = value[..., :end, :]
         output = _attend_to_earlier(queries, keys, values, mask, dropout_p, **options)
-        outputs += [output, *[output[..., -1:, :]] * repeated]
+        outputs.append(output)
+        last = output[..., -1:, :]
+        outputs.extend([last] * repeated)
     return torch.cat(outputs, -2)
 
 
 def _attend_to_earlier(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, dropout_p: float, **options: Any
 ) -> Tensor:
-    """Return the attention of queries of which the last sees all keys, and each one before it a key fewer.
-
-    Args:
-        queries: The queries.
-        keys: The keys.
-        values: Their values.
-        mask: A mask of all keys; None: there is none.
-        dropout_p: Probability with which an element is dropped.
-        options: Further arguments of torch's function.
-    """
+    """Return the attention of queries of which the last sees all keys, and each one before it a key fewer."""
     count = queries.size(-2)
     end = keys.size(-2)
     if mask is None and queries.is_cuda:
         # Kernels of GPUs need no mask in memory.
-        bias: Tensor = causal_lower_right(count, end)
-        return scaled_dot_product_attention(queries, keys, values, bias, dropout_p, **options)
+        lower_right: Tensor = causal_lower_right(count, end)
+        return scaled_dot_product_attention(queries, keys, values, lower_right, dropout_p, **options)
     if mask is None:
         # From the last query to the first, each row of the mask begins one element later in the same memory.
         row = queries.new_zeros(count + end - 1)
         row[end:] = -torch.inf
         bias = row.as_strided((count, end), (1, 1))
         backwards = queries.flip(-2)
-        return scaled_dot_product_attention(backwards, keys, values, bias, dropout_p, **options).flip(-2)
+        output = scaled_dot_product_attention(backwards, keys, values, bias, dropout_p, **options)
+        return output.flip(-2)
     ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
     triangle = ones.tril(end - count)
-    mask = mask[..., :end]
-    # One of numbers is added to the scores.
-    visible = triangle & mask if mask.dtype == torch.bool else torch.where(triangle, mask, -torch.inf)
+    visible = mask[..., :end]
+    if visible.dtype == torch.bool:
+        visible = triangle & visible
+    else:
+        # It is added to the scores.
+        visible = torch.where(triangle, visible, -torch.inf)
     return scaled_dot_product_attention(queries, keys, values, visible, dropout_p, **options)
 
 

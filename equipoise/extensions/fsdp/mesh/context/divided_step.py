@@ -199,14 +199,7 @@ def _weight_of(result: StepResult) -> Any:
 
 
 def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any:
-    """Return a logged value of the whole batch.
-
-    Args:
-        logged: That of this process.
-        values: Those of all processes.
-        shares: Their shares in a mean.
-        sizes: The numbers of samples that they were logged with.
-    """
+    """Return a logged value of the whole batch, of those of all processes, their shares in a mean, and their sizes."""
     options = LogOptions(*logged.arguments)
     reduction = reduction_name(options.reduce_fx)
     if reduction == "mean":

@@ -43,18 +43,6 @@ T = TypeVar("T")
 _TELLING = 10
 
 
-class _Outcome(NamedTuple):
-    """What a batch leaves beside gradients.
-
-    Attributes:
-        loss: The loss.
-        shown: Values that were logged, and buffers, by what they are.
-    """
-
-    loss: Tensor
-    shown: dict[str, Tensor]
-
-
 class Trials:
     """Computes the loss and all gradients of a batch with copies of a module; all processes call each method together.
 
@@ -128,8 +116,8 @@ class Trials:
             return f"cut, {error}"
         return None
 
-    def _compute(self, module: LightningModule) -> _Outcome:
-        """Compute the gradients of the batch.
+    def _compute(self, module: LightningModule) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gradients of the batch, and return the loss and what `_shown` returns.
 
         Raises:
             ConfigurationError: If there is no loss.
@@ -151,7 +139,7 @@ class Trials:
                 run_backward_in_modes(loss)
         finally:
             logged = captures.end(outer)
-        return _Outcome(loss, _shown(module, logged))
+        return loss, _shown(module, logged)
 
     def _check_equal(self, plan: Plan, row: DeviceMesh) -> None:
         """Check that the loss, all gradients, logged values and buffers of a cut copy are those of the whole one.
@@ -161,10 +149,10 @@ class Trials:
         """
         cut = self._copy(self._whole)
         apply_plan(cut, plan, {}, row)
-        outcome = self._compute(cut)
+        loss, shown = self._compute(cut)
         tolerance = TOLERANCES[self._dtype]
         floor = tolerance.floor * max(map(largest_of, self._expected))
-        compared = [("the loss", outcome.loss, outcome.loss.detach())]
+        compared = [("the loss", loss, loss.detach())]
         for name, parameter in cut.named_parameters():
             compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
         for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
@@ -177,7 +165,7 @@ class Trials:
             if is_cut and tensor.ndim > 1 and size <= _TELLING * floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
-            computed = outcome.shown.get(name)
+            computed = shown.get(name)
             if is_other_value(computed, expected, tolerance):
                 raise ConfigurationError(f"{name} differs")
 

@@ -127,13 +127,7 @@ class DividedBlocks:
         return tuple(parts), {key: map_leaves(partial(own_part, key), value) for key, value in kwargs.items()}
 
     def _own_part(self, whole: Tensor, argument: str, samples: int) -> Tensor:
-        """Return the part of this process of a tensor that a block receives, or all of it.
-
-        Args:
-            whole: The tensor.
-            argument: The argument's name; empty: it has none.
-            samples: The number of samples.
-        """
+        """Return the part of this process of a tensor that a block receives, or all of it."""
         row = self._row
         is_of_pairs = whole.shape[-2:] == (row.length, row.length)
         if is_of_pairs and whole.ndim == 2 and samples == row.length:
