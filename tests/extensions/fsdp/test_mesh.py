@@ -76,17 +76,29 @@ def test_training_equals_that_of_one_device(rows: int, columns: int, cases: list
 # What is refused
 
 
+NAMES = "context_blocks must be a list of names"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tensor": 0}, "tensor must be 'auto' or a whole number from 1, not 0"),
         ({"data": "all"}, "data must be 'auto'"),
         ({"data": True}, "data must be 'auto'"),
+        ({"context": 0}, "context must be a whole number from 1, not 0"),
+        ({"context": "auto"}, "context must be a whole number from 1, not 'auto'"),
+        ({"context": True}, "context must be a whole number"),
         ({"tensor": 2, "replicas": 2}, "tensor=2 and replicas=2 do not go together"),
         ({"tensor": "auto", "cpu_offload": True}, "tensor='auto' and cpu_offload=True"),
+        ({"context": 2, "replicas": 2}, "context=2 and replicas=2 do not go together"),
+        ({"context": 2, "cpu_offload": True}, "context=2 and cpu_offload=True"),
+        ({"context": 2, "context_blocks": "network.blocks"}, NAMES),
+        ({"context": 2, "context_blocks": [1]}, NAMES),
+        ({"context": 2, "context_blocks": []}, NAMES),
+        ({"context_blocks": ["network.blocks"]}, "over `context` processes, but context=1"),
     ],
 )
-def test_sizes_that_are_none(options: dict[str, Any], words: str) -> None:
+def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         FSDPStrategy(**options)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise import ConfigurationError, FSDPStrategy, StepError
+from equipoise import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.context.attention import attend
 from equipoise.extensions.fsdp.mesh.context.blocks.divided_blocks import DividedBlocks
 from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
@@ -272,17 +272,6 @@ def test_what_cannot_be_divided_is_refused() -> None:
     found = in_processes(2, messages)
     for case, (*_, words) in REFUSED.items():
         assert words in found[case], found[case]
-
-
-@pytest.mark.parametrize("blocks", ["network.blocks", [1], []])
-def test_names_that_are_none(blocks: Any) -> None:
-    with pytest.raises(ConfigurationError, match="context_blocks must be a list of names"):
-        FSDPStrategy(context=2, context_blocks=blocks)
-
-
-def test_blocks_without_context() -> None:
-    with pytest.raises(ConfigurationError, match="over `context` processes, but context=1"):
-        FSDPStrategy(context_blocks=BLOCKS)
 
 
 SQUARE = 8

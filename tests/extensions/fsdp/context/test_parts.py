@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equipoise import ConfigurationError, FSDPStrategy, StepError, Trainer
+from equipoise import ConfigurationError, StepError, Trainer
 from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
 from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
@@ -142,21 +142,6 @@ def test_batches_that_cannot_be_divided() -> None:
     ]
     for message, expected in zip(in_processes(2, errors), words, strict=True):
         assert expected in message
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"context": 0}, "context must be a whole number from 1, not 0"),
-        ({"context": "auto"}, "context must be a whole number from 1, not 'auto'"),
-        ({"context": True}, "context must be a whole number"),
-        ({"context": 2, "replicas": 2}, "context=2 and replicas=2 do not go together"),
-        ({"context": 2, "cpu_offload": True}, "context=2 and cpu_offload=True"),
-    ],
-)
-def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        FSDPStrategy(**options)
 
 
 def test_processes_that_do_not_fit() -> None:
