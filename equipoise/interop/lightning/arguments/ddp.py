@@ -1,12 +1,11 @@
 """Lightning's DDPStrategy in our words."""
 
-from inspect import signature
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read, split_arguments
+from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read
 
 __all__ = ["ddp_in_our_words"]
 
@@ -54,7 +53,7 @@ def ddp_in_our_words(strategy: Any) -> OurWords:
             further[name] = value
         elif value is not None:
             words.options[_OPTIONS[name]] = value
-    words.refused, words.left_out = split_arguments(further, _defaults_of_wrapper(), _OF_SPEED)
+    words.note_arguments(further, DistributedDataParallel, _OF_SPEED)
 
     # 2. The hook that exchanges gradients.
     if options["hook"] is not None:
@@ -72,8 +71,3 @@ def ddp_in_our_words(strategy: Any) -> OurWords:
     if isinstance(options["state"], PostLocalSGDState):
         words.refused.append("ddp_comm_state=PostLocalSGDState(...) (gradients are exchanged in each step here)")
     return words
-
-
-def _defaults_of_wrapper() -> dict[str, Any]:
-    parameters = signature(DistributedDataParallel).parameters
-    return {name: parameter.default for name, parameter in parameters.items()}

@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read, split_arguments
+from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read
 
 __all__ = ["MACHINES", "fsdp_in_our_words"]
 
@@ -63,12 +62,8 @@ def fsdp_in_our_words(strategy: Any) -> OurWords:
             words.trainer["activation_checkpointing"] = classes
 
     # 3. The other arguments of torch's wrapper.
-    parameters = signature(FullyShardedDataParallel).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
     further = {name: value for name, value in arguments.items() if name not in _READ}
-    refused, left_out = split_arguments(further, defaults, _OF_SPEED)
-    words.refused += refused
-    words.left_out += left_out
+    words.note_arguments(further, FullyShardedDataParallel, _OF_SPEED)
     return words
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 from equipoise.interop.refusal import refusal
 
-__all__ = ["OurWords", "process_options", "read", "split_arguments"]
+__all__ = ["OurWords", "process_options", "read"]
 
 
 @dataclass
@@ -30,6 +31,21 @@ class OurWords:
     trainer: dict[str, Any] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+
+    def note_arguments(self, arguments: Mapping[str, Any], wrapper: Any, of_speed: Collection[str]) -> None:
+        """Note arguments of torch's wrapper that have no counterpart, and are not its defaults.
+
+        Args:
+            arguments: The arguments.
+            wrapper: The class of the wrapper.
+            of_speed: Names of the arguments that change nothing but speed and memory.
+        """
+        parameters = signature(wrapper).parameters
+        for name, value in arguments.items():
+            default = parameters[name].default if name in parameters else None
+            if value != default:
+                notes = self.left_out if name in of_speed else self.refused
+                notes.append(f"{name}={value!r}")
 
 
 def read(strategy: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -64,26 +80,3 @@ def process_options(strategy: Any) -> dict[str, Any]:
     if isinstance(values["timeout"], timedelta):
         options["timeout"] = values["timeout"].total_seconds()
     return options
-
-
-def split_arguments(
-    arguments: Mapping[str, Any], defaults: Mapping[str, Any], of_speed: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Return arguments of torch's wrapper without a counterpart: those that change results, and those that do not.
-
-    Args:
-        arguments: The arguments.
-        defaults: The defaults of the wrapper, by the names of its arguments.
-        of_speed: Names of the arguments that change nothing but speed and memory.
-    """
-    refused: list[str] = []
-    left_out: list[str] = []
-    for name, value in arguments.items():
-        if value == defaults.get(name):
-            continue
-        text = f"{name}={value!r}"
-        if name in of_speed:
-            left_out.append(text)
-        else:
-            refused.append(text)
-    return refused, left_out
