@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.pipeline.forward.call_patches import patched_logging
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward.saved_tensors import without_saved_tensors
-from equipoise.interop.call_patches import patched_logging
 from equipoise.interop.lightning.classes import module_classes
 from equipoise.interop.torch.dispatch import OnOperation
 from equipoise.interop.torch.modules import hook_registries_of

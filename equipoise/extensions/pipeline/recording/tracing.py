@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from equipoise.extensions.pipeline.forward import call_patches
 from equipoise.extensions.pipeline.forward.attribute_reads import attributes_read
 from equipoise.extensions.pipeline.forward.forward_effects import SETS_ATTRIBUTE
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on
@@ -24,7 +25,6 @@ from equipoise.extensions.pipeline.graph.traced import Condition, Traced
 from equipoise.extensions.pipeline.recording.recorder import Recorder
 from equipoise.extensions.pipeline.recording.targets import encoded
 from equipoise.extensions.pipeline.recording.tensor_nodes import Obstacle
-from equipoise.interop import call_patches
 from equipoise.interop.lightning.classes import module_classes
 
 __all__ = ["NotTraceable", "trace"]
