@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from equipoise.interop.torch.dispatch import OnOperation, OperationWatch, unwatched
 
@@ -61,7 +60,6 @@ def lent_when_called(network: nn.Module, device: torch.device) -> Iterator[None]
     """
     # One entry for each call that runs, the innermost last.
     loans: list[ExitStack] = []
-    handles: list[RemovableHandle] = []
 
     def lend(module: nn.Module, args: Any) -> None:
         # Torch's layers use tensors of their submodules without calling these.
@@ -76,19 +74,18 @@ def lent_when_called(network: nn.Module, device: torch.device) -> Iterator[None]
         loan = loans.pop()
         loan.close()
 
-    try:
+    with ExitStack() as hooks:
         for module in network.modules():
             if module is network or _is_container(module):
                 continue
-            handles.append(module.register_forward_pre_hook(lend))
-            handles.append(module.register_forward_hook(end_loan, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        # After an error some calls have not ended.
-        while loans:
-            loans.pop().close()
+            hooks.enter_context(module.register_forward_pre_hook(lend))
+            hooks.enter_context(module.register_forward_hook(end_loan, always_call=True))
+        try:
+            yield
+        finally:
+            # After an error some calls have not ended.
+            while loans:
+                loans.pop().close()
 
 
 @contextmanager

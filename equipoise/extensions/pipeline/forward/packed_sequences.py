@@ -7,17 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-__all__ = ["is_asked_by_padding", "padded_call"]
-
-
-def is_asked_by_padding(frame: FrameType | None) -> bool:
-    """Return True if `pad_packed_sequence` asks for the length of a packed sequence.
-
-    Args:
-        frame: A frame within the question.
-    """
-    padding_frame = _padding_frame(frame)
-    return padding_frame is not None
+__all__ = ["padded_call", "padding_frame"]
 
 
 def padded_call(args: Sequence[Any], frame: FrameType | None) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -28,9 +18,9 @@ def padded_call(args: Sequence[Any], frame: FrameType | None) -> tuple[Callable[
         frame: A frame within the operation.
     """
     length = args[-1]
-    padding_frame = _padding_frame(frame)
-    if padding_frame is not None:
-        length_of_user = padding_frame.f_locals.get("total_length")
+    caller = padding_frame(frame)
+    if caller is not None:
+        length_of_user = caller.f_locals.get("total_length")
         if length_of_user is None:
             # The length is that of the recorded values. Other values may have another one.
             length = None
@@ -62,7 +52,7 @@ def padded(
     )
 
 
-def _padding_frame(frame: FrameType | None) -> FrameType | None:
+def padding_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of `pad_packed_sequence`; None if there is none."""
     while frame is not None:
         # The code is the same object in every call of the function.

@@ -62,8 +62,4 @@ def with_parents(name: str) -> list[str]:
         ['encoder', 'encoder.layers', 'encoder.layers.0']
     """
     parts = name.split(".")
-    names = []
-    for count in range(1, len(parts) + 1):
-        name = ".".join(parts[:count])
-        names.append(name)
-    return names
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.extensions.pipeline.forward.packed_sequences import is_asked_by_padding
+from equipoise.extensions.pipeline.forward.packed_sequences import padding_frame
 from equipoise.extensions.pipeline.forward.user_lines import is_assertion
 from equipoise.extensions.pipeline.graph.conditions import same_answer, same_shapes, same_trainable
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS, Condition
@@ -121,8 +121,8 @@ class Questions:
             parameters = list(self._root.parameters())
             self._conditions.append(same_trainable(parameters))
             return
-        if name == "size" and is_asked_by_padding(frame):
-            # The recorded call asks again.
+        if name == "size" and padding_frame(frame) is not None:
+            # The recorded call asks for the length again.
             return
         facts = self._facts_of(tensors)
         if name in _SHAPE and facts.sizes is not Sizes.DYNAMIC:

@@ -5,7 +5,7 @@ the stages of several micro-batches compute in the order of the schedule, as sta
 of a micro-batch runs as a whole in the turn of the last stage: nothing tells which values pass by the layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,16 +27,14 @@ class StackPipeline(Pipeline):
 
     Args:
         forward: The network's own forward.
-        layers: The layers of the stack.
-        stages_of_layers: The stage of each layer.
+        stages_of_layers: The stage of each layer of the stack.
         devices, schedule, stages_per_device, threads: See `Pipeline`.
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
-        layers: Sequence[nn.Module],
-        stages_of_layers: Sequence[int],
+        stages_of_layers: Mapping[nn.Module, int],
         devices: Sequence[torch.device],
         schedule: Schedule,
         *,
@@ -45,7 +43,6 @@ class StackPipeline(Pipeline):
     ) -> None:
         super().__init__((), devices, schedule, stages_per_device=stages_per_device, threads=threads)
         self.network_forward = forward
-        self._layers = layers
         self._stages_of_layers = stages_of_layers
 
     def call(self, structure: CallStructure) -> Any:
@@ -77,7 +74,7 @@ class StackPipeline(Pipeline):
             super().run(steps, inputs, backward, pipelines)
 
     def _stages_noticed(self) -> AbstractContextManager[None]:
-        return stages_noticed(self._layers, self._stages_of_layers, self.devices)
+        return stages_noticed(self._stages_of_layers, self.devices)
 
     def _computation(
         self,

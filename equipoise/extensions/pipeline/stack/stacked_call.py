@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,21 +95,18 @@ class StackedCall:
 
 @contextmanager
 def stages_noticed(
-    layers: Sequence[nn.Module],
-    stages: Sequence[int],
+    stages: Mapping[nn.Module, int],
     devices: Sequence[torch.device],
 ) -> Iterator[None]:
     """Let calls notice within the context when they reach layers.
 
     Args:
-        layers: The layers of a stack.
-        stages: The stage of each layer.
+        stages: The stage of each layer of a stack.
         devices: The device of each stage.
     """
-    stage_of = {id(layer): stage for layer, stage in zip(layers, stages, strict=True)}
 
     def enter(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        stage = stage_of[id(layer)]
+        stage = stages[layer]
         if _local.call is not None:
             return _local.call.enter_layer(stage, args, kwargs)
         device = devices[stage]
@@ -119,15 +116,10 @@ def stages_noticed(
         move = partial(_moved, device=device)
         return map_leaves(move, args), map_leaves(move, kwargs)
 
-    handles = []
-    for layer in layers:
-        handle = layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        handles.append(handle)
-    try:
+    with ExitStack() as hooks:
+        for layer in stages:
+            hooks.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

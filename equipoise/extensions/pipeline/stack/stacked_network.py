@@ -9,6 +9,7 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.graph.call_structure import NetworkCall
+from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, public_name
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import best_cut
@@ -23,21 +24,19 @@ class StackedNetwork:
     """Cuts a network between layers, places it, and makes its stages.
 
     Args:
-        network: The network.
         name: Its name in the user's module.
         options: Devices, schedule, micro-batches.
         stack: The layers between which the network is cut.
     """
 
-    def __init__(self, network: nn.Module, name: str, options: CutOptions, stack: LayerStack) -> None:
-        self._network = network
+    def __init__(self, name: str, options: CutOptions, stack: LayerStack) -> None:
         self._options = options
         self._stack = stack
         # Names of the layers in the user's module.
         self._layer_names = [public_name(layer_name, True, name) for layer_name in stack]
         self._profile: StackProfile | None = None
         # The stage of each layer, once the network is placed.
-        self._stages: list[int] = []
+        self._stages: dict[nn.Module, int] = {}
 
     @classmethod
     def of(cls, network: nn.Module, name: str, options: CutOptions) -> "StackedNetwork | None":
@@ -51,7 +50,7 @@ class StackedNetwork:
         stack = largest_stack(network)
         if stack is None or len(stack) < len(options.devices):
             return None
-        return cls(network, name, options, stack)
+        return cls(name, options, stack)
 
     def cut(
         self,
@@ -80,7 +79,7 @@ class StackedNetwork:
         # Checkpointing restores generators of the devices on which a layer's arguments lie, not of the layer's device.
         if profile.repeats_random_layers and len(set(self._options.devices)) > 1:
             raise ConfigurationError(
-                f"Layers of {type(self._network).__name__} draw random numbers within activation checkpointing. Stages"
+                f"Layers of {type(call.network).__name__} draw random numbers within activation checkpointing. Stages"
                 " on several devices would draw others when the backward computes the layers again. Set their rates"
                 " of dropout to 0, or train without activation checkpointing."
             )
@@ -93,8 +92,8 @@ class StackedNetwork:
                 return earlier_cut
         # 3. Choose the best one.
         if rest is not None:
-            used = {id(tensor) for tensor in (*self._network.parameters(), *self._network.buffers())}
-            rest.measure(used, profile.output)
+            used = map(id, parameters_and_buffers(call.network))
+            rest.measure(set(used), profile.output)
         return best_cut(profile.blocks, self._options, rest, call.structure.tensors, self._cut_at)
 
     def _cut_by_names(self, names: Sequence[str]) -> Cut | None:
@@ -126,8 +125,9 @@ class StackedNetwork:
         begin = 0
         layers = list(self._stack.values())
         for stage, end in enumerate(cut.ends):
-            parts.append([*layers[begin:end]])
-            self._stages += [stage] * (end - begin)
+            layers_of_stage = layers[begin:end]
+            parts.append([*layers_of_stage])
+            self._stages |= dict.fromkeys(layers_of_stage, stage)
             begin = end
         parts[0] += self._profile.before
         # The profile has an output on the device of the measurement.
@@ -144,7 +144,6 @@ class StackedNetwork:
         options = self._options
         return StackPipeline(
             forward,
-            list(self._stack.values()),
             self._stages,
             options.devices,
             options.schedule,
