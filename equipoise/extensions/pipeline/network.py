@@ -21,7 +21,6 @@ from equipoise.extensions.pipeline.forward_patch import ForwardPatch
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.graph.training_modes import restored_modes
 from equipoise.extensions.pipeline.planning.cut import (
     Cut,
     CutOptions,
@@ -378,10 +377,15 @@ class StagedNetwork:
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
         """Set training mode within the context, if the run trains: its first call may come from a validation."""
-        with restored_modes(self.module):
-            if self.training and not self.module.training:
-                self.module.train()
+        # The submodules themselves: a forward that creates further ones changes `module.modules()`.
+        modes = [(submodule, submodule.training) for submodule in self.module.modules()]
+        if self.training and not self.module.training:
+            self.module.train()
+        try:
             yield
+        finally:
+            for submodule, mode in modes:
+                submodule.training = mode
 
     def _choose_cut(self, name: str, structure: CallStructure, *, is_full_batch: bool) -> None:
         cut, sizes = self._placed_cut(name, structure, is_full_batch=is_full_batch)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ def structure_of(value: Any) -> Any:
     return (kind, keys, structures)
 
 
+@dataclass(frozen=True, eq=False)
 class OutputStructure:
     """The structure of an output, from which it is made again with other tensors. It keeps no tensor alive.
 
     Beside tuples, lists, mappings and dataclasses, an output may contain objects with tensors in their attributes, such
     as the caches of transformers' models. All of these are copied; objects without tensors stay the same.
 
-    Args:
+    Attributes:
         template: The output with places where tensors are.
         places: The places, in the order of the tensors.
         others: The objects without tensors in the output.
@@ -51,10 +53,9 @@ class OutputStructure:
         {'loss': 3, 'name': 'x'}
     """
 
-    def __init__(self, template: Any, places: Sequence["_Place"], others: Sequence[Any]) -> None:
-        self._template = template
-        self._places = places
-        self._others = others
+    template: Any
+    places: Sequence["_Place"]
+    others: Sequence[Any]
 
     @classmethod
     def of(cls, value: Any) -> "tuple[OutputStructure, list[Tensor]]":
@@ -83,9 +84,9 @@ class OutputStructure:
         Args:
             tensors: As many tensors as the output has, in its order.
         """
-        memo = _by_identity(self._places, tensors)
-        memo |= _by_identity(self._others, self._others)
-        return copy.deepcopy(self._template, memo)
+        memo = _by_identity(self.places, tensors)
+        memo |= _by_identity(self.others, self.others)
+        return copy.deepcopy(self.template, memo)
 
 
 class _Place:

@@ -180,6 +180,10 @@ class SplitBackward:
         self._outputs = ()
 
 
+# A weight, and the nodes on a path that lead to it; None for an output.
+_Weight = tuple[Tensor, set[Node | None]]
+
+
 class _Paths:
     """Nodes of a graph that lie on a path to inputs, and the weights to which each of them leads.
 
@@ -203,8 +207,8 @@ class _Paths:
         self.weights_off_path: list[Tensor] = []
         # For nodes that are not on a path the weights to which they lead, by the weights' own nodes.
         self._weights_below: dict[Node, dict[Node, Tensor]] = {}
-        # By the weights' own nodes the weight, and the nodes on a path that lead to it; None for an output.
-        self._sources: dict[Node, tuple[Tensor, set[Node | None]]] = {}
+        # The weights by their own nodes.
+        self._sources: dict[Node, _Weight] = {}
 
         roots = [output.node for output in outputs]
         for node in _in_order(roots):

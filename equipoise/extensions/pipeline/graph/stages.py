@@ -8,6 +8,7 @@ import enum
 import numbers
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,24 +39,19 @@ __all__ = [
 Replacement = Callable[[int, fx.Node], nn.Module | None]
 
 
+@dataclass(frozen=True, eq=False)
 class StageProgram:
     """The calls of one stage.
 
-    Args:
+    Attributes:
         run: Takes the stage's inputs and returns its outputs.
         outputs: Names of the values that it passes on. Empty for the last stage, which returns the network's output.
         graph: Its calls. Default: an empty graph, for a stage that was not traced here.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        outputs: Sequence[str],
-        graph: fx.Graph | None = None,
-    ) -> None:
-        self.run = run
-        self.outputs = tuple(outputs)
-        self.graph = graph or fx.Graph()
+    run: Callable[..., Any]
+    outputs: tuple[str, ...]
+    graph: fx.Graph = field(default_factory=fx.Graph)
 
 
 # Places for a cut.
@@ -79,7 +75,10 @@ def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
     # 2. A value crosses a cut that lies between its call and its last use.
     crossings = []
     for end in ends:
-        crossing_values = [node for node in nodes if order[node] < end <= last_use[node]]
+        crossing_values = []
+        for node in nodes:
+            if order[node] < end <= last_use[node]:
+                crossing_values.append(node)
         crossings.append(crossing_values)
     return crossings
 
@@ -103,11 +102,15 @@ def may_cut(traced: Traced) -> list[bool]:
     # 2. Forbid cuts that such a value crosses before it changes.
     allowed = []
     for index in range(len(calls)):
-        passing = cuts[index]
-        changes_later = any(last_change.get(node, -1) > index for node in passing)
-        must_stay = any(node.meta.get(STAYS) or _is_of_no_stage(node, traced) for node in passing)
-        is_followed = any(node.meta.get(FOLLOWS) for node in calls[index + 1 : index + 2])
-        is_allowed = index >= first_end and not (changes_later or must_stay or is_followed)
+        is_allowed = index >= first_end
+        for node in cuts[index]:
+            changes_later = last_change.get(node, -1) > index
+            if changes_later or node.meta.get(STAYS) or _is_of_no_stage(node, traced):
+                is_allowed = False
+        # The last call has no next one.
+        next_calls = calls[index + 1 : index + 2]
+        if any(node.meta.get(FOLLOWS) for node in next_calls):
+            is_allowed = False
         allowed.append(is_allowed)
     return allowed
 
@@ -116,8 +119,9 @@ def _is_of_no_stage(node: fx.Node, traced: Traced) -> bool:
     """Return True for the look-up of an object from outside that stages do not exchange, such as a configuration."""
     if node.op != "get_attr":
         return False
-    found = vars(traced.root).get(str(node.target), ())
-    return not all(isinstance(value, _PLAIN + _OF_TORCH) for value in leaves_of(found, plain_items))
+    attributes = vars(traced.root)
+    found = attributes.get(str(node.target), ())
+    return not all(map(_is_exchanged, leaves_of(found, plain_items)))
 
 
 def taking_inputs(traced: Traced) -> int:
@@ -210,7 +214,7 @@ def _make_stage(
     if outputs is None:
         run_last = partial(_run_last, program.forward, traced.output)
         return StageProgram(run_last, (), graph)
-    output_names = [node.name for node in outputs]
+    output_names = tuple(node.name for node in outputs)
     return StageProgram(program.forward, output_names, graph)
 
 
@@ -320,8 +324,12 @@ def check_exchanged(values: Sequence[Any], names: Sequence[str]) -> None:
         map_values(check, value)
 
 
+def _is_exchanged(value: Any) -> bool:
+    return isinstance(value, _PLAIN + _OF_TORCH)
+
+
 def _check_value(name: str, value: Any) -> None:
-    if not isinstance(value, _PLAIN + _OF_TORCH):
+    if not _is_exchanged(value):
         raise StepError(
             f"A stage of the pipeline hands on {name!r}, in which there is a {type(value).__name__}. Stages exchange"
             " tensors, numbers, and tuples, lists or dictionaries of them: let the network return such where it is cut,"

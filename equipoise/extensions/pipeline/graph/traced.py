@@ -1,6 +1,7 @@
 """A forward as a list of calls, with what they return together, and the conditions under which they are the forward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,10 +47,11 @@ STAGE_DEVICE = _StageDevice()
 Condition = Callable[[Sequence[Tensor]], bool]
 
 
+@dataclass(frozen=True, eq=False)
 class Traced:
     """The calls of a forward.
 
-    Args:
+    Attributes:
         root: Module to which the names in the graph refer.
         graph: The calls. Its output is a tuple of tensors.
         opaque: For each submodule that stayed whole the reason.
@@ -58,21 +60,12 @@ class Traced:
         changes: For each call that changed arguments in place when it ran, the values that it changed.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        graph: fx.Graph,
-        opaque: dict[str, str],
-        output: OutputStructure,
-        conditions: Sequence[Condition],
-        changes: Mapping[fx.Node, set[fx.Node]],
-    ) -> None:
-        self.root = root
-        self.graph = graph
-        self.opaque = opaque
-        self.output = output
-        self.conditions = tuple(conditions)
-        self.changes = changes
+    root: nn.Module
+    graph: fx.Graph
+    opaque: Mapping[str, str]
+    output: OutputStructure
+    conditions: Sequence[Condition]
+    changes: Mapping[fx.Node, set[fx.Node]]
 
     @property
     def calls(self) -> list[fx.Node]:

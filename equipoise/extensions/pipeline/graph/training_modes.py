@@ -1,11 +1,10 @@
 """Training modes of a module and of all its submodules, which may differ."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["modes_of", "restored_modes", "set_modes"]
+__all__ = ["modes_of", "set_modes"]
 
 
 def modes_of(module: nn.Module) -> list[bool]:
@@ -30,19 +29,3 @@ def set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
     """
     for submodule, mode in zip(module.modules(), modes, strict=True):
         submodule.training = mode
-
-
-@contextmanager
-def restored_modes(module: nn.Module) -> Iterator[None]:
-    """Restore the training modes at the end of a `with` block. Submodules that were created in it keep theirs.
-
-    Args:
-        module: The module; its submodules count, too.
-    """
-    # The submodules themselves: a forward that creates further ones changes `module.modules()`.
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    try:
-        yield
-    finally:
-        for submodule, mode in modes:
-            submodule.training = mode

@@ -102,9 +102,9 @@ def test_the_same_tensor_twice_gets_both_gradients():
         return [pair[0] * 2 + pair[1] * 5, passed]
 
     stages = [
-        StageProgram(first, ["pair", "passed"]),
-        StageProgram(second, ["sum", "passed"]),
-        StageProgram(lambda total, passed: total * passed, []),
+        StageProgram(first, ("pair", "passed")),
+        StageProgram(second, ("sum", "passed")),
+        StageProgram(lambda total, passed: total * passed, ()),
     ]
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     steps = Steps([x * 1])
@@ -116,7 +116,7 @@ def test_the_same_tensor_twice_gets_both_gradients():
 
 
 def test_threads_by_default_only_where_all_devices_differ():
-    programs = [StageProgram(lambda given: given, [])] * 2
+    programs = [StageProgram(lambda given: given, ())] * 2
     assert not Pipeline(programs, [CPU, CPU], "1f1b").threads
     assert Pipeline(programs, [CPU, torch.device("cuda:0")], "1f1b").threads
     assert not Pipeline(programs[:1], [CPU], "1f1b").threads
