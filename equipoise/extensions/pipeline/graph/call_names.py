@@ -20,8 +20,7 @@ def owner_of(node: fx.Node) -> str | None:
 
 def modules_of(node: fx.Node) -> list[str]:
     """Return the names of the network's modules in whose forwards a call is, and of the module that it calls."""
-    stack = node.meta.get("nn_module_stack", {})
-    paths = [str(path) for path, _ in stack.values()]
+    paths = list(node.meta.get("nn_module_stack", {}))
     if node.op in ("call_module", "get_attr"):
         paths.append(str(node.target))
     names = []

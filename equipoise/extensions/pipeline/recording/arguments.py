@@ -19,6 +19,8 @@ __all__ = ["Arguments"]
 # Values that a graph can hold.
 _PLAIN = (bool, int, float, complex, str, type(None), type(Ellipsis), range)
 _PLAIN_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.device)
+# Objects that a graph looks up, since their tensors are none of the call.
+_CONSTANTS = (nn.Module, enum.Enum, type)
 
 
 class Arguments:
@@ -73,8 +75,9 @@ class Arguments:
         if kind in (tuple, list):
             items = map(self.of, value)
             return kind(items)
-        if kind is dict and _has_names_as_keys(value):
-            return {key: self.of(item) for key, item in value.items()}
+        if kind is dict and all(isinstance(key, str) for key in value):
+            items = map(self.of, value.values())
+            return dict(zip(value, items, strict=True))
         return self._of_object(value)
 
     def _of_object(self, value: Any) -> Any:
@@ -82,7 +85,7 @@ class Arguments:
         # 1. Objects without tensors stay as they are.
         if isinstance(value, torch.Generator):
             raise Obstacle("draws from a generator of its own")
-        if isinstance(value, nn.Module | enum.Enum | type):
+        if isinstance(value, _CONSTANTS):
             return self._tensors.constant(value)
         structure, tensors = OutputStructure.of(value)
         if not tensors:
@@ -100,8 +103,3 @@ class Arguments:
         node = self._graph.call_function(function, graph_args)
         self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
         return node
-
-
-def _has_names_as_keys(mapping: Mapping[Any, Any]) -> bool:
-    """Return True for a mapping that a graph can hold."""
-    return all(isinstance(key, str) for key in mapping)

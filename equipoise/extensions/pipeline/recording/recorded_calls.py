@@ -14,10 +14,10 @@ from equipoise.extensions.pipeline.graph.traced import STAYS
 from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Sizes, TensorNodes, address_of
 from equipoise.tree import tensors_in
 
-__all__ = ["Computed", "RecordedCalls"]
+__all__ = ["Computed", "Place", "RecordedCalls"]
 
-# The modules in whose forwards a call is, by their paths, the outermost first.
-Place = Mapping[str, type[nn.Module]]
+# The modules in whose forwards a call is, by their paths, the outermost first. torch.fx has the path twice.
+Place = Mapping[str, tuple[str, type[nn.Module]]]
 
 
 class Computed(NamedTuple):
@@ -78,11 +78,7 @@ class RecordedCalls:
         self._tensors.facts[node] = self._facts_of(node, computed)
         # No variable holds the frame: it would keep itself alive, and with it the tensors of the call.
         node.meta["line"] = line_of_user(inspect.currentframe())
-        # The form of torch.fx, which has the path twice.
-        module_stack = {}
-        for path, kind in place.items():
-            module_stack[path] = (path, kind)
-        node.meta["nn_module_stack"] = module_stack
+        node.meta["nn_module_stack"] = place
 
         # 2. Memory. What changes a view also changes the values that it shows.
         self._viewed[node] = self._values_among(node, computed.viewed)

@@ -28,7 +28,7 @@ from equipoise.extensions.pipeline.graph.output_structure import structure_of
 from equipoise.extensions.pipeline.graph.traced import FOLLOWS
 from equipoise.extensions.pipeline.recording.arguments import Arguments
 from equipoise.extensions.pipeline.recording.questions import Question, Questions
-from equipoise.extensions.pipeline.recording.recorded_calls import Computed, RecordedCalls
+from equipoise.extensions.pipeline.recording.recorded_calls import Computed, Place, RecordedCalls
 from equipoise.extensions.pipeline.recording.targets import (
     applied,
     assigned,
@@ -225,9 +225,13 @@ class Recorder(_Base):  # type: ignore[misc]
         if not running.obstacle:
             running.obstacle = reason
 
-    def _place(self) -> dict[str, type[nn.Module]]:
-        """Return the classes of the running modules by their paths, without the network."""
-        return {running.path: type(running.module) for running in self._running[1:]}
+    def _place(self) -> Place:
+        """Return the running modules without the network."""
+        place = {}
+        for running in self._running[1:]:
+            kind = type(running.module)
+            place[running.path] = (running.path, kind)
+        return place
 
     # Notices.
 
@@ -465,9 +469,10 @@ def _added_to_obstacle(call: _ModuleCall, reasons: Mapping[str, str]) -> Iterato
         yield
     except Obstacle as obstacle:
         reason = reasons.get(call.name)
-        if reason is None:
-            raise
-        raise Obstacle(f"{obstacle}; and {call.class_name} cannot be followed: {reason}") from None
+        if reason is not None:
+            # The same error: another one would keep this one, its frames and their tensors.
+            obstacle.args = (f"{obstacle}; and {call.class_name} cannot be followed: {reason}",)
+        raise
 
 
 def _check_function_arguments(args: Any) -> None:
