@@ -73,7 +73,7 @@ def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.relu(self.a(x))
-            seen = self.flat(self.b(hidden)).view(-1, 2, 2)
+            seen = self.flat(self.b(hidden)).view(-1, 2, 2).swapdims(0, 1)
             seen += 1
             return nn.functional.relu(seen.transpose(1, 2), inplace=True)
 
