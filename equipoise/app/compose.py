@@ -313,7 +313,7 @@ def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Pa
 def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     _SearchPath.folders = folders[1:]
     with import_paths(folders):
-        config = first_trial(arguments, str(folders[0]), "config")
+        config = first_trial(arguments, str(folders[0]))
         if config.get("launcher"):
             launcher_of(config).check_sweep(config)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from equipoise.app.config.annotations import parameters_of
+from equipoise.app.config.annotations import name_of_type, parameters_of
 from equipoise.app.config.checks import GROUPS, locate
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
@@ -113,7 +113,7 @@ def _headline(mapping: DictConfig, key: str, name: str) -> str:
     facts = []
     parameter = _parameter(mapping, name)
     if parameter is not None and parameter.annotation is not parameter.empty:
-        facts.append(f"type {_format_type(parameter.annotation)}")
+        facts.append(f"type {name_of_type(parameter.annotation)}")
     if parameter is not None and parameter.default is not parameter.empty:
         facts.append(f"default {_format_value(parameter.default)}")
     values = _written_values(mapping)
@@ -207,13 +207,6 @@ def arguments_in(docstring: str) -> dict[str, str]:
             text = f"{meanings[name]} {line.strip()}"
             meanings[name] = text.strip()
     return meanings
-
-
-def _format_type(annotation: Any) -> str:
-    """Return a type without the modules of its names."""
-    if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
-        return annotation.__name__
-    return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+(?=\w)", "", str(annotation))
 
 
 def _format_value(value: Any) -> str:

@@ -7,6 +7,7 @@ evaluated.
 
 import collections.abc
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["accepts", "annotation_of", "check_types", "parameters_of"]
+__all__ = ["accepts", "annotation_of", "check_types", "name_of_type", "parameters_of"]
 
 _NUMBERS = (int, float)
 
@@ -72,7 +73,7 @@ def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value: Any) -> str:
-    type_name = _describe(annotation)
+    type_name = name_of_type(annotation)
     target_name = getattr(target, "__name__", target)
     text = repr(value)
     way_out = ""
@@ -199,10 +200,8 @@ def _agrees_with_default(annotation: Any, parameter: inspect.Parameter) -> bool:
     return accepts(annotation, parameter.default)
 
 
-def _describe(annotation: Any) -> str:
-    """Return an annotation as a program would write it."""
+def name_of_type(annotation: Any) -> str:
+    """Return an annotation as a program would write it, without the modules of its names."""
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
         return annotation.__name__
-    text = str(annotation)
-    text = text.replace("typing.", "")
-    return text.replace("collections.abc.", "")
+    return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+(?=\w)", "", str(annotation))

@@ -42,13 +42,12 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return not flags.isdisjoint(_FLAGS)
 
 
-def first_trial(arguments: Sequence[str], folder: str, config_name: str) -> DictConfig:
+def first_trial(arguments: Sequence[str], folder: str) -> DictConfig:
     """Compose the first trial of a sweep and check it, before the sweeper is started.
 
     Args:
         arguments: The overrides and flags of the command line.
         folder: The folder of the primary configuration.
-        config_name: The name of the primary configuration, if no flag names another.
 
     Returns:
         The configuration of the first trial, Hydra's included.
@@ -58,6 +57,7 @@ def first_trial(arguments: Sequence[str], folder: str, config_name: str) -> Dict
         HydraException: If the configuration cannot be composed.
     """
     # 1. The name of the primary configuration: the argument after the flag, or joined to it.
+    config_name = "config"
     for argument, next_argument in pairwise([*arguments, ""]):
         if argument in ("--config-name", "-cn"):
             config_name = next_argument
