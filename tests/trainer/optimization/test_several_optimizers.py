@@ -68,18 +68,24 @@ def loader(processes: int = 1) -> DataLoader[Any]:
     return DataLoader(TensorDataset(samples, targets), batch_size=BATCH // processes)
 
 
-def by_hand(module: Net, clip: Any = nn.utils.clip_grad_norm_) -> Net:
-    """The loop."""
+def by_hand(module: Net, clip: Any = nn.utils.clip_grad_norm_, *, scaled: bool = False) -> Net:
+    """The loop; with a scaler, for which one optimiser of all parameters unscales."""
     optimizers, schedulers = module.make_optimizers()
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    scaler, all_together = torch.amp.GradScaler("cpu", enabled=scaled), SGD(parameters, lr=0.0)
     for _ in range(EPOCHS):
         for index, batch in enumerate(loader()):
             if index % 2 == 0:
                 module.zero_grad()
-            (module.training_step(batch, index) / 2).backward()
+            with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
+                loss = module.training_step(batch, index)
+            scaler.scale(loss / 2).backward()
             if index % 2 == 0:
                 continue
+            scaler.unscale_(all_together)
             clip(parameters, CLIP)
+            scaler.step(all_together)
+            scaler.update()
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
@@ -170,35 +176,11 @@ class Unscaled(Net):
         return super().training_step([part.float() for part in batch], batch_idx)
 
 
-def scaled_by_hand(module: Net) -> Net:
-    """The loop with a scaler, for which one optimiser of all parameters unscales."""
-    optimizers, schedulers = module.make_optimizers()
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    scaler, all_together = torch.amp.GradScaler("cpu"), SGD(parameters, lr=0.0)
-    for _ in range(EPOCHS):
-        for index, batch in enumerate(loader()):
-            if index % 2 == 0:
-                module.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = module.training_step(batch, index)
-            scaler.scale(loss / 2).backward()
-            if index % 2 == 0:
-                continue
-            scaler.unscale_(all_together)
-            nn.utils.clip_grad_norm_(parameters, CLIP)
-            scaler.step(all_together)
-            scaler.update()
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                scheduler.step()
-    return module
-
-
 @pytest.mark.parametrize("kinds", KINDS)
 def test_one_scaler(kinds: str) -> None:
     module = Unscaled(kinds)
     fit(module, precision="16-mixed")
-    expected = scaled_by_hand(Unscaled(kinds))
+    expected = by_hand(Unscaled(kinds), scaled=True)
     torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=0)
 
 
