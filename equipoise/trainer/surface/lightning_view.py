@@ -51,13 +51,15 @@ class _Results:
     def reset(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class _LoggerConnector:
-    """`trainer._logger_connector`."""
+class _Connectors:
+    """`trainer._logger_connector`, `trainer._data_connector` and `trainer._accelerator_connector`."""
 
     def __init__(self, parts: "TrainerParts") -> None:
         self._parts = parts
         # `LightningModule.log` writes it, and nothing of ours reads it.
         self._current_fx = None
+
+    # Of values.
 
     # Read by LearningRateMonitor, DeviceStatsMonitor and ThroughputMonitor.
     @property
@@ -82,30 +84,20 @@ class _LoggerConnector:
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._parts.logger_output.log_metrics(metrics, step=step)
 
-
-class _DataConnector:
-    """`trainer._data_connector`, which finds the owner of a transfer hook; it is its own selector."""
-
-    def __init__(self, parts: "TrainerParts") -> None:
-        self._parts = parts
+    # Of data.
 
     @property
-    def _datahook_selector(self) -> "_DataConnector":
+    def _datahook_selector(self) -> "_Connectors":
         return self
 
-    # Called by `LightningModule` for each transfer hook.
+    # Called by `LightningModule` for each transfer hook, to find its owner.
     def get_instance(self, hook: str) -> Any:
         datamodule = self._parts.state.datamodule
         if datamodule is not None and overrides(datamodule, hook, LightningDataModule):
             return datamodule
         return self._parts.module
 
-
-class _AcceleratorConnector:
-    """`trainer._accelerator_connector`."""
-
-    def __init__(self, parts: "TrainerParts") -> None:
-        self._parts = parts
+    # Of processes.
 
     # Read by `LightningModule.log`.
     @property
@@ -223,9 +215,9 @@ class LightningNames:
     def __init__(self, parts: "TrainerParts") -> None:
         self.parts = parts
         self.fit_loop = FitLoopView(parts)
-        self._logger_connector = _LoggerConnector(parts)
-        self._data_connector = _DataConnector(parts)
-        self._accelerator_connector = _AcceleratorConnector(parts)
+        self._logger_connector = _Connectors(parts)
+        self._data_connector = self._logger_connector
+        self._accelerator_connector = self._logger_connector
         self.__results = _Results(parts)
 
     # None outside of a loop: `LightningModule.log` raises an error that says so.
