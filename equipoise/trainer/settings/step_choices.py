@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.data.prefetch import PrefetchChoice
 from equipoise.trainer.settings import arguments as check
 
 __all__ = ["StepChoices"]
@@ -31,7 +30,7 @@ class StepChoices:
         offload_least_bytes: Bytes from which on tensors that are saved for the backward wait on the host; None: none.
     """
 
-    prefetch: PrefetchChoice = "auto"
+    prefetch: Literal["auto"] | bool = "auto"
     compiles_steps: Literal["auto"] | bool = False
     block_options: Mapping[str, Any] | None = None
     captures_steps: bool = False
