@@ -20,6 +20,8 @@ __all__ = ["explained"]
 
 # A part of torch's message.
 _SIGN = "mixed torch.Tensor and DTensor"
+# Words of which one is in torch's messages about sizes that do not go together.
+_SIZES = ("shape", "size", "dim")
 
 # A name and what follows it, such as `self.blocks[1].up.weight`.
 _EXPRESSION = re.compile(r"(\w+)((?:\.\w+|\[\d+\])+)")
@@ -43,7 +45,8 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         if _SIGN in str(error):
             name = _name_of_weight(error, sharded.module)
             raise StepError(_message(name, sharded)) from error
-        if any(map(is_cut, sharded.module.parameters())):
+        is_about_sizes = any(word in str(error) for word in _SIZES)
+        if is_about_sizes and any(map(is_cut, sharded.module.parameters())):
             _check_widths(error, sharded.module)
         raise
 
