@@ -23,30 +23,6 @@ from tests.extensions.fsdp.programs import Net
 from tests.extensions.fsdp.test_transparency import ByHand, Weighted
 from tests.extensions.fsdp.test_whole_matrices import Matrices
 
-__all__ = [
-    "CASES",
-    "RANDOM",
-    "ByHand",
-    "ByRank",
-    "Counting",
-    "Cut",
-    "CutAndSharded",
-    "CutApart",
-    "CutByRank",
-    "CutHeads",
-    "CutOnMeta",
-    "CutWithBuffer",
-    "Differing",
-    "DifferingLater",
-    "PlainCut",
-    "PlainNet",
-    "ShardedAlone",
-    "ShardedOverAll",
-    "ShardedOverMesh",
-    "ShardedOverRow",
-    "cut_blocks",
-]
-
 
 def cut_blocks(module: Any) -> None:
     for block in module.blocks:

@@ -18,7 +18,7 @@ from equipoise.extensions.fsdp.mesh.plans.candidates import as_patterns, candida
 from equipoise.extensions.fsdp.mesh.plans.trials import Trials
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from tests.conftest import ignoring
-from tests.extensions.fsdp.mesh_modules import ByHand, Heads, SelfAttention
+from tests.extensions.fsdp.mesh_modules import Heads, SelfAttention
 from tests.extensions.fsdp.programs import (
     FEATURES,
     QUIET,
@@ -33,6 +33,7 @@ from tests.extensions.fsdp.programs import (
     make,
     weights_of,
 )
+from tests.extensions.fsdp.test_transparency import ByHand
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but", "Dropout between cut layers")
 
