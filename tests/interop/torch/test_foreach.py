@@ -40,11 +40,6 @@ def test_multiplies_every_tensor_in_place(
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
-def test_nothing_to_multiply(factor: float | Tensor) -> None:
-    foreach.multiply_([], factor)
-
-
-@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
 def test_sparse_gradients(factor: float | Tensor) -> None:
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     linear = torch.nn.Linear(3, 1)
@@ -99,8 +94,6 @@ def test_sparse_gradients_are_added(sparse: tuple[bool, bool]) -> None:
     assert first.is_sparse is sparse[0]
     assert torch.equal(first.to_dense(), expected)
     assert dense.tolist() == [2, 2]
-    foreach.add_([], [])
-    foreach.copy_([], [])
 
 
 def test_a_factor_that_lies_elsewhere_is_moved() -> None:

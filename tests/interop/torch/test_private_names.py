@@ -272,9 +272,6 @@ def test_parts_of_other_devices_come_home() -> None:
         assert {each.device.type for each in (state if isinstance(state, list) else [state])} == {"meta"}
 
 
-# Collections of metrics
-
-
 # Metrics of several processes
 
 
