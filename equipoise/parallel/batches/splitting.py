@@ -19,7 +19,7 @@ from equipoise.errors import StepError
 from equipoise.tree import entries_of, items_of, rebuild
 from equipoise.validation import is_whole
 
-__all__ = ["Splitter", "holds_samples", "infer_batch_size", "size_to_cut", "split", "why_not"]
+__all__ = ["Splitter", "holds_samples", "infer_batch_size", "split", "why_not"]
 
 
 def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
@@ -68,20 +68,6 @@ def _add_sizes(batch: Any, dim: int, sizes: set[int | None]) -> None:
             _add_sizes(item, dim, sizes)
 
 
-def size_to_cut(batch: Any, dim: int = 0, *, cut_before: bool = False) -> int | None:
-    """Return the size of a batch that is to be cut; None also if the shared dimension may have another meaning.
-
-    Args:
-        batch: A nested batch.
-        dim: The dimension of the samples. Default: the first.
-        cut_before: True if another batch of this kind was cut before. Then a list of tensors of equal shape does not
-            hold images. Default: False.
-    """
-    if holds_samples(batch, cut_before):
-        return None
-    return infer_batch_size(batch, dim)
-
-
 def holds_samples(batch: Any, cut_before: bool = False) -> bool:
     """Return whether a batch holds whole samples, whose first dimensions may be equal without being that of the batch.
 
@@ -90,7 +76,8 @@ def holds_samples(batch: Any, cut_before: bool = False) -> bool:
 
     Args:
         batch: A nested batch.
-        cut_before: See `size_to_cut`. Default: False.
+        cut_before: True if another batch of this kind was cut before. Then a list of tensors of equal shape does not
+            hold images. Default: False.
     """
     if isinstance(batch, PackedSequence):
         return True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.parallel.batches.gathering import gather
-from equipoise.parallel.batches.splitting import size_to_cut, split, why_not
+from equipoise.parallel.batches.splitting import holds_samples, infer_batch_size, split, why_not
 from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, TrainingStep
 from equipoise.strategies.replicated.scalar_outputs import ScalarOutputs
@@ -130,8 +130,9 @@ class ReplicatedForward:
 
     def _batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of samples in the arguments of a call."""
-        size = size_to_cut((args, kwargs), self._dim, cut_before=self._has_split)
-        if size is None:
+        arguments = (args, kwargs)
+        size = infer_batch_size(arguments, self._dim)
+        if size is None or holds_samples(arguments, self._has_split):
             inputs = (*args, kwargs) if kwargs else args
             reason = why_not(inputs, self._dim, "What forward is called with", "argument")
             raise StepError(

@@ -151,12 +151,12 @@ def test_counting_ends_where_tensors_tell_their_size_and_leaves_the_loader_as_it
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_packed_sequence_knows_how_many_sequences_it_holds(count: int) -> None:
-    from equipoise.parallel.batches.splitting import infer_batch_size, size_to_cut
+    from equipoise.parallel.batches.splitting import holds_samples, infer_batch_size
 
     batch = packed(Sequences(count).samples)
     assert infer_batch_size(batch) == infer_batch_size((batch, torch.zeros(count))) == count
     assert infer_batch_size((batch, torch.zeros(count + 1))) is None
-    assert size_to_cut(batch) is None
+    assert holds_samples(batch)
 
 
 def test_a_loader_that_asks_its_batch_sampler_for_more() -> None:
