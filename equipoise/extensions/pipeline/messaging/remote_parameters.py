@@ -156,12 +156,14 @@ def noted(note: Note) -> Iterator[None]:
         _notes.pop()
 
 
-def send_elsewhere(parameter: Tensor) -> None:
+def send_elsewhere(parameter: nn.Parameter, shape: Tensor) -> None:
     """Mark a parameter as one whose values are in another process, so that reading them raises an error.
 
     Args:
         parameter: Parameter of this process. One of a class derived from `nn.Parameter` stays readable.
+        shape: A placeholder in place of its values.
     """
+    parameter.data = shape
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ElsewhereParameter
 

@@ -43,7 +43,8 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
             following = blocks[end]
             if not following.named and min(seconds, following.seconds) < least_seconds:
                 continue
-        merged.append(_merged(blocks[first:end]))
+        blocks_of_calls = blocks[first:end]
+        merged.append(_merged(blocks_of_calls))
         ends.append(end)
         first = end
         seconds = 0.0
@@ -59,12 +60,21 @@ def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
     """
     *blocks_before, last = blocks
     # What follows the network passes nothing on.
-    rest = replace(rest, boundary=last.boundary, passing=last.passing, may_end=last.may_end)
-    return [*blocks_before, _merged([last, rest])]
+    rest = replace(
+        rest,
+        boundary=last.boundary,
+        passing=last.passing,
+        may_end=last.may_end,
+    )
+    merged = _merged([last, rest])
+    return [*blocks_before, merged]
 
 
 def _merged(blocks: Sequence[Block]) -> Block:
     last = blocks[-1]
+    saves: set[int] = set()
+    for block in blocks:
+        saves |= block.saves
     return replace(
         blocks[0],
         forward=sum(block.forward for block in blocks),
@@ -73,7 +83,7 @@ def _merged(blocks: Sequence[Block]) -> Block:
         trained=sum(block.trained for block in blocks),
         saved=sum(block.saved for block in blocks),
         left=sum(block.left for block in blocks),
-        saves=frozenset().union(*(block.saves for block in blocks)),
+        saves=frozenset(saves),
         boundary=last.boundary,
         passing=last.passing,
         transient=max(block.transient for block in blocks),

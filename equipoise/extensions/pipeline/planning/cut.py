@@ -53,7 +53,8 @@ class CutOptions:
     def stage_devices(self) -> list[StageDevice]:
         """Return speed and memory for each stage. Equal devices share their memory, as several on a CPU do."""
         devices = self.own_devices
-        infos = {info.device: info for info in list_devices(only={str(device) for device in devices})}
+        names = {str(device) for device in devices}
+        infos = {info.device: info for info in list_devices(only=names)}
         speeds = self.speeds or [1.0] * len(devices)
         links = list(self.links) or [0.0] * len(devices)
         stage_devices = []
@@ -110,7 +111,9 @@ class Cut:
     @property
     def pinned(self) -> PinnedCut:
         """The part of the cut that a later run needs."""
-        return PinnedCut(names=self.first_blocks[1:], calls=self.first_calls[1:])
+        names = self.first_blocks[1:]
+        calls = self.first_calls[1:]
+        return PinnedCut(names=names, calls=calls)
 
 
 def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
@@ -128,7 +131,13 @@ def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
         name, is_module = names[begin]
         first_blocks.append(public_name(name, is_module, prefix))
         first_calls.append(traced.calls[begin].name)
-    return Cut(ends=list(ends), first_blocks=first_blocks, first_calls=first_calls, stages=[], idle=None)
+    return Cut(
+        ends=list(ends),
+        first_blocks=first_blocks,
+        first_calls=first_calls,
+        stages=[],
+        idle=None,
+    )
 
 
 def public_name(name: str, is_module: bool, prefix: str) -> str:
@@ -147,7 +156,12 @@ def public_name(name: str, is_module: bool, prefix: str) -> str:
 # Cuts that are not measured.
 
 
-def cut_as_pinned(traced: Traced, pinned: PinnedCut, prefix: str, stages: int) -> Cut | None:
+def cut_as_pinned(
+    traced: Traced,
+    pinned: PinnedCut,
+    prefix: str,
+    stages: int,
+) -> Cut | None:
     """Cut as an earlier run did.
 
     Args:
@@ -184,7 +198,12 @@ def _are_valid_ends(traced: Traced, ends: Sequence[int]) -> bool:
     return all(allowed[end - 1] for end in ends)
 
 
-def cut_by_names(traced: Traced, names: Sequence[str], prefix: str, stages: int) -> Cut:
+def cut_by_names(
+    traced: Traced,
+    names: Sequence[str],
+    prefix: str,
+    stages: int,
+) -> Cut:
     """Cut before modules.
 
     Args:
@@ -236,7 +255,8 @@ def _index_of_call(traced: Traced, name: str, prefix: str) -> int | None:
     # The dots prevent that "layer1" matches "layer10".
     beginning = f"{_name_in_network(name, prefix)}."
     for index, node in enumerate(traced.calls):
-        if node.name == name or any(f"{path}.".startswith(beginning) for path in modules_of(node)):
+        is_within = any(f"{path}.".startswith(beginning) for path in modules_of(node))
+        if is_within or node.name == name:
             return index
     return None
 
@@ -283,19 +303,23 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     """
     # 1. The columns that every cut has, and those of a measured one.
     rows = [["stage", "device", "begins with", "parameters"]]
-    for index, (device, name, size) in enumerate(zip(options.devices, cut.first_blocks, sizes, strict=True)):
-        rows.append([str(index), str(device), name or "(input)", format_bytes(size)])
+    columns = zip(options.devices, cut.first_blocks, sizes, strict=True)
+    for index, (device, name, size) in enumerate(columns):
+        begins_with = name or "(input)"
+        rows.append([str(index), str(device), begins_with, format_bytes(size)])
     if cut.stages:
         rows[0] += ["time", "memory"]
         for row, stage in zip(rows[1:], cut.stages, strict=True):
-            row += [f"{stage.seconds * 1000:.2f} ms", format_bytes(stage.memory)]
+            milliseconds = stage.seconds * 1000
+            row += [f"{milliseconds:.2f} ms", format_bytes(stage.memory)]
     lines = [_line(row) for row in rows]
 
     # 2. Predictions for all stages together.
     if options.stages_per_device > 1 and cut.peaks:
-        peaks = zip(options.own_devices, cut.peaks, strict=True)
-        texts = ", ".join(f"{device} {format_bytes(peak)}" for device, peak in peaks)
-        lines.append(f"Memory of all stages of a device at its peak: {texts}.")
+        peaks = []
+        for device, peak in zip(options.own_devices, cut.peaks, strict=True):
+            peaks.append(f"{device} {format_bytes(peak)}")
+        lines.append(f"Memory of all stages of a device at its peak: {', '.join(peaks)}.")
     if cut.idle is not None:
         lines.append(_prediction(cut, options))
     if cut.beside is not None:

@@ -152,7 +152,9 @@ class Costs:
         self._schedule: Schedule = schedule
         # Arguments of `actions_of` and `occupancy`.
         self._plan = (self.num_devices, micro_batches, stages_per_device)
-        self._occupancies = [occupancy(schedule, stage, *self._plan) for stage in range(len(devices))]
+        self._occupancies = []
+        for stage in range(len(devices)):
+            self._occupancies.append(occupancy(schedule, stage, *self._plan))
 
         # By the number of a storage, the index of the block that saves it.
         self._saver: dict[int, int] = {}
@@ -174,8 +176,11 @@ class Costs:
         Args:
             memory: For each stage the available bytes; None: no limit.
         """
+        devices = []
+        for device, limit in zip(self.devices, memory, strict=True):
+            devices.append(replace(device, memory=limit))
         costs = copy.copy(self)
-        costs.devices = [replace(device, memory=limit) for device, limit in zip(self.devices, memory, strict=True)]
+        costs.devices = devices
         return costs
 
     def stage(self, stage: int, first: int, end: int) -> Stage:
@@ -279,7 +284,10 @@ class Costs:
 
     def peaks(self, stages: Sequence[Stage]) -> list[int]:
         """Return for each device the bytes at the peak, all of its stages together."""
-        return [self._peak(device, stages) for device in range(self.num_devices)]
+        peaks = []
+        for device in range(self.num_devices):
+            peaks.append(self._peak(device, stages))
+        return peaks
 
     def _peak(self, device: int, stages: Sequence[Stage]) -> int:
         """Follow the actions of a device and return its peak: its stages are full at different times."""
@@ -290,13 +298,15 @@ class Costs:
             stage = stages[index]
             live_before = live
             effect = effect_of(self._schedule, action)
-            live += effect.held * stage.activations + effect.halved * stage.left
+            live += effect.active * stage.activations
+            live += effect.halved * stage.left
             # Gradients of parameters stay from the first backward on.
-            if effect.held < 0 and index not in stages_with_gradients:
+            if effect.active < 0 and index not in stages_with_gradients:
                 stages_with_gradients.add(index)
                 live += stage.trained
             peak = max(peak, max(live_before, live) + stage.transient)
 
         # Parameters and the optimiser's state are there all the time.
-        resting = sum(stage.resting for stage in stages[device :: self.num_devices])
+        stages_of_device = stages[device :: self.num_devices]
+        resting = sum(stage.resting for stage in stages_of_device)
         return peak + resting

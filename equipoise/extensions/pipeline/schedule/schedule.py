@@ -304,23 +304,23 @@ class Effect(NamedTuple):
     """Changes of what a stage holds by an action.
 
     Attributes:
-        held: Change of the number of micro-batches whose activations it holds.
+        active: Change of the number of micro-batches whose activations it holds.
         halved: Change of the number of micro-batches between the two halves of a split backward.
     """
 
-    held: int
+    active: int
     halved: int
 
 
 def effect_of(schedule: Schedule, action: Action) -> Effect:
     """Return the effect of an action. Activations are held until the weights have their gradients."""
     if not action.backward:
-        return Effect(held=1, halved=0)
+        return Effect(active=1, halved=0)
     if not splits(schedule):
-        return Effect(held=-1, halved=0)
+        return Effect(active=-1, halved=0)
     if action.weights:
-        return Effect(held=-1, halved=-1)
-    return Effect(held=0, halved=1)
+        return Effect(active=-1, halved=-1)
+    return Effect(active=0, halved=1)
 
 
 class Occupancy(NamedTuple):
@@ -341,17 +341,18 @@ def occupancy(
     schedule: Schedule, stage: int, devices: int, micro_batches: int, stages_per_device: int = 1
 ) -> Occupancy:
     """Return how many micro-batches a stage holds; see `actions_of` for the arguments."""
-    held = [0]
-    held_with_gradients = [0]
+    # The numbers after each action of the stage.
+    active = [0]
+    active_with_gradients = [0]
     halved = [0]
     has_gradients = False
     for task_stage, action in actions_of(schedule, stage % devices, devices, micro_batches, stages_per_device):
         if task_stage != stage:
             continue
         effect = effect_of(schedule, action)
-        held.append(held[-1] + effect.held)
+        active.append(active[-1] + effect.active)
         halved.append(halved[-1] + effect.halved)
-        has_gradients = has_gradients or effect.held < 0
+        has_gradients = has_gradients or effect.active < 0
         if has_gradients:
-            held_with_gradients.append(held[-1])
-    return Occupancy(max(held), max(held_with_gradients), max(halved))
+            active_with_gradients.append(active[-1])
+    return Occupancy(max(active), max(active_with_gradients), max(halved))

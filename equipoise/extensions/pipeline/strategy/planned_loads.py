@@ -57,7 +57,7 @@ def _stage_actions(
     """Return the actions of a device that allocate or release activations."""
     actions = []
     for stage, action in actions_of(schedule, device, count, micro_batches, stages_per_device):
-        held = effect_of(schedule, action).held
-        if held:
-            actions.append(StageAction(stage, action.micro_batch, held < 0))
+        change = effect_of(schedule, action).active
+        if change:
+            actions.append(StageAction(stage, action.micro_batch, change < 0))
     return actions

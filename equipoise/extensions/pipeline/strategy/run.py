@@ -1,6 +1,7 @@
 """State of a pipeline's run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from equipoise.extensions.pipeline.network import StagedNetwork
@@ -40,6 +41,15 @@ class PipelineRun:
         if self.backend is None:
             return None
         return self.backend.processes
+
+    @contextmanager
+    def computing(self, batch: PipelinedBatch) -> Iterator[None]:
+        """Note the batch whose backwards run within the context."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
 
     def pass_by(self, step: TrainingStep) -> StepResult:
         """Go without a batch in a step for which other replicas have one.

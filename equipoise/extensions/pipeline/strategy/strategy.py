@@ -274,9 +274,7 @@ class PipelineStrategy(Strategy):
             processes=client,
             common_cut=self._common_cut(),
         )
-        self._run = PipelineRun(network, Splitter(module))
-        if client is not None:
-            self._connect_processes(self._run, client, module)
+        self._run = self._new_run(network, module, client)
         network.cover()
 
     def _common_cut(self) -> CommonCut | None:
@@ -288,25 +286,27 @@ class PipelineStrategy(Strategy):
         assert store is not None
         return CommonCut(store)
 
-    def _connect_processes(self, run: PipelineRun, client: StageClient, module: nn.Module) -> None:
-        """Let workers and other replicas begin with a module, all of which is in this process.
+    def _new_run(self, network: StagedNetwork, module: nn.Module, client: StageClient | None) -> PipelineRun:
+        """Return the state of a run; workers and other replicas begin with the module, all of which is here.
 
         Args:
-            run: Receives what connects this process with the others.
-            client: The processes of other stages.
+            network: The network in stages.
             module: The user's module, the same in all replicas once this returns.
+            client: The processes of other stages; None if all stages are in this process.
         """
+        splitter = Splitter(module)
+        if client is None:
+            return PipelineRun(network, splitter)
         copies = copies_of(module)
+        if self.replicas > 1:
+            check_same_modules(module)
+            for replicated in (module, *copies):
+                copy_from_first((*replicated.parameters(), *replicated.buffers()))
+        backend = ProcessBackend(client, module, self._own_state, self._load_own_state, copies)
         if self.replicas == 1:
-            run.backend = ProcessBackend(client, module, self._own_state, self._load_own_state, copies)
-            run.restore_metrics = compute_metrics_alone(module)
-            return
-        check_same_modules(module)
-        for replicated in (module, *copies):
-            copy_from_first((*replicated.parameters(), *replicated.buffers()))
-        run.backend = ProcessBackend(client, module, self._own_state, self._load_own_state, copies)
-        run.restore_metrics = synchronise_metrics(module)
-        run.exchange = ReplicaExchange(run.backend, module)
+            return PipelineRun(network, splitter, backend, restore_metrics=compute_metrics_alone(module))
+        exchange = ReplicaExchange(backend, module)
+        return PipelineRun(network, splitter, backend, exchange, synchronise_metrics(module))
 
     def _num_micro_batches(self, num_devices: int) -> int:
         """Return the number of micro-batches of a batch that has enough samples."""
@@ -411,11 +411,10 @@ class PipelineStrategy(Strategy):
         if len(sizes) > 1:
             micro_batches = run.splitter.parts(parts[0], sizes)
         batch = PipelinedBatch(step, self._module, micro_batches, sizes)
-        run.batch = batch
         try:
-            results = batch.compute(run.network, run.client, self.root_device)
+            with run.computing(batch):
+                results = batch.compute(run.network, run.client, self.root_device)
         finally:
-            run.batch = None
             if batch.timeline is not None:
                 self.timeline = batch.timeline
         # All micro-batches log by the module's own metrics, so each metric is its own original.

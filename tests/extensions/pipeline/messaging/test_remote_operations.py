@@ -71,7 +71,7 @@ class Elsewhere:
     def __init__(self) -> None:
         self.parameters = [nn.Parameter(value) for value in values()]
         for parameter in self.parameters:
-            send_elsewhere(parameter)
+            send_elsewhere(parameter, parameter.detach())
         self.stores = {stage: dict(enumerate(values())) for stage in (0, 1)}
         self.results: dict[int, dict[int, Tensor]] = {0: {}, 1: {}}
         self.operations = RemoteOperations(self.key_of, lambda key: (0, 1) if key % 2 else (0,))

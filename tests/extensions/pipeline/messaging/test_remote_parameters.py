@@ -30,7 +30,7 @@ from equipoise.extensions.pipeline.messaging.remote_parameters import ElsewhereP
 )
 def test_questions_that_need_no_values_are_answered(question: Callable[[Tensor], Any], answer: Any) -> None:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    send_elsewhere(parameter)
+    send_elsewhere(parameter, parameter.detach())
     assert type(parameter) is ElsewhereParameter
     assert question(parameter) == answer
 
@@ -41,14 +41,14 @@ def test_questions_that_need_no_values_are_answered(question: Callable[[Tensor],
 )
 def test_it_can_be_printed(of: Callable[[Tensor], Tensor], write: Callable[[Tensor], str]) -> None:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    send_elsewhere(parameter)
+    send_elsewhere(parameter, parameter.detach())
     told = "<shape (3, 4), torch.float64, device cpu; the values are in another process>"
     assert write(of(parameter)).endswith(told)
 
 
 def test_values_are_refused_until_they_are_back() -> None:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    send_elsewhere(parameter)
+    send_elsewhere(parameter, parameter.detach())
     converted = [lambda p: p.type(torch.float16), lambda p: p.type(dtype=torch.float16), "{:.3f}".format]
     for read in (torch.Tensor.sum, torch.Tensor.tolist, lambda p: p.data.clone(), torch.Tensor.isnan, *converted):
         with pytest.raises(StepError, match=r"another stage \(shape \(3, 4\), torch.float64\)"):

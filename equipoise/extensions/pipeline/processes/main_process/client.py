@@ -82,10 +82,15 @@ class StageClient:
         """
         # 1. Find the layers that each process needs.
         count = len(self.commands.devices)
-        layers_of_processes = [_layers_of(stages[index::count], root) for index in range(count)]
+        layers_of_processes = []
+        keys_of_processes = []
+        for index in range(count):
+            layers = _layers_of(stages[index::count], root)
+            layers_of_processes.append(layers)
+            keys_of_processes.append(self.placement.keys_of_layers(layers))
 
         # 2. Move their tensors. `placement.tensors` then stand for them in what is pickled.
-        self.transfer.move([self.placement.keys_of_layers(layers) for layers in layers_of_processes])
+        self.transfer.move(keys_of_processes)
 
         # 3. Send the layers and the calls.
         self._programs += 1
@@ -94,7 +99,12 @@ class StageClient:
         self.commands.messenger.flush()
         return self._programs
 
-    def _send_to(self, stage: int, programs: Sequence[StageProgram], layers: Mapping[str, Any]) -> None:
+    def _send_to(
+        self,
+        stage: int,
+        programs: Sequence[StageProgram],
+        layers: Mapping[str, Any],
+    ) -> None:
         """Send a worker its calls, and the layers that it does not have yet."""
         # 1. Name the layers as all programs do, and find those that are new.
         sent_layers = self._sent_layers[stage]
@@ -113,7 +123,15 @@ class StageClient:
         # 2. Send them with the calls.
         specs = [describe(program) for program in programs]
         content = dumps(new_layers, self.placement.tensors)
-        self.commands.send_command(stage, "load_stages", self._programs, specs, content, names, modes)
+        self.commands.send_command(
+            stage,
+            "load_stages",
+            self._programs,
+            specs,
+            content,
+            names,
+            modes,
+        )
         sent_layers.update(new_layers)
 
 

@@ -43,7 +43,8 @@ class TensorPlacement:
         # For the identity of a tensor its key.
         self._keys: dict[int, int] = {}
         for tensor in parameters_and_buffers(module):
-            if id(tensor) not in self._keys:
+            identity = id(tensor)
+            if identity not in self._keys:
                 self._add(tensor)
         self._num_own = len(self.tensors)
         # For the key of a parameter those of its copies.
@@ -84,7 +85,9 @@ class TensorPlacement:
         """
         for parameter, of_copy in zip(module.parameters(), copied.parameters(), strict=True):
             key = self._add(of_copy)
-            self._copies.setdefault(self._keys[id(parameter)], []).append(key)
+            key_of_original = self._keys[id(parameter)]
+            copies = self._copies.setdefault(key_of_original, [])
+            copies.append(key)
             if of_copy.device.type == "cpu" != device.type:
                 self.on_host.add(key)
 
@@ -104,14 +107,19 @@ class TensorPlacement:
                 key = self.key_of(tensor)
                 # A forward may use tensors that are not the module's.
                 if key is not None:
-                    keys.update((key, *self._copies.get(key, ())))
+                    keys.add(key)
+                    keys.update(self._copies.get(key, ()))
         return keys
 
     # Places.
 
     def workers_with(self, key: int) -> list[int]:
         """Return the first stages of the workers that have a tensor; the first of them owns it."""
-        return [stage for stage, keys in enumerate(self.keys_of_workers) if key in keys]
+        stages = []
+        for stage, keys in enumerate(self.keys_of_workers):
+            if key in keys:
+                stages.append(stage)
+        return stages
 
     def is_elsewhere(self, key: int | None) -> bool:
         """Return True if only workers have a tensor; None is the key of one that is not the module's."""
@@ -130,12 +138,18 @@ class TensorPlacement:
     def keys_here_too(self) -> list[int]:
         """Return the keys of the module's tensors that workers have and whose values are in this process, too."""
         # Averages of what is here are computed here alone.
-        keys = sorted(key for key in self.keys_in_workers() if key < self._num_own)
-        return [key for key in keys if key in self.needed_here or not isinstance(self.tensors[key], nn.Parameter)]
+        keys = []
+        for key in sorted(self.keys_in_workers()):
+            has_values = key in self.needed_here or not isinstance(self.tensors[key], nn.Parameter)
+            if has_values and key < self._num_own:
+                keys.append(key)
+        return keys
 
     def places(self) -> list[list[int]]:
         """Return the keys of the tensors of each worker, and last those that the main process needs."""
-        return [sorted(keys) for keys in (*self.keys_of_workers, self.needed_here)]
+        places = [sorted(keys) for keys in self.keys_of_workers]
+        places.append(sorted(self.needed_here))
+        return places
 
     def tied_parameters(self, keys: Iterable[int | None]) -> list[int]:
         """Return those of the keys whose tensors are trainable parameters of several processes."""
@@ -143,7 +157,9 @@ class TensorPlacement:
         for key in keys:
             if key is None or not self.tensors[key].requires_grad:
                 continue
-            stages = self.workers_with(key)
-            if len(stages) > 1 or (stages and key in self.needed_here):
+            count = len(self.workers_with(key))
+            if count and key in self.needed_here:
+                count += 1
+            if count > 1:
                 tied.append(key)
         return tied

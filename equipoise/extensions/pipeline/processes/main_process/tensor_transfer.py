@@ -56,9 +56,11 @@ class TensorTransfer:
 
     def gather_parameters(self) -> None:
         """Fetch all values of the module. The workers keep theirs."""
-        for key, value in self._fetch(self._placement.keys_elsewhere()).items():
+        keys = self._placement.keys_elsewhere()
+        for key, value in self._fetch(keys).items():
             tensor = self._placement.tensors[key]
-            bring_back(tensor, value.to(tensor.device))
+            value_here = value.to(tensor.device)
+            bring_back(tensor, value_here)
 
     @contextmanager
     def gathered_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -80,13 +82,15 @@ class TensorTransfer:
         for key in self._placement.keys_elsewhere():
             tensor = self._placement.tensors[key]
             if isinstance(tensor, nn.Parameter):
-                tensor.data = placeholder(tensor.shape, tensor.dtype).to(tensor.device)
-                send_elsewhere(tensor)
+                without_values = placeholder(tensor.shape, tensor.dtype)
+                send_elsewhere(tensor, without_values.to(tensor.device))
 
     def send_trainable(self) -> None:
         """Tell the workers which parameters are frozen, if that has changed."""
         tensors = self._placement.tensors
-        trainable = {key: tensors[key].requires_grad for key in self._placement.keys_in_workers()}
+        trainable = {}
+        for key in self._placement.keys_in_workers():
+            trainable[key] = tensors[key].requires_grad
         if trainable != self._trainable:
             self._trainable = trainable
             self._commands.send_to_all("tensors.set_trainable", trainable)
@@ -99,8 +103,10 @@ class TensorTransfer:
         tensors = self._placement.tensors
         # 1. The values that are here, too; buffers are small.
         keys = self._placement.keys_here_too()
-        for key, value in self._fetch(filter(self._placement.is_elsewhere, keys)).items():
-            tensors[key].data = value.to(tensors[key].device)
+        elsewhere = filter(self._placement.is_elsewhere, keys)
+        for key, value in self._fetch(elsewhere).items():
+            tensor = tensors[key]
+            bring_back(tensor, value.to(tensor.device))
         before = {key: tensors[key].detach().clone() for key in keys}
 
         # 2. The operations.
@@ -111,7 +117,8 @@ class TensorTransfer:
         # 3. Those of the values that have changed.
         changed = {key for key in keys if not torch.equal(tensors[key], before[key])}
         if changed:
-            self._send_values([changed & keys_of_worker for keys_of_worker in self._placement.keys_of_workers])
+            keys_of_workers = [changed & keys_of_worker for keys_of_worker in self._placement.keys_of_workers]
+            self._send_values(keys_of_workers)
 
     def _send_operations(self) -> None:
         """Let the workers compute what waits."""
@@ -140,21 +147,25 @@ class TensorTransfer:
         for key in sorted(keys):
             owner = self._placement.workers_with(key)[0]
             keys_of_owners.setdefault(owner, []).append(key)
-        replies = self._commands.request(
-            {owner: ("tensors.values_of", owned) for owner, owned in keys_of_owners.items()}
-        )
+        commands = {}
+        for owner, keys_of_owner in keys_of_owners.items():
+            commands[owner] = ("tensors.values_of", keys_of_owner)
 
         # 2. Receive them.
         values: dict[int, Tensor] = {}
-        for reply in replies.values():
+        for reply in self._commands.request(commands).values():
             values |= reply
         return values
 
     def _send_values(self, keys_of_workers: Sequence[set[int]]) -> None:
         """Send each worker the values of tensors."""
         for stage, keys in enumerate(keys_of_workers):
-            values = {key: self._placement.tensors[key] for key in sorted(keys)}
-            trainable = {key: tensor.requires_grad for key, tensor in values.items()}
+            values = {}
+            trainable = {}
+            for key in sorted(keys):
+                tensor = self._placement.tensors[key]
+                values[key] = tensor
+                trainable[key] = tensor.requires_grad
             self._commands.send_command(stage, "tensors.load", values, trainable)
         self._commands.messenger.flush()
 
@@ -172,7 +183,9 @@ class TensorTransfer:
         # 1. Find the tensors that must move. Values from one worker to another pass through this process.
         placement = self._placement
         *keys_of_workers, needed_here = keys_of_processes
-        missing = [keys - held for keys, held in zip(keys_of_workers, placement.keys_of_workers, strict=True)]
+        missing = []
+        for keys, present in zip(keys_of_workers, placement.keys_of_workers, strict=True):
+            missing.append(keys - present)
         moving = set().union(*missing)
         missing_here = {key for key in moving | needed_here if placement.is_elsewhere(key)}
         self._check_hooks(moving)
@@ -182,13 +195,13 @@ class TensorTransfer:
             self._before_move()
         for key, value in self._fetch(missing_here).items():
             bring_back(placement.tensors[key], value)
-        placement.needed_here |= needed_here
+        placement.needed_here.update(needed_here)
 
         # 3. Send values.
         if moving:
             self._send_values(missing)
-            for held, keys in zip(placement.keys_of_workers, missing, strict=True):
-                held |= keys
+            for present, keys in zip(placement.keys_of_workers, missing, strict=True):
+                present |= keys
             self._send_gradients(moving)
 
         # 4. Move what this process needs to its device, and drop the rest. What was fetched may lie on another one.
@@ -210,7 +223,8 @@ class TensorTransfer:
 
     def _check_hooks(self, keys: Iterable[int]) -> None:
         """Check that no hook of the user watches a gradient that is about to be computed in another process."""
-        if any(has_gradient_hooks(self._placement.tensors[key]) for key in keys):
+        tensors = [self._placement.tensors[key] for key in keys]
+        if any(map(has_gradient_hooks, tensors)):
             raise ConfigurationError(
                 "A parameter of the network has a hook on its gradient, but under engine='processes' it lies in another"
                 " process. Take engine='threads', or do without the hook."

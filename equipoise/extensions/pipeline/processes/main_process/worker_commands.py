@@ -36,7 +36,12 @@ class WorkerCommands:
 
     # Commands.
 
-    def send_command(self, stage: int, name: str, *arguments: Any) -> None:
+    def send_command(
+        self,
+        stage: int,
+        name: str,
+        *arguments: Any,
+    ) -> None:
         """Send a command to a worker, and wait for nothing.
 
         Args:
@@ -78,7 +83,8 @@ class WorkerCommands:
         results = {}
         first_failure = None
         for stage in commands:
-            results[stage], failure = self.messenger.receive(self._rank_of(stage), REPLY)
+            rank = self._rank_of(stage)
+            results[stage], failure = self.messenger.receive(rank, REPLY)
             first_failure = first_failure or failure
         if first_failure is not None:
             raise self.as_error(first_failure)
@@ -86,7 +92,9 @@ class WorkerCommands:
 
     def request_all(self, *command: Any) -> list[Any]:
         """Send a command to all workers, and return their replies in the order of stages."""
-        return list(self.request(dict.fromkeys(range(self.last), command)).values())
+        commands = dict.fromkeys(range(self.last), command)
+        replies = self.request(commands)
+        return list(replies.values())
 
     def time_links(self) -> list[float]:
         """Return the seconds in which a byte passes from each process to the next, and from this one to the first."""
@@ -101,7 +109,8 @@ class WorkerCommands:
                 meanwhile = partial(answer_link, self.messenger, rank, device)
             else:
                 self.send_command(next_stage, "answer_link", rank)
-            replies = self.request({stage: ("time_link", self._rank_of(next_stage))}, meanwhile)
+            command = ("time_link", self._rank_of(next_stage))
+            replies = self.request({stage: command}, meanwhile)
             seconds.append(replies[stage])
 
         # 2. The main process times the way to the first stage.
@@ -110,13 +119,15 @@ class WorkerCommands:
         return seconds
 
     def _rank_of(self, stage: int) -> int:
-        return rank_of(stage, len(self.devices))
+        count = len(self.devices)
+        return rank_of(stage, count)
 
     # Failures.
 
     def as_error(self, failure: StageError) -> BaseException:
         """Return the error that arrived in place of a value, and record its device."""
-        self.note_failure(torch.device(failure.device))
+        device = torch.device(failure.device)
+        self.note_failure(device)
         return failure.as_error()
 
     def note_failure(self, device: torch.device) -> None:

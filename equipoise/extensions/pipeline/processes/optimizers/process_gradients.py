@@ -51,12 +51,12 @@ def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> li
     # 1. Fetch the gradients of each worker.
     commands = processes.commands
     placement = processes.placement
-    needed = {key for key in map(placement.key_of, parameters) if key is not None}
+    needed = set(map(placement.key_of, parameters))
     requests = {}
     for stage in range(commands.last):
-        keys = placement.keys_of_workers[stage] & needed
+        keys = [key for key in sorted(placement.keys_of_workers[stage]) if key in needed]
         if keys:
-            requests[stage] = ("tensors.gradients_of", sorted(keys))
+            requests[stage] = ("tensors.gradients_of", keys)
     gradients_of_stages = commands.request(requests)
 
     # 2. Add those of this process, which has the last stage.
@@ -84,12 +84,14 @@ def gradient_norm(processes: StageClient, index: Number, parameters: Sequence[nn
         norms_of_workers |= norms_of_worker
 
     # 2. Put them in the order of the parameters, with those of this process.
+    device = processes.commands.devices[-1]
     norms = []
     for parameter in parameters:
-        norm = norms_of_workers.get(processes.placement.key_of(parameter))
+        key = processes.placement.key_of(parameter)
+        norm = norms_of_workers.get(key)
         if norm is None and parameter.grad is not None:
             norm = torch.linalg.vector_norm(parameter.grad)
         if norm is not None:
-            norms.append(norm.to(processes.commands.devices[-1]))
+            norms.append(norm.to(device))
     # The norm of norms is that of all entries.
     return nn.utils.get_total_norm(norms)

@@ -53,7 +53,11 @@ class TensorStore:
     def set_values(self, key: int, values: Tensor) -> None:
         """Set the values of a tensor, which stays the same object."""
         # Layers and optimisers refer to the tensor, so it is not replaced.
-        self[key].data = values.detach().to("cpu" if self._specs[key].on_host else self._device)
+        device = self._device
+        if self._specs[key].on_host:
+            device = torch.device("cpu")
+        tensor = self[key]
+        tensor.data = values.detach().to(device)
 
     def compute(self, operations: Sequence[Operation]) -> None:
         """Compute operations of a callback with the tensors; see `RemoteOperations`."""
@@ -68,15 +72,25 @@ class TensorStore:
 
     def values_of(self, keys: Sequence[int]) -> dict[int, Tensor]:
         """Return the values of tensors."""
-        return {key: self[key].detach() for key in keys}
+        values = {}
+        for key in keys:
+            values[key] = self[key].detach()
+        return values
 
     def keys_by_identity(self) -> dict[int, int]:
         """Return the keys of all tensors used so far by the tensors' `id`."""
-        return {id(tensor): key for key, tensor in self._tensors.items()}
+        keys = {}
+        for key, tensor in self._tensors.items():
+            keys[id(tensor)] = key
+        return keys
 
     def buffers(self) -> dict[int, Tensor]:
         """Return all buffers in this process, in the order of their keys."""
-        return {key: self[key] for key in sorted(self.present) if not self._specs[key].is_parameter}
+        buffers = {}
+        for key in sorted(self.present):
+            if not self._specs[key].is_parameter:
+                buffers[key] = self[key]
+        return buffers
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
@@ -84,7 +98,10 @@ class TensorStore:
 
     def gradients_of(self, keys: Sequence[int]) -> dict[int, Tensor | None]:
         """Return the gradients of parameters."""
-        return {key: self[key].grad for key in keys}
+        gradients = {}
+        for key in keys:
+            gradients[key] = self[key].grad
+        return gradients
 
     def set_gradients(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Set the gradients of parameters; None: there is no gradient."""

@@ -44,13 +44,17 @@ class WorkerOptimizers:
 
         # 3. Build it without `__init__`, whose arguments are not known.
         optimizer: Optimizer = kind.__new__(kind)
-        optimizer.__setstate__({"state": {}, "param_groups": groups, "defaults": defaults})
-        optimizer.load_state_dict(_state_dict_of(optimizer, states))
+        attributes = {"state": {}, "param_groups": groups, "defaults": defaults}
+        optimizer.__setstate__(attributes)
+        state_dict = _state_dict_of(optimizer, states)
+        optimizer.load_state_dict(state_dict)
         self._optimizers[index] = optimizer
 
     def _present_among(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the parameters whose values are in this process."""
-        identities = {id(self._tensors[key]) for key in self._tensors.present}
+        identities = set()
+        for key in self._tensors.present:
+            identities.add(id(self._tensors[key]))
         return [parameter for parameter in parameters if id(parameter) in identities]
 
     def state_of(self, index: int) -> dict[int, Any]:
@@ -71,7 +75,12 @@ class WorkerOptimizers:
             return CombinedOptimizer([self._optimizers[number] for number in index])
         return self._optimizers[index]
 
-    def step(self, index: Number, options: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+    def step(
+        self,
+        index: Number,
+        options: Sequence[dict[str, Any]],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Step an optimiser.
 
         Args:
@@ -81,7 +90,8 @@ class WorkerOptimizers:
         """
         optimizer = self._of(index)
         # Schedulers change options in the main process only.
-        for group, current_options in zip(optimizer.param_groups, options, strict=True):
+        pairs = zip(optimizer.param_groups, options, strict=True)
+        for group, current_options in pairs:
             group.update(current_options)
         optimizer.step(**kwargs)
 
@@ -91,19 +101,26 @@ class WorkerOptimizers:
         """Return the parameters of an optimiser that are in this process, by key."""
         optimizer = self._of(index)
         keys = self._tensors.keys_by_identity()
-        parameters = {keys[id(parameter)]: parameter for parameter in optimizer_parameters(optimizer)}
+        parameters = {}
+        for parameter in optimizer_parameters(optimizer):
+            key = keys[id(parameter)]
+            parameters[key] = parameter
         # All replicas sum their gradients in the same order.
         return dict(sorted(parameters.items()))
 
     def _parameters_of(self, index: Number) -> dict[int, nn.Parameter]:
         """Return those parameters of an optimiser in this process that have a gradient, by key."""
-        parameters = self._parameters_here(index).items()
-        return {key: parameter for key, parameter in parameters if parameter.grad is not None}
+        parameters = {}
+        for key, parameter in self._parameters_here(index).items():
+            if parameter.grad is not None:
+                parameters[key] = parameter
+        return parameters
 
     def sum_gradients(self, index: Number) -> None:
         """Sum gradients over the same stages of all replicas."""
         # All replicas have the same parameters here, also those without a gradient in this one.
-        self._replica_sums.sum(list(self._parameters_here(index).values()))
+        parameters = self._parameters_here(index)
+        self._replica_sums.sum(list(parameters.values()))
 
     def apply(self, index: Number, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a function for those parameters of an optimiser here that have a gradient."""
@@ -111,13 +128,18 @@ class WorkerOptimizers:
 
     def norms(self, index: Number) -> dict[int, Tensor]:
         """Return the norm of each gradient by the key of its parameter."""
-        parameters = self._parameters_of(index).items()
-        return {key: torch.linalg.vector_norm(parameter.grad) for key, parameter in parameters}
+        norms = {}
+        for key, parameter in self._parameters_of(index).items():
+            norms[key] = torch.linalg.vector_norm(parameter.grad)
+        return norms
 
 
 def _state_dict_of(optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[str, Any]:
     """Return states by parameter as `load_state_dict` takes them, which converts them to the parameters' dtypes."""
     state_dict = optimizer.state_dict()
-    parameters = enumerate(optimizer_parameters(optimizer))
-    state_dict["state"] = {index: states[parameter] for index, parameter in parameters if parameter in states}
+    states_by_index = {}
+    for index, parameter in enumerate(optimizer_parameters(optimizer)):
+        if parameter in states:
+            states_by_index[index] = states[parameter]
+    state_dict["state"] = states_by_index
     return state_dict
