@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
-from equipoise.extensions.pipeline.graph.stages import StageProgram, make_stages
-from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES, actions_of
-from tests.support.traces import traced
+from equipoise.extensions.pipeline.graph.stages import StageProgram
 
 CPU = torch.device("cpu")
 
@@ -21,24 +19,6 @@ def no_thread_is_left():
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]).double()
-
-
-def pipeline_of(net: nn.Module, x: Tensor, stages: int, **options: Any) -> Pipeline:
-    made = traced(net, x)
-    count = len(made.calls)
-    ends = [count * (index + 1) // stages for index in range(stages)]
-    return Pipeline(make_stages(made, ends), [CPU] * stages, options.pop("schedule", "1f1b"), **options)
-
-
-PLANS = [("gpipe", 1, 1), ("1f1b", 1, 1), ("gpipe", 2, 1), ("1f1b", 2, 1), ("gpipe", 3, 1), ("1f1b", 3, 1)]
-PLANS += [(schedule, devices, 2) for schedule in SCHEDULES[2:] for devices in (1, 2)]
-PLANS += [("interleaved_zero_bubble", 3, 1), ("interleaved_zero_bubble", 1, 1), ("interleaved_zero_bubble", 2, 3)]
-PLANS += [("looped_bfs", 1, 4), ("interleaved_1f1b", 1, 3), ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3)]
 
 
 class Steps:
@@ -58,36 +38,6 @@ class Steps:
 
     def backward(self, index: int) -> None:
         self.steps[index].result.backward()
-
-
-@pytest.mark.quick_cases(13)
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize(("schedule", "devices", "each"), PLANS)
-def test_gradients_also_of_what_was_computed_before(schedule, devices, each, threads):
-    net, x = network(), torch.rand(7, 4).double()
-    before = torch.rand(4, 4).double().requires_grad_()
-    net(x @ before).square().sum().backward()
-    expected = [before.grad, *(parameter.grad for parameter in net.parameters())]
-    before.grad = None
-    net.zero_grad()
-    pipeline = pipeline_of(net, x, devices * each, schedule=schedule, threads=threads, stages_per_device=each)
-    steps = Steps([part @ before for part in x.split(2)])
-    pipeline.run(steps.steps, steps.inputs, steps.backward, [pipeline] * len(steps.steps))
-    for gradient, tensor in zip(expected, [before, *net.parameters()], strict=True):
-        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
-    for device in range(devices):
-        own = [(span.stage, span.action) for span in pipeline.timeline.spans if span.stage % devices == device]
-        assert own == actions_of(schedule, device, devices, 4, each)
-    assert (pipeline.timeline.stages, pipeline.timeline.devices) == (devices * each, devices)
-    assert all(span.end >= span.begin for span in pipeline.timeline.spans)
-
-
-def test_one_forward_through_all_stages():
-    net, x = network(), torch.rand(3, 4).double().requires_grad_()
-    pipeline = pipeline_of(net, x, 3)
-    assert torch.equal(pipeline.forward([x]), net(x))
-    (gradient,) = torch.autograd.grad(pipeline.forward([x]).sum(), x)
-    assert torch.equal(gradient, torch.autograd.grad(net(x).sum(), x)[0])
 
 
 def test_the_same_tensor_twice_gets_both_gradients():

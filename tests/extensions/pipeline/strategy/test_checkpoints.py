@@ -102,17 +102,6 @@ def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
     same_weights(whole, again, 0.0)
 
 
-def test_the_state_is_full_and_plain(tmp_path):
-    path = tmp_path / "saved.ckpt"
-    module, _, trainer = fit(Tokens, SIZES, **moved(3))
-    trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=True)
-    assert set(saved["state_dict"]) == set(Tokens().state_dict())
-    other = Tokens().double()
-    other.load_state_dict(saved["state_dict"])
-    same_weights(module, other, 0.0)
-
-
 def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
     """Functions between layers have names, too."""
     strategy = PipelineStrategy(micro_batches=2)
@@ -168,16 +157,6 @@ def test_speeds_are_those_of_devices():
     made = options.stage_devices()
     assert [device.slowness for device in made] == [1, 3, 1, 3]
     assert made[0].memory == made[2].memory
-
-
-def test_names_that_the_table_shows_can_be_given():
-    loader = DataLoader(Batches(SIZES), batch_size=None)
-    first = quiet(**pipelined(3, micro_batches=2))
-    first.fit(Tokens().double(), loader)
-    names = first.connected_strategy.portable.strategy_state()["cut_before"]
-    second = quiet(**pipelined(3, micro_batches=2, cut_before=names))
-    second.fit(Tokens().double(), loader)
-    assert second.connected_strategy.portable.strategy_state() == first.connected_strategy.portable.strategy_state()
 
 
 # Where things lie. There is one kind of device here that computes, so what would be moved is noted.

@@ -627,8 +627,6 @@ def test_what_is_refused_in_the_run(make: Any, error: Any, message: str) -> None
     [
         ({"engine": "process"}, "engine must be 'threads' or 'processes', not 'process'"),
         ({"threads": True}, "threads are for engine='threads'"),
-        ({"schedule": "Interleaved1F1B"}, "not 'Interleaved1F1B'. Did you mean 'interleaved_1f1b'?"),
-        ({"schedule": "zbv"}, "schedule must be one of .* not 'zbv'."),
         ({"timeout": 0}, "timeout is a positive number of seconds"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -16,7 +15,16 @@ from torchmetrics import MeanMetric
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_process_faults import SCRIPT, Faulty, nobody_is_left
-from tests.extensions.pipeline.strategy.test_processes import WORDS, Heavy, Model, Partly, Unfreezes, checkpoints, same
+from tests.extensions.pipeline.strategy.test_processes import (
+    WORDS,
+    Heavy,
+    Model,
+    Partly,
+    Unfreezes,
+    checkpoints,
+    make_trainer,
+    same,
+)
 from tests.strategies.ddp.test_faults import Mistake, is_killed, raises
 from tests.strategies.programs import torchrun
 
@@ -44,17 +52,6 @@ def samples(count: int) -> TensorDataset:
     words, labels = (torch.randint(WORDS, (count, LENGTH), generator=draw) for _ in range(2))
     mask = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (count, 1), generator=draw)).double()
     return TensorDataset(words, labels, mask)
-
-
-def make_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
-    keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
-    quiet = {"logger": False, "enable_checkpointing": keeps, "enable_progress_bar": False}
-    return Trainer(
-        strategy=strategy,
-        devices=["cpu"] * devices,
-        enable_model_summary=False,
-        **{"precision": "64-true", "max_epochs": 2, **quiet, **options},
-    )
 
 
 def fit(
@@ -261,38 +258,34 @@ class Normalised(Branching):
             )
         )
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
-        self.seen: list[dict[str, Tensor]] = []
+        self.seen: list[list[dict[str, Tensor]]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.total = self.total + batch[0].sum()
         return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
-        buffers = {name: value.clone() for name, value in self.trainer.strategy.module_state(self).items()}
-        self.seen = self.trainer.strategy.gather_objects(buffers)
+        self.gather()
 
-
-def test_buffers_of_replicas_are_the_same_before_an_evaluation() -> None:
-    strategy = pipeline(cut_before=["net.2"], micro_batches=2)
-    module, _ = fit_values(strategy, 4, values(16), 4, Normalised, num_sanity_val_steps=0)
-    first, second = module.seen
-    assert first["total"] != 0
-    assert first["net.1.running_mean"].abs().sum() > 0
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
-class GathersBuffers(Normalised):
     def on_train_end(self) -> None:
-        self.seen = self.trainer.strategy.gather_objects(self.trainer.strategy.module_state(self))
+        self.gather()
+
+    def gather(self) -> None:
+        buffers = {name: value.clone() for name, value in self.trainer.strategy.module_state(self).items()}
+        self.seen.append(self.trainer.strategy.gather_objects(buffers))
 
 
-def test_buffers_of_replicas_are_the_same_after_training() -> None:
+@pytest.mark.parametrize("evaluations", [1, 0])
+def test_buffers_of_replicas_are_the_same_after_training_and_before_an_evaluation(evaluations: int) -> None:
     strategy = pipeline(cut_before=["net.2"], micro_batches=2)
-    module, _ = fit_values(strategy, 4, values(16), 4, GathersBuffers, limit_val_batches=0)
-    first, second = module.seen
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": evaluations}
+    module, _ = fit_values(strategy, 4, values(16), 4, Normalised, **options)
+    assert len(module.seen) == 2 * evaluations + 1
+    for first, second in module.seen:
+        assert first["total"] != 0
+        assert first["net.1.running_mean"].abs().sum() > 0
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
 
 
 class Dropping(Branching):

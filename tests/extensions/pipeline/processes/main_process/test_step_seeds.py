@@ -30,15 +30,6 @@ def test_seeds_have_48_bits_and_differ() -> None:
     assert next_training_seed(StepSeeds()) != values[0]
 
 
-def test_a_resumed_run_draws_what_an_uninterrupted_one_draws() -> None:
-    uninterrupted = StepSeeds()
-    next_training_seed(uninterrupted)
-    uninterrupted.next_evaluation_seed()
-    resumed = StepSeeds()
-    resumed.steps = uninterrupted.steps
-    assert next_training_seed(resumed) == next_training_seed(uninterrupted)
-
-
 def test_replicas_draw_other_numbers() -> None:
     torch.manual_seed(4)
     first = next_training_seed(StepSeeds())
