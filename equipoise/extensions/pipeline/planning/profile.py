@@ -154,7 +154,8 @@ class _Pass(CallInterpreter):
         # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
         is_of_user = layer is not None and not is_of_torch(layer)
         copies_arguments = is_of_user or node in self._traced.changes
-        run = _Run(self, node, trainable, copies_arguments=copies_arguments)
+        new_run = partial(_Run, self, node, trainable, copies_arguments=copies_arguments)
+        run = new_run()
 
         # 1. Run the call with its layer on the device.
         peak = 0
@@ -164,7 +165,7 @@ class _Pass(CallInterpreter):
             if self._measures_peaks:
                 values = list(self.env.values())
                 existing = [*tensors_of(values), *parameters]
-                peak = peak_bytes(run.repeat, existing)
+                peak = peak_bytes(partial(new_run().measure, self._storages), existing)
             if self._split:
                 left = run.left_bytes()
 
@@ -232,14 +233,6 @@ class _Run:
             self.output = self._call(args, kwargs)
         self.forward = now(self._device) - begin
         self.backward = self._run_backward(inputs)
-
-    def repeat(self) -> None:
-        """Run forward and backward once more, and keep nothing of it."""
-        args, kwargs, inputs = self._arguments()
-        output = self.output
-        self.output = self._call(args, kwargs)
-        self._run_backward(inputs)
-        self.output = output
 
     def left_bytes(self) -> int:
         """Return the bytes that the first half of a split backward leaves for the second, beside what is saved."""

@@ -287,13 +287,7 @@ class PipelineStrategy(Strategy):
         return CommonCut(store)
 
     def _new_run(self, network: StagedNetwork, module: nn.Module, client: StageClient | None) -> PipelineRun:
-        """Return the state of a run; workers and other replicas begin with the module, all of which is here.
-
-        Args:
-            network: The network in stages.
-            module: The user's module, the same in all replicas once this returns.
-            client: The processes of other stages; None if all stages are in this process.
-        """
+        """Return the state of a run. Workers begin with the module, which becomes the same in all replicas."""
         splitter = Splitter(module)
         if client is None:
             return PipelineRun(network, splitter)

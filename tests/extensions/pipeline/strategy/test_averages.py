@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from equipoise import ConfigurationError, PipelineStrategy, StepError, Trainer
+from equipoise import ConfigurationError, PipelineStrategy, StepError
 from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import Model, data
 from tests.extensions.pipeline.strategy.test_replicas import Counted, samples
 from tests.support.own_average import Own
+from tests.support.pipelines import quiet
 
 pytestmark = [
     *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks"),
@@ -109,18 +110,8 @@ def averaged(
     strategy, devices = ENGINES[engine]
     callbacks = [average, watch, *options.pop("callbacks", ())]
     ckpt_path = options.pop("ckpt_path", None)
-    options = {"max_epochs": 7, "enable_checkpointing": False, "num_sanity_val_steps": 2, **options}
-    trainer = Trainer(
-        strategy=strategy,
-        devices=devices,
-        accelerator="cpu",
-        precision="64-true",
-        logger=False,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    options = {"max_epochs": 7, "num_sanity_val_steps": 2, **options}
+    trainer = quiet(strategy=strategy, devices=devices, callbacks=callbacks, **options)
     module = kind()
     trainer.fit(module, loader or data(), data(), ckpt_path=ckpt_path)
     return {**module.state_dict(), "values": torch.tensor(watch.values), "held": watch.held}
@@ -270,10 +261,7 @@ def test_an_average_is_whole_after_the_run_and_serves_an_evaluation() -> None:
     for engine in ("one device", "processes"):
         average = EMAWeightAveraging(decay=0.7)
         strategy, devices = ENGINES[engine]
-        trainer = Trainer(
-            strategy=strategy, devices=devices, accelerator="cpu", precision="64-true", logger=False, max_epochs=2,
-            callbacks=[average], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet(strategy=strategy, devices=devices, max_epochs=2, callbacks=[average])
         module = Averaged()
         trainer.fit(module, data(), data())
         with torch.no_grad():

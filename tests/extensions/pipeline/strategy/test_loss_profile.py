@@ -21,6 +21,7 @@ from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.parallel.step_protocols import StepResult
 from tests.conftest import ignoring
 from tests.support.pipelines import stay_whole
+from tests.support.quiet import QUIET
 from tests.support.traces import traced
 
 pytestmark = ignoring()
@@ -114,10 +115,7 @@ def fit(module: L.LightningModule, stages: int = 2, *, val: bool = False, **opti
         devices=["cpu"] * stages,
         precision="64-true",
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     draw = torch.Generator().manual_seed(5)
     batches = [torch.randn(8, WIDTH, generator=draw, dtype=torch.float64) for _ in range(3)]

@@ -22,6 +22,7 @@ from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.pipelines import stay_whole
 from tests.support.ports import unused_port
 from tests.support.programs import Program
+from tests.support.quiet import QUIET
 from tests.support.waiting import blame_early
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
@@ -77,8 +78,7 @@ class Faulty(L.LightningModule):
 def make_trainer(devices: int = 3, plan: Any = None, timeout: float = 300.0, **options: Any) -> Trainer:
     plan = {"cut_before": ["net.1", "net.2"], **(plan or {})}
     strategy = PipelineStrategy(engine="processes", timeout=timeout, micro_batches=2, **plan)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    given = {"max_epochs": 1, "num_sanity_val_steps": 0, "enable_checkpointing": False, **quiet, **options}
+    given = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **options}
     return Trainer(strategy=strategy, devices=["cpu"] * devices, **given)
 
 

@@ -14,6 +14,7 @@ from equipoise import OOMRecovery, PipelineStrategy, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.support.pairs import pairwise
 from tests.support.pipelines import stay_whole
+from tests.support.quiet import QUIET
 
 pytestmark = [*ignoring(".*memory", "Batch \\d+ of \\d+ samples"), pytest.mark.usefixtures("quick_collections")]
 
@@ -80,12 +81,9 @@ def fit(
         devices=["cpu"] * STAGES,
         precision="64-true",
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[recovery],
+        **QUIET,
     )
     draw = torch.Generator().manual_seed(5)
     # The first batch has enough memory: what is followed of the forward is compared with it on the last device.

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, PipelineStrategy, Trainer
 from tests.conftest import ignoring
+from tests.support.quiet import QUIET
 
 pytestmark = [*ignoring("Checkpoint directory", ".*memory"), pytest.mark.usefixtures("quick_collections")]
 
@@ -112,16 +113,13 @@ def fit(
     if engine != strategy:
         given = {"micro_batches": micro_batches, "cut_before": CUT, **(plan or {})}
         strategy = PipelineStrategy(engine=engine, **given)
+    keeps = any(isinstance(each, ModelCheckpoint) for each in options.get("callbacks", ()))
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=1 if engine == "single_device" else ["cpu"] * 3,
         precision="16-mixed",
-        logger=False,
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in options.get("callbacks", ())),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 2, **options},
+        **{**QUIET, "enable_checkpointing": keeps, "max_epochs": 2, **options},
     )
     trainer.fit(module, data(), ckpt_path=ckpt_path)
     return module, trainer
