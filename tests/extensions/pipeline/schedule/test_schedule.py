@@ -65,21 +65,14 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
             later[stage] = max(later[stage], full[stage] if stage in learns else 0)
             whole = max(whole, sum(full.values()))
         assert not any(full.values())
-        assert whole <= most_held(schedule, device, devices, micro_batches, each)
+        most_of_paper = most_held(schedule, device, devices, micro_batches, each)
+        assert whole == most_of_paper if each == 1 and not splits(schedule) else whole <= most_of_paper
         for stage in stages:
-            assert occupancy(schedule, stage, devices, micro_batches, each).most == most[stage]
             assert occupancy(schedule, stage, devices, micro_batches, each) == (
                 most[stage],
                 later[stage],
                 between[stage],
             )
-
-
-def test_one_stage_on_a_device_holds_what_is_on_its_way_behind_it():
-    for stage in range(4):
-        assert occupancy("1f1b", stage, 4, 9).most == 4 - stage
-        assert occupancy("1f1b", stage, 4, 2).most == min(2, 4 - stage)
-        assert occupancy("gpipe", stage, 4, 9).most == 9
 
 
 @pytest.mark.parametrize(("schedule", "each"), PLANS)
