@@ -11,8 +11,8 @@ host's memory.
 """
 
 import traceback
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ from equipoise.extensions.pipeline.messaging.tensor_memory import (
 from equipoise.parallel.payload.shared_payload import dumps, loads, pickle_error
 from equipoise.tree import extract_tensors, insert_tensors
 
-__all__ = ["Arrivals", "Messenger", "StageError", "Way", "as_late"]
+__all__ = ["Messenger", "StageError", "Way", "as_late"]
 
 # Rank of the other process, and the tag of the messages.
 Way = tuple[int, int]
@@ -296,29 +296,6 @@ class Messenger:
         except BaseException:
             self.broken = True
             raise
-
-
-class Arrivals:
-    """Values that are going to be received, in order by way. The next one of each way arrives during computations.
-
-    Args:
-        messenger: Receives the values.
-        ways: For each value its way.
-    """
-
-    def __init__(self, messenger: Messenger, ways: Iterable[Way]) -> None:
-        self._messenger = messenger
-        self._remaining = Counter(ways)
-        for source, tag in self._remaining:
-            messenger.expect(source, tag)
-
-    def receive(self, source: int, tag: int) -> Any:
-        """Wait for a value; see `Messenger.receive`."""
-        value = self._messenger.receive(source, tag)
-        self._remaining[source, tag] -= 1
-        if self._remaining[source, tag]:
-            self._messenger.expect(source, tag)
-        return value
 
 
 _ZERO_LENGTH = torch.zeros(_LENGTH_BYTES, dtype=torch.uint8)

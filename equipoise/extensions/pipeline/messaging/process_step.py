@@ -4,6 +4,7 @@ An error of a stage is sent on in the place of its values, forward and backward,
 been exchanged. So no process waits for a value that will not come, and the next command finds all of them ready.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
-from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError, Way
+from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError, Way
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, receives
 from equipoise.strategies.timeline import Action, Span
 
@@ -85,23 +86,28 @@ class ProcessStep:
         Args:
             actions: For each action its stage and the action.
         """
-        # Memory for the first message of each way is allocated before anything is computed.
+        # The next value of each way arrives during computations.
         sources = [self._source_of(stage, action) for stage, action in actions]
-        arrivals = Arrivals(self._messenger, [source for source in sources if source is not None])
+        coming = Counter(source for source in sources if source is not None)
+        for way in coming:
+            self._messenger.expect(*way)
         for (stage, action), source in zip(actions, sources, strict=True):
-            self._run_action(stage, action, arrivals, source)
+            self._run_action(stage, action, source, coming)
 
     def _run_action(
         self,
         stage: int,
         action: Action,
-        arrivals: Arrivals,
         source: Way | None,
+        coming: Counter[Way],
     ) -> None:
-        # 1. Receive.
+        # 1. Receive, and allocate memory for the next value.
         received: Any = None
         if source is not None:
-            received = arrivals.receive(*source)
+            received = self._messenger.receive(*source)
+            coming[source] -= 1
+            if coming[source]:
+                self._messenger.expect(*source)
             if isinstance(received, StageError):
                 self.failure = self.failure or received
 

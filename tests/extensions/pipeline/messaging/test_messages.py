@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise import StepError, WorkerError
-from equipoise.extensions.pipeline.messaging.messages import Arrivals, Messenger, StageError
+from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank
 from tests.parallel.communication.test_process_group import in_group, started
@@ -48,10 +48,10 @@ def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
     """The first sends all twice on two ways, the second sends back what it got."""
     messenger = Messenger(60.0)
     if rank:
-        count = 2 * len(values())
-        receive = Arrivals(messenger, [(0, 3), (0, 5)] * count).receive if ahead else messenger.receive
-        for _ in range(count):
-            messenger.send(0, 7, (receive(0, 3), receive(0, 5)))
+        for _ in range(2 * len(values())):
+            if ahead:
+                messenger.expect(0, 5)
+            messenger.send(0, 7, (messenger.receive(0, 3), messenger.receive(0, 5)))
         messenger.flush()
         return [], [], False
     found: list[Any] = []
