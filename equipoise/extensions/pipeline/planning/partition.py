@@ -75,8 +75,9 @@ def choose_cuts(costs: Costs) -> list[int]:
             if device.memory is not None:
                 limit = int(part * device.memory)
             memory.append(limit)
-        attempts.append(_cut(costs.with_memory(memory)))
-        parts = _parts_by_need(costs, attempts[-1])
+        cuts = _cut(costs.with_memory(memory))
+        attempts.append(cuts)
+        parts = _parts_by_need(costs, cuts)
 
     # 3. Take the first cut that fits, or the one that overruns memory least.
     best = min(attempts, key=lambda attempt: _overrun(costs, attempt))
@@ -99,7 +100,8 @@ def _parts_by_need(costs: Costs, cuts: Sequence[int]) -> list[float]:
     sizes = [stage.memory for stage in costs.stages(cuts)]
     parts = []
     for index, size in enumerate(sizes):
-        size_of_device = sum(sizes[index % costs.num_devices :: costs.num_devices])
+        device = index % costs.num_devices
+        size_of_device = sum(sizes[device :: costs.num_devices])
         parts.append(size / max(1, size_of_device))
     return parts
 
@@ -108,7 +110,8 @@ def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
     """Return the share of its memory by which the worst device is overrun; 0 if all fit."""
     worst = 0.0
     # The first stages have one device each. The devices repeat for the stages after them.
-    for peak, device in zip(costs.peaks(costs.stages(cuts)), costs.devices, strict=False):
+    peaks = costs.peaks(costs.stages(cuts))
+    for peak, device in zip(peaks, costs.devices, strict=False):
         if device.memory is not None:
             overrun = peak / max(1, device.memory) - 1
             worst = max(worst, overrun)

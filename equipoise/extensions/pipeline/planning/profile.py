@@ -165,7 +165,8 @@ class _Pass(CallInterpreter):
             if self._measures_peaks:
                 values = list(self.env.values())
                 existing = [*tensors_of(values), *parameters]
-                peak = peak_bytes(partial(new_run().measure, self._storages), existing)
+                repeat = partial(new_run().measure, self._storages)
+                peak = peak_bytes(repeat, existing)
             if self._split:
                 left = run.left_bytes()
 

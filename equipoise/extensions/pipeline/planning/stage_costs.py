@@ -304,7 +304,8 @@ class Costs:
             if effect.active < 0 and index not in stages_with_gradients:
                 stages_with_gradients.add(index)
                 live += stage.trained
-            peak = max(peak, max(live_before, live) + stage.transient)
+            most = max(live_before, live)
+            peak = max(peak, most + stage.transient)
 
         # Parameters and the optimiser's state are there all the time.
         stages_of_device = stages[device :: self.num_devices]
