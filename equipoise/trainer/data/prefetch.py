@@ -6,7 +6,7 @@ checkpoints and repeated steps see what they see without it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -17,10 +17,9 @@ from torch import Tensor
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
 from equipoise.to_device import to_device
+from equipoise.trainer.settings.step_choices import PrefetchChoice
 
-__all__ = ["Prefetch", "PrefetchChoice", "copy_batch"]
-
-PrefetchChoice = Literal["auto"] | bool
+__all__ = ["Prefetch", "copy_batch"]
 
 # Bytes of a batch. CUDA puts smaller ones into the queue of the device with their values, and does not wait.
 _LEAST_BYTES = 1 << 16

@@ -9,7 +9,9 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.settings import arguments as check
 
-__all__ = ["StepChoices"]
+__all__ = ["PrefetchChoice", "StepChoices"]
+
+PrefetchChoice = Literal["auto"] | bool
 
 # Bytes from which on a tensor is offloaded, where the user names no number: smaller ones cost time and save little.
 _LEAST_OFFLOADED = 2**20

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.trainer.data.prefetch import PrefetchChoice
+from equipoise.trainer.settings.step_choices import PrefetchChoice
 from equipoise.trainer.state.progress import FitProgress
 from equipoise.trainer.state.run_state import MetricListener, RunState
 

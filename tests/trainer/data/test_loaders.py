@@ -359,18 +359,6 @@ def test_a_copy_with_another_sampler() -> None:
     assert sorted(number for batch in numbers(original) for number in batch) == [0, 1, 2, 3, 4]
 
 
-def test_a_copy_with_another_batch_sampler() -> None:
-    original = Own("somewhere", sizes=(5, 2))
-    copy = with_sampler(original, [[0, 4], [1]], batches=True)
-    assert numbers(copy) == [[0, 4], [1]]
-    assert isinstance(original.batch_sampler, BatchSampler)
-
-
-def test_a_copy_of_a_loader_of_samples() -> None:
-    original = DataLoader(Counted(3), batch_size=None, shuffle=True)
-    assert numbers(with_sampler(original, Backwards(3))) == [2, 1, 0]
-
-
 def test_a_copy_has_workers_of_its_own() -> None:
     original = DataLoader(Counted(4), batch_size=2, num_workers=1, persistent_workers=True)
     assert numbers(original) == [[0, 1], [2, 3]]
@@ -414,22 +402,19 @@ def test_workers_are_seeded_as_lightning_seeds_them(monkeypatch: pytest.MonkeyPa
 
 
 def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_after(**options: Any) -> Any:
+        source = loader(**options)
+        lightning_loaders.seed_workers(source, 0)
+        return source.worker_init_fn
+
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
-    source = loader()
-    lightning_loaders.seed_workers(source, 0)
-    assert source.worker_init_fn is None
+    assert init_after() is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    own = loader(worker_init_fn=print)
-    lightning_loaders.seed_workers(own, 0)
-    assert own.worker_init_fn is print
+    assert init_after(worker_init_fn=print) is print
+    assert lightning_loaders.seeds_workers(init_after())
     lightning_loaders.seed_workers([1, 2], 0)  # no loader of torch
-    seeded = loader()
-    lightning_loaders.seed_workers(seeded, 0)
-    assert lightning_loaders.seeds_workers(seeded.worker_init_fn)
     monkeypatch.setattr(lightning_loaders, "_SEED_WORKER", None)
-    unseeded = loader()
-    lightning_loaders.seed_workers(unseeded, 0)
-    assert unseeded.worker_init_fn is None
+    assert init_after() is None
 
 
 def test_drawing_seeds_draws_what_an_iterator_draws() -> None:

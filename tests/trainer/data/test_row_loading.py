@@ -18,7 +18,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -126,11 +125,8 @@ class Arrays:
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(dataset(), 4),
     "shuffled": lambda: DataLoader(dataset(), 4, shuffle=True),
-    "last dropped": lambda: DataLoader(dataset(), 4, shuffle=True, drop_last=True),
     "own generator": lambda: DataLoader(dataset(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
-    "subset": lambda: DataLoader(Subset(dataset(), range(3, 12)), 2, shuffle=True),
     "random subset": lambda: DataLoader(dataset(), 3, sampler=SubsetRandomSampler(range(2, 9))),
-    "with weights": lambda: DataLoader(dataset(), 3, sampler=WeightedRandomSampler([1.0] * SIZE, 10)),
     "own batches": lambda: DataLoader(dataset(), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), 5, False)),
     "arrays": lambda: DataLoader(dataset(), batch_sampler=Arrays()),
     "negative": lambda: DataLoader(dataset(), 4, sampler=[0, -1, -SIZE, 3]),
@@ -143,7 +139,6 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         Subset(TensorDataset(torch.arange(4)), torch.ones(4, dtype=torch.uint8)),
         4,  # type: ignore[arg-type]
     ),
-    "joined": lambda: DataLoader(ConcatDataset([dataset(1), dataset(2)]), 32, shuffle=True),
     "joined datasets of other structure": lambda: DataLoader(
         ConcatDataset(
             [
