@@ -242,12 +242,7 @@ class BatchStream:
         return here, everywhere
 
     def _end_short(self, promised: int, numbers: Iterator[int]) -> Iterator[Any]:
-        """Report that the batches of a certain length ended before it; asked for a batch only in this case.
-
-        Args:
-            promised: Their length.
-            numbers: Counts the batches.
-        """
+        """Report that the batches of a certain length ended before it; asked for a batch only in this case."""
         came = next(numbers) - 1
         if not self._together:
             self.length = came
@@ -332,10 +327,6 @@ class _RemainingBatches:
 
     A loader's iterator draws a random number after it has asked the batch sampler for an iterator, and a sampler draws
     the order when it is asked for its first batch. `draw_order` does that at the right moment.
-
-    Args:
-        batch_sampler: Samples all batches.
-        skip: Number of batches to leave out.
     """
 
     def __init__(self, batch_sampler: Any, skip: int) -> None:

@@ -177,16 +177,7 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
 
 
 def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
-    """Return one batch for pieces of it.
-
-    Args:
-        pieces: Rows of the batch: tensors, or lists and dictionaries of tensors.
-        places: The places of each piece's rows in the batch.
-        size: Number of rows of the batch.
-
-    Raises:
-        Exception: If the pieces have other structures, shapes or dtypes.
-    """
+    """Return one batch for pieces of it, whose rows have these places; an error if their structures differ."""
     first = pieces[0]
     if len({type(piece) for piece in pieces}) > 1:
         raise TypeError("The parts have samples of several types.")

@@ -131,12 +131,7 @@ class Prefetch:
             return None
 
     def _report(self, reason: str, *, unasked: bool = True) -> None:
-        """Tell the user once in a run why batches are not prefetched.
-
-        Args:
-            reason: The reason.
-            unasked: Whether to tell also those who have not asked for it. Default: True.
-        """
+        """Tell the user once in a run why batches are not prefetched; `unasked`: also one who has not asked for it."""
         if reason in self._reported:
             return
         self._reported.add(reason)

@@ -55,12 +55,7 @@ def _takes_rows(loader: Any) -> bool:
 
 
 class _CollatedRows:
-    """A dataset that returns collated batches.
-
-    Args:
-        dataset: The dataset.
-        collate: Collates samples that must be read one by one.
-    """
+    """A dataset that returns collated batches; `collate` is for samples that must be read one by one."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._dataset = dataset

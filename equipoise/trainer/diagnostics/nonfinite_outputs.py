@@ -17,12 +17,7 @@ __all__ = ["NonFiniteOutputs"]
 
 
 class _Call(NamedTuple):
-    """A record of one call of a module.
-
-    Attributes:
-        module: The module.
-        outputs, inputs, parameters: A flag on the device for each tensor, true if a value in it is not finite.
-    """
+    """One call of a module, with a flag on the device for each tensor, true if a value in it is not finite."""
 
     module: nn.Module
     outputs: list[Tensor]

@@ -205,14 +205,7 @@ class EvaluationLoop(SentState):
             context.strategy.sync_buffers()
 
     def _evaluate(self, context: "RunContext", stream: BatchStream, index: int, count: int) -> dict[str, Any]:
-        """Evaluate on a loader, and return its logged values.
-
-        Args:
-            context: The parts of the run.
-            stream: The batches of the loader.
-            index: Its index.
-            count: The number of loaders.
-        """
+        """Evaluate on the loader of an index, of so many, and return its logged values."""
         logs = context.logs
         if self.state.sanity_checking:
             # It counts and logs nothing. Asking for the stage in each batch would take 2 µs.
