@@ -55,37 +55,31 @@ class DevicePeaks:
 
     def __init__(self, prediction: MemoryPrediction, devices: Sequence[PlannedDevice], planned: PlannedLoads) -> None:
         self._prediction = prediction
+        # The strategy may use fewer devices than there are.
         self._pairs = list(zip(devices, planned.loads, strict=False))
 
-    def at(self, batch_size: int) -> list[PredictedPeak]:
-        """Return the peak of each device."""
+    def at(self, batch_size: int) -> list[DevicePlan]:
+        """Return the memory of each device."""
         # Devices with one and the same load, as those of processes, have one peak.
         by_load: dict[tuple[int, int], PredictedPeak] = {}
-        peaks = []
+        plans = []
         for device, load in self._pairs:
             key = (id(load), device.rounding)
             if key not in by_load:
                 by_load[key] = self._prediction.peak(batch_size, load, device.rounding)
-            peaks.append(by_load[key])
-        return peaks
+            plan = DevicePlan(
+                name=device.name,
+                usable=device.usable,
+                occupied=device.occupied,
+                samples=load.samples(batch_size),
+                peak=by_load[key],
+            )
+            plans.append(plan)
+        return plans
 
-    def fit(self, batch_size: int) -> bool:
-        """Return True if every device has room for its part of a batch."""
-        peaks = self.at(batch_size)
-        limits = [device.usable for device, _ in self._pairs]
-        # One device without room is enough.
-        return all(peak.nbytes <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-    def fullest(self, batch_size: int) -> int:
-        """Return the peak in bytes of the device with the least room."""
-        peaks = self.at(batch_size)
-        rooms = []
-        for (device, _), peak in zip(self._pairs, peaks, strict=True):
-            room = device.usable - peak.nbytes
-            rooms.append((room, peak.nbytes))
-        # The room decides, the peak is shown.
-        _, nbytes = min(rooms)
-        return nbytes
+    def fullest(self, batch_size: int) -> DevicePlan:
+        """Return the memory of the device with the least room."""
+        return min(self.at(batch_size), key=lambda device: device.room)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,27 +166,15 @@ def _plan(
                 raise ConfigurationError("parts of samples are predicted from a trace, which this step does not have")
             prediction = prediction.of_part(planned.part)
         peaks = DevicePeaks(prediction, devices, planned)
-        with_batch = peaks.at(batch_size)
+        plans = peaks.at(batch_size)
     except ConfigurationError as error:
         return StrategyPlan(strategy=strategy.name, reason=str(error).rstrip("."))
 
-    # 2. The devices that it uses, which may be fewer than there are.
-    plans = []
-    for device, load, peak in zip(devices, planned.loads, with_batch, strict=False):
-        plan = DevicePlan(
-            name=device.name,
-            usable=device.usable,
-            occupied=device.occupied,
-            samples=load.samples(batch_size),
-            peak=peak,
-        )
-        plans.append(plan)
-
-    # 3. The largest batch that fits everywhere. The search begins where the step was predicted.
+    # 2. The largest batch that fits everywhere. The search begins where the step was predicted.
     return StrategyPlan(
         strategy=strategy.name,
         devices=plans,
-        largest_batch=largest_size(peaks.fit, prediction.batch_size),
+        largest_batch=largest_size(lambda size: peaks.fullest(size).room >= 0, prediction.batch_size),
         batches=planned.batches,
         note=planned.note,
         peaks=peaks,

@@ -139,7 +139,7 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
     for plan in plans:
         if plan.peaks is not None:
             fullest = plan.peaks.fullest
-            curves[plan.strategy] = {size: fullest(size) for size in sizes}
+            curves[plan.strategy] = {size: fullest(size).peak.nbytes for size in sizes}
     return curves
 
 
