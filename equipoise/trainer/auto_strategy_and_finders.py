@@ -10,6 +10,9 @@ from equipoise.trainer.runtime.request import Request
 
 __all__ = ["choose_strategy", "search"]
 
+# Processes on the CPU share the memory of the host.
+_KINDS = ("cuda",)
+
 
 def choose_strategy(trainer: Any, request: Request) -> Strategy:
     """Return the strategy under which a fit runs: that of the trainer, unless an extension knows a better one.
@@ -22,8 +25,7 @@ def choose_strategy(trainer: Any, request: Request) -> Strategy:
     """
     present: Strategy = trainer.connected_strategy
     devices = present.processes.devices
-    # Processes on the CPU share the memory of the host.
-    if len(devices) < 2 or any(device.type != "cuda" for device in devices):
+    if len(devices) < 2 or any(device.type not in _KINDS for device in devices):
         return present
     for name in names_of_extensions("strategy_choices"):
         present = load_extension("strategy_choices", name)(trainer, request, present)

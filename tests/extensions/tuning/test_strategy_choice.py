@@ -307,12 +307,6 @@ class Unreadable(list[int]):
         return int, ("no number",)
 
 
-def test_a_loader_that_is_empty() -> None:
-    for train in (DataLoader([]), [DataLoader([]), loader()]):
-        with pytest.raises(ConfigurationError, match=r"^its training loader is empty"):
-            read(train)
-
-
 def test_a_batch_that_cannot_be_received() -> None:
     train = DataLoader(samples(), batch_size=2, collate_fn=Unreadable)
     with pytest.raises(ConfigurationError, match=r"cannot be sent \(ValueError"):
