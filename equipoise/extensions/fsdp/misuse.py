@@ -8,7 +8,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError, StepError
@@ -75,7 +75,8 @@ def _check_widths(error: RuntimeError, module: nn.Module) -> None:
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         width = layer.normalized_shape[-1]
     received = arguments.get("input", arguments.get("x"))
-    if width is None or received is None or received.shape[-1] == width:
+    has_width = isinstance(received, Tensor) and received.ndim > 0
+    if width is None or not has_width or received.shape[-1] == width:
         error.add_note(
             f"This was in {name}, and layers of the module are cut. All layers that pass parts to one another are in"
             " the plan, and so are numbers that count these parts, as 'divided'."

@@ -114,6 +114,23 @@ def test_entries_that_name_nothing(plan: Any, words: str) -> None:
         written_plan(Net(), plan)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("heads", ["heads"]),
+        ("*.heads", ["heads", "attention.heads"]),
+        ("**.heads", ["heads", "attention.heads"]),
+        ("attention.heads", ["attention.heads"]),
+    ],
+)
+def test_numbers_of_the_module_itself(pattern: str, named: list[str]) -> None:
+    module = Planned()
+    module.heads = 4
+    plan = written_plan(module, {pattern: "divided"})
+    assert plan is not None
+    assert plan.divided == named
+
+
 def test_the_option_comes_before_the_method() -> None:
     module = Planned()
     plan = written_plan(module, PLAN)

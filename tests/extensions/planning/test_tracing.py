@@ -54,6 +54,20 @@ def test_a_value_that_is_read_is_named() -> None:
     assert all(note.startswith(f"{HERE}:") and "the value of a tensor is read" in note for note in found.notes)
 
 
+def test_calls_of_a_logger_in_chains() -> None:
+    def step(module: Any, batch: Tensor) -> Tensor:
+        experiment = module.logger.experiment
+        experiment.config.update({"width": 6})
+        experiment["loss"].append(1.0)
+        experiment["width"] = 6
+        loss: Tensor = module.layer(batch).square().mean()
+        return loss
+
+    found = traced(step)
+    assert found.method == "traced"
+    assert not found.notes
+
+
 def test_a_mask_counts_with_all_of_its_entries() -> None:
     def masked(module: Any, batch: Tensor) -> Tensor:
         return module.layer(batch)[batch > 2].square().mean()

@@ -1,10 +1,9 @@
-"""Stand-in for the trainer, for a step that runs without one."""
+"""Stand-ins for the trainer and its loggers, for a step that runs without either."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +14,24 @@ __all__ = ["TrainerStandIn", "attach", "ignore"]
 
 # Values that a module may compute with before it knows the length of a run.
 _STEPS = 1000
+
+
+class _SilentLogger:
+    """Logger that takes every call, also in chains such as `logger.experiment["loss"].append(1)`, and does nothing."""
+
+    def __getattr__(self, name: str) -> "_SilentLogger":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: Any) -> "_SilentLogger":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_SilentLogger":
+        return self
 
 
 class TrainerStandIn:
@@ -57,7 +74,7 @@ class TrainerStandIn:
         self.strategy.connect([torch.device("cpu")])
 
         # What it keeps.
-        self.logger = DummyLogger()
+        self.logger = _SilentLogger()
         self.loggers = [self.logger]
         self.callbacks = list(settings.callbacks)
         self.callback_metrics: dict[str, Tensor] = {}

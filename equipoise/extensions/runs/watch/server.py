@@ -92,13 +92,16 @@ class _Answer(BaseHTTPRequestHandler):
             return
         self._answer(HTTPStatus.OK, html, _SANDBOX)
 
+    do_HEAD = do_GET
+
     def _answer(self, status: HTTPStatus, html: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in (_HEADERS | headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(html)))
         self.end_headers()
-        self.wfile.write(html)
+        if self.command != "HEAD":
+            self.wfile.write(html)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no line for each request."""

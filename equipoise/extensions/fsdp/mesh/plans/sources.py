@@ -60,7 +60,7 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     numbers = numbers_of(module)
     for pattern, style in option.items():
         if style == DIVIDED:
-            names = matching(numbers, pattern)
+            names = _matching_numbers(numbers, pattern)
             missing = "number of the module or its submodules"
             plan.divided.extend(names)
         else:
@@ -77,6 +77,16 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
     """Return the names to which a pattern applies."""
     expression = expression_of(pattern)
     return [name for name in names if expression.fullmatch(name)]
+
+
+def _matching_numbers(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the numbers to which a pattern applies; those of the module itself have an owner without a name."""
+    matched = matching(map(_with_owner, names), _with_owner(pattern))
+    return [name.removeprefix(".") for name in matched]
+
+
+def _with_owner(name: str) -> str:
+    return name if "." in name else f".{name}"
 
 
 def layers_of(module: nn.Module) -> list[str]:

@@ -115,7 +115,8 @@ class ReplicaExchange:
 
     def _clear_gradients(self, optimizer: Optimizer) -> None:
         self._processes.commands.send_to_all("tensors.clear_gradients")
-        optimizer.zero_grad()
+        for parameter in optimizer_parameters(optimizer):
+            parameter.grad = None
 
     def copy_buffers(self) -> None:
         """Give all replicas the buffers of the first."""
