@@ -75,8 +75,8 @@ def _check_widths(error: RuntimeError, module: nn.Module) -> None:
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         width = layer.normalized_shape[-1]
     received = arguments.get("input", arguments.get("x"))
-    has_width = isinstance(received, Tensor) and received.ndim > 0
-    if width is None or not has_width or received.shape[-1] == width:
+    shape = received.shape if isinstance(received, Tensor) else ()
+    if width is None or not shape or shape[-1] == width:
         error.add_note(
             f"This was in {name}, and layers of the module are cut. All layers that pass parts to one another are in"
             " the plan, and so are numbers that count these parts, as 'divided'."
@@ -92,7 +92,7 @@ def _check_widths(error: RuntimeError, module: nn.Module) -> None:
             " such as 'colwise', or let this one take whole inputs: 'rowwise_split_input'."
         )
     raise ConfigurationError(
-        f"{name} takes {width} features in the last dimension, and has received {received.shape[-1]}: {rule}"
+        f"{name} takes {width} features in the last dimension, and has received {shape[-1]}: {rule}"
     ) from error
 
 
