@@ -204,4 +204,5 @@ def name_of_type(annotation: Any) -> str:
     """Return an annotation as a program would write it, without the modules of its names."""
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
         return annotation.__name__
-    return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+(?=\w)", "", str(annotation))
+    # Texts between quotes are values of a `Literal`.
+    return re.sub(r"""('[^']*'|"[^"]*")|\b(?:[a-zA-Z_]\w*\.)+(?=\w)""", r"\1", str(annotation))

@@ -178,8 +178,9 @@ class MemoryLogger(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Stop recording at the end of a run, or after a failure."""
-        self._stop_leak_watch()
+        # The ledger watches operations since later than the leak watch, so it ends first.
         self._end_detail(trainer)
+        self._stop_leak_watch()
         self._forget_run()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:

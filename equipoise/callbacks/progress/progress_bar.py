@@ -271,7 +271,7 @@ class ProgressBar(_LightningProgressBar):
         if display is None:
             return
         if not self._is_fitting and not trainer.sanity_checking:
-            self.on_test_end(trainer, pl_module)
+            self._leave_evaluation()
             return
         # After a sanity check the display stays for the training: a notebook would keep the widget of a closed one.
         self._evaluation = None
@@ -281,13 +281,16 @@ class ProgressBar(_LightningProgressBar):
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the line."""
+        self._leave_evaluation()
+
+    on_predict_end = on_test_end
+
+    def _leave_evaluation(self) -> None:
         if self._display is not None and self._evaluation is not None:
             self._update()
             self._evaluation.finish(monotonic())
             self._draw(self._display, stays=True)
         self._close(keep=True)
-
-    on_predict_end = on_test_end
 
     # End and failure
 

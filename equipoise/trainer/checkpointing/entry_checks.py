@@ -12,8 +12,11 @@ from equipoise.validation import is_number
 
 __all__ = [
     "LARGEST_COUNT",
+    "Filled",
     "Kind",
-    "Optional",
+    "OrEmpty",
+    "OrMissing",
+    "OrNone",
     "Whole",
     "any_list",
     "anything",
@@ -92,11 +95,29 @@ class Kind(NamedTuple):
 
 
 class Whole(dict[str, Any]):
-    """The kinds of entries that a dictionary must have; those of an optional kind may be missing."""
+    """The kinds of entries that a dictionary must have, but for those that are `OrMissing`."""
 
 
-class Optional(NamedTuple):
-    """A kind, see `check`, to which None and an empty dictionary belong as well."""
+class OrNone(NamedTuple):
+    """A kind, or None."""
+
+    kind: Any
+
+
+class OrEmpty(NamedTuple):
+    """A kind of dictionaries, or an empty one."""
+
+    kind: Any
+
+
+class OrMissing(NamedTuple):
+    """A kind of an entry that a `Whole` may lack."""
+
+    kind: Any
+
+
+class Filled(NamedTuple):
+    """A kind of lists, but not an empty one."""
 
     kind: Any
 
@@ -106,7 +127,7 @@ def check(kind: Any, value: Any, place: str) -> None:
 
     Args:
         kind: A `Kind`; a list that holds the kind of the items; a dictionary that holds the kinds of entries, which may
-            be missing unless it is a `Whole`, as other entries may be there; or an `Optional`.
+            be missing unless it is a `Whole`, as other entries may be there; or one of these in a class above.
         value: The entry.
         place: Its place, for the error; empty for the whole checkpoint.
 
@@ -116,21 +137,36 @@ def check(kind: Any, value: Any, place: str) -> None:
     if isinstance(kind, Kind):
         if not kind.fits(value):
             raise damaged(place, kind.expected, value)
-    elif isinstance(kind, Optional):
-        if value is not None and value != {}:
+        if kind is named_entries:
+            for key in value:
+                check(text, key, f"a key of {place}")
+    elif isinstance(kind, OrNone):
+        if value is not None:
             check(kind.kind, value, place)
+    elif isinstance(kind, OrEmpty):
+        check(kind.kind if value else mapping, value, place)
+    elif isinstance(kind, OrMissing):
+        check(kind.kind, value, place)
+    elif isinstance(kind, Filled):
+        check(kind.kind, value, place)
+        if not value:
+            raise damaged(place, "a filled list", value)
     elif isinstance(kind, list):
         check(any_list, value, place)
         for index, item in enumerate(value):
             check(kind[0], item, f"{place}[{index}]")
     else:
         check(mapping, value, place)
-        for name, kind_of_entry in kind.items():
-            if name in value:
-                # The outermost entries have no place before them.
-                check(kind_of_entry, value[name], f"{place}[{name!r}]" if place else name)
-            elif isinstance(kind, Whole) and not isinstance(kind_of_entry, Optional):
-                raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
+        _check_entries(kind, value, place)
+
+
+def _check_entries(kinds: dict[str, Any], value: dict[str, Any], place: str) -> None:
+    for name, kind in kinds.items():
+        if name in value:
+            # The outermost entries have no place before them.
+            check(kind, value[name], f"{place}[{name!r}]" if place else name)
+        elif isinstance(kinds, Whole) and not isinstance(kind, OrMissing):
+            raise CheckpointError(f"The checkpoint is damaged: {place} lacks {name!r}. Take another one.")
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
@@ -159,7 +195,7 @@ number_of_steps = Kind("a number of steps", _is_number_of_steps)
 flag = Kind("True or False", lambda value: type(value) is bool)
 text = Kind("a text", lambda value: isinstance(value, str))
 mapping = Kind("a dictionary", lambda value: isinstance(value, dict))
-named_entries = Kind("a dictionary of names", lambda value: isinstance(value, dict) and all(map(text.fits, value)))
+named_entries = Kind("a dictionary", mapping.fits)  # whose keys are texts
 any_list = Kind("a list", lambda value: isinstance(value, list | tuple))
 gradient = Kind("a tensor", lambda value: value is None or isinstance(value, Tensor))
 random_state = Kind("the states of random generators", _is_random_state)

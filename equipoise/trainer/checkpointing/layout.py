@@ -14,8 +14,11 @@ from equipoise.errors import CheckpointError
 from equipoise.interop.torch.optimizers import is_of_torch
 from equipoise.trainer.checkpointing.entry_checks import (
     LARGEST_COUNT,
+    Filled,
     Kind,
-    Optional,
+    OrEmpty,
+    OrMissing,
+    OrNone,
     Whole,
     any_list,
     anything,
@@ -227,7 +230,7 @@ _POSITION = Whole(
     {
         "random_state": _RANDOM_STATE,
         # Empty before the first epoch of a run.
-        "epoch_random_state": Optional(_RANDOM_STATE),
+        "epoch_random_state": OrEmpty(_RANDOM_STATE),
         "order_drawn": flag,
         "ahead": any_list,
         "window": named_entries,
@@ -235,10 +238,10 @@ _POSITION = Whole(
         "logs": Whole({"callback_metrics": mapping, "entries": [Whole(dict.fromkeys(_LOGGED, anything))]}),
         "metrics": named_entries,
         "metrics_of_validation": [text],
-        "validated": Optional([text]),
-        "loaders": Optional(Whole({"loaded_at": anything, "workers": any_list})),
-        "monitors": Optional(mapping),
-        "before_validation": Optional({"random_state": _RANDOM_STATE, "metrics": named_entries}),
+        "validated": OrMissing([text]),
+        "loaders": OrMissing(OrEmpty(Whole({"loaded_at": anything, "workers": any_list}))),
+        "monitors": OrMissing(mapping),
+        "before_validation": OrNone({"random_state": _RANDOM_STATE, "metrics": named_entries}),
     }
 )
 
@@ -250,10 +253,10 @@ _STEPS = Whole({"processes": _NUMBER, "seed": count, "batch_sizes": _SIZES, "ste
 # The entry of Equipoise, and the whole file.
 _EQUIPOISE = {
     "run": text,
-    "position": Optional(_POSITION),
+    "position": OrNone(_POSITION),
     "positions": [_POSITION],
-    "left": Optional(Whole({"loop": _FIT_LOOP, "positions": [_POSITION]})),
-    "steps": Optional(_STEPS),
+    "left": OrNone(Whole({"loop": _FIT_LOOP, "positions": Filled([_POSITION])})),
+    "steps": OrNone(_STEPS),
     "strategy": named_entries,
     "switches": {"requires_grad": named_entries, "training": named_entries},
 }

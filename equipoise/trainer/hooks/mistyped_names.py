@@ -1,7 +1,6 @@
 """Warn of mistyped hooks and steps: methods that nothing calls, such as `on_trian_start` and `validaton_step`."""
 
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
@@ -95,12 +94,11 @@ def _methods_of_user(kind: type) -> Iterator[FunctionType]:
 
 
 def _is_users(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    # What was defined in a notebook has no file.
-    file = getattr(module, "__file__", None) or ""
     if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
         return False
-    return not any(folder in file for folder in _INSTALLED)
+    functions = [inspect.unwrap(value) for value in vars(kind).values() if isinstance(value, FunctionType)]
+    files = [function.__code__.co_filename for function in functions]
+    return not any(folder in file for folder in _INSTALLED for file in files)
 
 
 def _names_in(kinds: Iterable[type]) -> Iterator[str]:

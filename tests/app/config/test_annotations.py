@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from equipoise import ConfigurationError
-from equipoise.app.config.annotations import accepts, check_types
+from equipoise.app.config.annotations import accepts, check_types, name_of_type
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -99,3 +99,8 @@ def lambda_with_annotation(dropout: float) -> None: ...
 def test_what_has_no_signature_is_passed_over() -> None:
     check_types(dict.fromkeys, {"a": 1}, "module")
     check_types(iter, {"a": 1}, "module")
+
+
+def test_names_of_types_are_without_modules_but_values_stay() -> None:
+    assert name_of_type(Optional[Path]) == "Optional[Path]"  # noqa: UP045
+    assert name_of_type(Literal["fast.v1", "slow.v1"]) == "Literal['fast.v1', 'slow.v1']"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, Trainer
@@ -224,6 +225,24 @@ def test_training_does_not_notice(trainer_type: Any, module_type: type[Model]) -
     memory = MemoryLogger(every_n_steps=3, detail="modules", detail_steps=(0, 1, 7))
     assert all(map(torch.equal, weights([memory]), weights([])))
     assert memory.compositions
+
+
+def test_a_failure_in_a_step_in_detail_leaves_no_mode() -> None:
+    """Both the watch of leaks and the ledger see each operation, and end in the reverse order of their beginning."""
+
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 9:
+                raise RuntimeError("in a step in detail")
+            loss = super().training_step(batch, batch_idx)
+            self.kept.append(loss)
+            return loss
+
+    memory = MemoryLogger(detail="modules", detail_steps=(9,))
+    trainer = quiet(callbacks=[memory])
+    with pytest.raises(RuntimeError, match="in a step in detail"):
+        trainer.fit(Fails(), data(12), data(2))
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_a_window_is_looked_at_as_a_whole() -> None:

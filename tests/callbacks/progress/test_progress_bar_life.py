@@ -108,6 +108,15 @@ class TestOnAndOff:
         trainer(callbacks=[bar], max_epochs=2).fit(Small(step), loader(5), loader(2))
         assert terminal.text == ""
 
+    def test_a_validation_calls_no_hook_of_a_test(self, terminal: Terminal, clock: Clock):
+        class Bar(ProgressBar):
+            def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+                raise AssertionError("no test has run")
+
+        trainer(callbacks=[Bar()]).validate(Small(ticking(clock, 1)), loader(2), verbose=False)
+        assert terminal.text.startswith("Validation")
+        assert terminal.cursor_visible
+
     def test_only_the_main_process_draws(self, terminal: Terminal, clock: Clock):
         class Second(L.Trainer):
             is_global_zero = False

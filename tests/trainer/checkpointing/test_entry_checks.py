@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,13 +20,19 @@ REFUSED = [
     (checks.number_of_steps, "2", "place must be a number of steps, not '2'"),
     (checks.flag, 1, "place must be True or False, not 1"),
     (checks.mapping, [1], "place must be a dictionary, not a list"),
-    (checks.named_entries, {1: 2}, "place must be a dictionary of names, not a dict"),
+    (checks.named_entries, {1: 2}, "a key of place must be a text, not 1"),
     (checks.any_list, {}, "place must be a list, not a dict"),
     (checks.gradient, 0.5, "place must be a tensor, not 0.5"),
     (checks.random_state, {"torch": 1}, "place must be the states of random generators, not a dict"),
     ([checks.text], ["a", 2], "place[1] must be a text, not 2"),
-    (checks.Optional(checks.count), "x", "place must be a non-negative integer, not 'x'"),
-    (checks.Whole({"a": checks.count, "b": checks.Optional(checks.flag)}), {"c": 1}, "place lacks 'a'"),
+    (checks.OrNone(checks.count), "x", "place must be a non-negative integer, not 'x'"),
+    (checks.OrNone(checks.Whole({"a": checks.count})), {}, "place lacks 'a'"),
+    (checks.OrNone(checks.mapping), np.ones(2), "place must be a dictionary, not a ndarray"),
+    (checks.OrEmpty(checks.Whole({"a": checks.count})), {"b": 1}, "place lacks 'a'"),
+    (checks.OrEmpty(checks.mapping), None, "place must be a dictionary, not None"),
+    (checks.Filled([checks.count]), [], "place must be a filled list, not a list"),
+    (checks.Whole({"a": checks.count, "b": checks.OrMissing(checks.flag)}), {"c": 1}, "place lacks 'a'"),
+    (checks.Whole({"b": checks.OrMissing(checks.flag)}), {"b": None}, "place['b'] must be True or False, not None"),
     ({"a": checks.count}, {"a": None}, "place['a'] must be a non-negative integer, not None"),
 ]
 

@@ -1,11 +1,13 @@
 """Methods that look like a hook and are none: told once, with the nearest right name."""
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 
 import equipoise
 from equipoise import ConfigurationError, Trainer
@@ -52,6 +54,23 @@ def test_a_mistyped_hook_of_a_module():
     assert "ignore this warning, or let the name begin with an underscore" in str(found.message)
     method = next(value for name, value in vars(kind).items() if name.startswith("on_"))  # a name here is a use
     assert (found.filename, found.lineno) == (__file__, method.__code__.co_firstlineno)
+
+
+def test_a_script_that_an_installed_program_runs(monkeypatch):
+    """Its classes are in `__main__`, whose file is that of the program."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/lib/site-packages/runner/worker.py")
+    kind = mistyped()
+    monkeypatch.setattr(kind, "__module__", "__main__")
+    assert len(fit(kind())) == 1
+
+
+def test_a_method_with_a_decorator_of_torch():
+    class Mistyped(Small):
+        @torch.no_grad()
+        def on_training_epoch_end(self):
+            raise AssertionError("is never called")
+
+    assert len(fit(Mistyped())) == 1
 
 
 def test_a_mistyped_step():
