@@ -81,12 +81,16 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 def _matching_numbers(names: Iterable[str], pattern: str) -> list[str]:
     """Return the numbers to which a pattern applies; those of the module itself have an owner without a name."""
-    matched = matching(map(_with_owner, names), _with_owner(pattern))
+    names_with_owner = [_with_owner(name) for name in names]
+    pattern_with_owner = _with_owner(pattern)
+    matched = matching(names_with_owner, pattern_with_owner)
     return [name.removeprefix(".") for name in matched]
 
 
 def _with_owner(name: str) -> str:
-    return name if "." in name else f".{name}"
+    if "." in name:
+        return name
+    return f".{name}"
 
 
 def layers_of(module: nn.Module) -> list[str]:

@@ -115,8 +115,7 @@ class ReplicaExchange:
 
     def _clear_gradients(self, optimizer: Optimizer) -> None:
         self._processes.commands.send_to_all("tensors.clear_gradients")
-        for parameter in optimizer_parameters(optimizer):
-            parameter.grad = None
+        optimizer.zero_grad()
 
     def copy_buffers(self) -> None:
         """Give all replicas the buffers of the first."""
