@@ -84,7 +84,8 @@ class Questions:
         self._root = root
         self._tensors = tensors
         self._arguments = arguments
-        self._inputs = inputs
+        # The forward may change shapes in place. Not all tensors have one: nested ones have none.
+        self._inputs = [tensor.detach() for tensor in inputs]
         self._graph = graph
         # Indices of tensors whose shapes were asked for, and other conditions.
         self._shapes_asked: set[int] = set()

@@ -43,6 +43,25 @@ def test_the_length_of_a_tuple_is_a_size(divide):
     assert not made.fits([values(2, 5, WIDTH)])
 
 
+@pytest.mark.parametrize("change", [lambda x: x.unsqueeze_(1), lambda x: x.t_()])
+def test_a_size_of_an_argument_is_compared_before_the_forward_changes_it(change):
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            count = x.size(0)
+            change(x)
+            return self.layer(x.reshape(count, WIDTH))
+
+    network, x = Changes().double(), values(2, WIDTH)
+    made = traced(network, x)
+    assert made.fits([x])
+    assert torch.equal(run(made, x.clone()), network(x.clone()))
+    assert not made.fits([values(3, WIDTH)])
+
+
 def test_a_tuple_whose_length_depends_on_values_stays_whole():
     class Splits(nn.Module):
         def __init__(self) -> None:
