@@ -44,6 +44,9 @@ def call_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
     is_attribute = getattr(function, "__name__", "") == "__get__"
     if is_attribute:
         return getattr, (*args, name_of(function))
+    if function in (Tensor.__pow__, Tensor.__ipow__):
+        # Code of a graph would look in a module of torch for the name that these have, of a method.
+        return getattr(Tensor, name_of(function)), args
     return function, args
 
 

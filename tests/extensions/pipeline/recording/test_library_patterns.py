@@ -35,7 +35,7 @@ def gradients(network: nn.Module, output: Any) -> list[Tensor | None]:
 
 
 def assert_followed(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    """Check that all cuts compute what the forward does, to the bit, for these arguments."""
+    """Check that one stage and all cuts into two compute what the forward does, to the bit, for these arguments."""
     made = traced(network, *args, **kwargs)
     assert_computes(made, network, *args, **kwargs)
     return made
@@ -48,8 +48,8 @@ def assert_computes(made: Traced, network: nn.Module, *args: Any, **kwargs: Any)
     expected_gradients = gradients(network, expected)
     count = len(made.calls)
     places = [index + 1 for index, may in enumerate(may_cut(made)) if may and index + 1 < count]
-    for place in places:
-        output = run_stages(make_stages(made, [place, count]), structure.tensors)
+    for ends in ([count], *([place, count] for place in places)):
+        output = run_stages(make_stages(made, ends), structure.tensors)
         assert type(output) is type(expected)
         pairs = zip(OutputStructure.of(output)[1], OutputStructure.of(expected)[1], strict=True)
         assert all(torch.equal(tensor, same) for tensor, same in pairs)
@@ -362,13 +362,39 @@ def with_a_constant(self: Block, x: Tensor) -> Tensor:
 CONSTANT = torch.arange(WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("pattern", [selects, writes_in_place, without_gradients, with_an_activation, with_a_constant])
+def power(self: Block, x: Tensor) -> Tensor:
+    return x**2 + 2**x
+
+
+def power_in_place(self: Block, x: Tensor) -> Tensor:
+    x = x * 2
+    x **= 3
+    return x
+
+
+PATTERNS = [selects, writes_in_place, without_gradients, with_an_activation, with_a_constant, power, power_in_place]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_followed_holds_for_other_values(pattern):
     network = block(pattern)
     made = assert_followed(network, values(4, WIDTH))
     assert made.opaque == {}
     for _ in range(3):
         assert_computes(made, network, values(4, WIDTH))
+
+
+@pytest.mark.parametrize("is_large", [lambda x: (x**2).sum() > 1, lambda x: (2**x).max() > 2])
+def test_a_power_of_the_arguments_is_asked_for_again(is_large):
+    class Decides(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if is_large(x) else x)
+
+    network, x = Decides().double(), torch.full((3, WIDTH), 2.0, dtype=torch.float64)
+    made = assert_followed(network, x)
+    assert_computes(made, network, x * 2)
+    assert not made.fits([x * 0])
+    assert_followed(network, x * 0)
 
 
 def test_whether_a_value_requires_a_gradient_is_asked_again():
