@@ -149,8 +149,8 @@ class CheckedTraces:
             rank_zero_warn(
                 f"{type(network).__name__} was recorded {count} times, since its calls differ in shapes for which its"
                 " forward asks, in answers about values of its arguments, or in attributes that it reads. Each"
-                " recording takes as long as three forwards on one device. Batches that are padded to a few lengths"
-                " need few recordings."
+                " recording takes as long as three or four forwards on one device. Batches that are padded to a few"
+                " lengths need few recordings."
             )
 
     def _compare(self, call: NetworkCall, traced: Traced) -> Parting | None:
