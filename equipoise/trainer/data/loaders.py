@@ -379,6 +379,10 @@ class Loaders:
     @staticmethod
     def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
         """Check a loader, and return it in the form in which it is read."""
+        # A batch sampler may know whether it belongs to the data set.
+        check = getattr(getattr(loader, "batch_sampler", None), "check_dataset", None)
+        if check is not None:
+            check(loader.dataset)
         if not isinstance(loader, DataLoader):
             _check_iterable(loader, source)
         elif overfit and _may_shuffle(loader):
@@ -395,10 +399,6 @@ class Loaders:
             loader = with_sampler(loader, _FirstDrawn(loader.batch_sampler, seed_of_order()), batches=True)
         elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
             rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
-        # A batch sampler may know whether it belongs to the data set.
-        check = getattr(getattr(loader, "batch_sampler", None), "check_dataset", None)
-        if check is not None:
-            check(loader.dataset)
         seed_workers(loader, rank)
         separate_workers(loader, rank)
         return loader
@@ -440,20 +440,29 @@ def _may_draw_other_batches(batch_sampler: Any) -> bool:
     return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
 
 
-class _FirstDrawn(DrawnAlike):
-    """A batch sampler of the user, of which every pass has the batches of the first, also in a resumed run."""
+class _FirstDrawn:
+    """The batches that a batch sampler of the user draws first, in every pass, also in a resumed run.
+
+    Neither the number of an epoch nor the state of a generator reaches the sampler.
+    """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        super().__init__(sampler, seed)
+        self._sampler = sampler
+        self._alike = DrawnAlike(sampler, seed)
         self._drawing: Iterator[Any] | None = None
         self._batches: list[Any] = []
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: all epochs have one order."""
+    @property
+    def planned_batches(self) -> Any:
+        """The sampler's own."""
+        return self._sampler.planned_batches
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawing is None:
-            self._drawing = super().__iter__()
+            self._drawing = iter(self._alike)
         # Not all at once: some samplers have no end.
         for index in itertools.count():
             if index == len(self._batches):

@@ -286,7 +286,52 @@ class Shuffling(Sampler[list[int]]):
             yield torch.randint(8, (2,)).tolist()
 
 
-@pytest.mark.parametrize("kind", ["of torch", "of the user"])
+class ByEpoch:
+    """Batches in an order of each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(numbers.view(4, 2).tolist())
+
+
+class ByGenerator(ByEpoch):
+    """Batches in an order that a generator draws; which data set was named is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+        self.datasets: list[Any] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(8, generator=self.generator).view(4, 2).tolist())
+
+    def check_dataset(self, dataset: Any) -> None:
+        self.datasets.append(dataset)
+
+    def planned_batches(self) -> list[list[int]]:
+        return [[0, 1]]
+
+
+def test_overfitting_hides_no_optional_method_of_a_batch_sampler() -> None:
+    data, sampler = TensorDataset(torch.ones(8, 2)), ByGenerator()
+    with pytest.warns(UserWarning, match="ByGenerator draws first are repeated"):
+        chosen = loaders_of(DataLoader(data, batch_sampler=sampler), 2, overfit=True)  # type: ignore[arg-type]
+    assert sampler.datasets == [data]
+    assert chosen.flat[0].batch_sampler.planned_batches() == [[0, 1]]
+    without = loaders_of(DataLoader(data, batch_sampler=Shuffling()), 2, overfit=True)
+    assert not hasattr(without.flat[0].batch_sampler, "planned_batches")
+
+
+@pytest.mark.parametrize("kind", ["of torch", "of the user", "by epoch", "by a generator"])
 def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_path: Path) -> None:
     class Module(Small):
         epochs: list[list[Any]]
@@ -300,7 +345,13 @@ def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_pat
 
     def fit(epochs: int, ckpt_path: Path | None = None) -> list[list[Any]]:
         data = TensorDataset(torch.arange(16.0).view(8, 2))
-        batch_sampler = Shuffling() if kind == "of the user" else BatchSampler(RandomSampler(data), 2, drop_last=False)
+        samplers = {
+            "of torch": BatchSampler(RandomSampler(data), 2, drop_last=False),
+            "of the user": Shuffling(),
+            "by epoch": ByEpoch(),
+            "by a generator": ByGenerator(),
+        }
+        batch_sampler: Any = samplers[kind]
         module, run = Module(), trainer(overfit_batches=3, max_epochs=epochs)
         run.fit(module, DataLoader(data, batch_sampler=batch_sampler), ckpt_path=ckpt_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
