@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from equipoise.interop.torch.modules import versions
 from equipoise.memory.out_of_memory import is_out_of_memory
@@ -75,9 +77,10 @@ class RepeatableOptimizer(StrategyOptimizer):
         """Step, and repeat the step if memory ran out, a callback agrees, and nothing has changed."""
         optimizer = self.optimizer
         tensors: Sequence[Tensor] = optimizer_parameters(optimizer)
-        had_state = bool(optimizer.state)
-        if had_state:
-            values = [value for state in optimizer.state.values() for value in state.values()]
+        num_states = len(optimizer.state)
+        values = []
+        if num_states:
+            values = _state_values(optimizer, num_states)
             tensors = [*tensors, *(value for value in values if isinstance(value, Tensor))]
         versions_before = versions(tensors)
         is_repeated = False
@@ -90,14 +93,16 @@ class RepeatableOptimizer(StrategyOptimizer):
                 captured = CapturedError.of(error)
             # Without versions everything counts as changed.
             refusal = ""
-            if versions_before is None or versions(tensors) != versions_before:
+            # Objects are compared as well: the step may have put others into the state.
+            same = list(map(id, _state_values(optimizer, num_states))) == list(map(id, values))
+            if not same or versions_before is None or versions(tensors) != versions_before:
                 refusal = "The step had changed something already, so it cannot be done again."
             elif is_repeated:
                 refusal = "The step was done once more already."
             self._check_repeat(captured, refusal)
-            # State that the failed attempt has begun to create is dropped.
-            if not had_state:
-                optimizer.state.clear()
+            # State that the failed attempt has begun to create is dropped. New states come last.
+            for parameter in list(optimizer.state)[num_states:]:
+                del optimizer.state[parameter]
             self._micro_batcher.free_memory()
             is_repeated = True
 
@@ -117,3 +122,8 @@ class RepeatableOptimizer(StrategyOptimizer):
         split = self._micro_batcher.ask(event)
         if refusal or split is None or not split.parts:
             raise_with_advice(captured, event)
+
+
+def _state_values(optimizer: Optimizer, count: int) -> list[Any]:
+    """Return the values in the states of the first parameters that have one."""
+    return [value for state in islice(optimizer.state.values(), count) for value in state.values()]

@@ -1,5 +1,6 @@
 """An optimiser's step that runs out of memory, called directly."""
 
+from itertools import count
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,9 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
 from tests.support.contexts import training_context
+
+
+DOUBLE = torch.float64
 
 
 class Weight(L.LightningModule):
@@ -44,12 +48,83 @@ class Building(Adam):
         return super().step(closure)
 
 
+class Two(L.LightningModule):
+    """Two weights, of which one has no gradient yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = torch.nn.Parameter(torch.ones(2, dtype=DOUBLE))
+        self.new = torch.nn.Parameter(torch.ones(2, dtype=DOUBLE))
+        self.old.grad = torch.ones(2, dtype=DOUBLE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+
+def repeated_step(module: Any, optimizer: Any) -> RepeatableOptimizer:
+    context = training_context(module, optimizer, callbacks=[Repeats()])
+    micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+    return RepeatableOptimizer(StrategyOptimizer(optimizer), micro_batcher, lambda: 5)
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
+    """Let one call of a function of torch run out of memory."""
+    original = getattr(torch, name)
+    calls = count(1)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, name, function)
+
+
+# Memory runs out after the new step has been counted, and between the two averages of the new state.
+@pytest.mark.parametrize(
+    ("foreach", "old_steps", "name", "call"), [(True, False, "_foreach_lerp_", 1), (False, True, "zeros_like", 2)]
+)
+def test_state_that_a_parameter_first_gets_in_the_failed_step(
+    monkeypatch: pytest.MonkeyPatch, foreach: bool, old_steps: bool, name: str, call: int
+) -> None:
+    modules = [Two(), Two()]
+    optimizers = [Adam(module.parameters(), lr=0.1, foreach=foreach) for module in modules]
+    steps = [repeated_step(modules[0], optimizers[0]), optimizers[1]]
+    for module, step in zip(modules, steps, strict=True):
+        step.step()
+        module.new.grad = torch.ones(2, dtype=DOUBLE)
+        if not old_steps:
+            module.old.grad = None
+    optimizers[1].step()
+    fails_once(monkeypatch, name, call)
+    steps[0].step()
+    assert torch.equal(modules[0].new, modules[1].new)
+    assert torch.equal(modules[0].old, modules[1].old)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+class Amending(Adam):
+    """Runs out of memory after it has put something into a state that was there."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for state in self.state.values():
+            state["maximum"] = torch.zeros(2)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().step(closure)
+
+
+def test_state_with_a_new_key_is_a_change() -> None:
+    module = Two()
+    repeated = repeated_step(module, Amending(module.parameters()))
+    repeated.step()
+    with pytest.raises(torch.OutOfMemoryError, match="had changed something already"):
+        repeated.step()
+
+
 def test_state_that_the_first_attempt_made_is_dropped() -> None:
     module = Weight()
     optimizer = Building(module.parameters(), lr=0.1)
-    context = training_context(module, optimizer, callbacks=[Repeats()])
-    micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
-    repeated = RepeatableOptimizer(StrategyOptimizer(optimizer), micro_batcher, lambda: 5)
+    repeated = repeated_step(module, optimizer)
     with pytest.raises(torch.OutOfMemoryError, match="The step was done once more already"):
         repeated.step()
     # The second attempt found no state either, else it would have stepped from 7.
