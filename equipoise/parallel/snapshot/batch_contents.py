@@ -62,6 +62,8 @@ class BatchContents:
 def _containers_in(batch: Any) -> list[tuple[Any, list[Any]]]:
     """Return every mutable container in a batch, with its items."""
     containers = []
+    # A batch may contain itself.
+    seen = set()
     # The list grows while it is read.
     values = [batch]
     for value in values:
@@ -70,7 +72,8 @@ def _containers_in(batch: Any) -> list[tuple[Any, list[Any]]]:
             continue
         if isinstance(value, tuple):
             values.extend(value)
-        elif _is_mutable_container(value):
+        elif id(value) not in seen and _is_mutable_container(value):
+            seen.add(id(value))
             items = _items_of(value)
             containers.append((value, items))
             values.extend(items)

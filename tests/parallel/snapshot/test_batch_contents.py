@@ -106,3 +106,15 @@ def test_packed_sequences() -> None:
     batch.clear()
     contents.restore()
     assert batch["sequence"] is packed
+
+
+def test_a_batch_that_contains_itself() -> None:
+    batch: dict[str, Any] = {"x": [1]}
+    sample = Sample(torch.ones(1), label=batch)
+    batch["sample"] = sample
+    contents = BatchContents((batch,))
+    sample.label = None
+    batch["x"].pop()
+    batch.clear()
+    contents.restore()
+    assert (batch["x"], batch["sample"] is sample, sample.label is batch) == ([1], True, True)
