@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["Progress", "heard", "sending"]
@@ -30,7 +29,9 @@ _CHECKS = 8
 # Prefix of the names of threads in which steps and stages run.
 _COMPUTING = "equipoise-"
 # Seconds that a thread has to end: the process that serves the store may hang.
-_LEAVING = 10.0
+_LEAVING = 2.0
+# What errors say where TCP gave up: the store's process, or its machine, gave no answer. It may hang.
+_UNREACHABLE = ("timed out", "no route to host")
 
 
 class Progress:
@@ -88,7 +89,7 @@ def sending(store: Store, timeout: float, waits: Callable[[], bool]) -> Iterator
             store.add(_BEATS, 1)
 
     store.add(_BEATS, 1)
-    with _repeated(beat, timeout / _CHECKS):
+    with _repeated(beat, timeout / _CHECKS, threading.Event()):
         yield
 
 
@@ -100,32 +101,41 @@ def heard(store: Store, timeout: float) -> Iterator[None]:
         store: The store in which the main process counts its beats.
         timeout: Seconds to wait for a beat.
     """
-    beats = b""
-    checks_since = 0
+    ended = threading.Event()
+    # Of these, each thread writes its own.
+    beats = 0
+    seen = 0
+    looks_since = 0
 
-    def check() -> None:
-        nonlocal beats, checks_since
-        checks_since += 1
+    def read() -> None:
+        nonlocal beats
         try:
-            present = store.get(_BEATS)
-        except dist.DistStoreError:
-            # No answer for so long: what serves the store is in the process that hangs.
-            present = beats
-            checks_since = _CHECKS
-        if present != beats:
-            beats = present
-            checks_since = 0
-        elif checks_since >= _CHECKS:
+            # This does not wait for a first beat, as `get` would.
+            beats = store.add(_BEATS, 0)
+        except RuntimeError as error:
+            # Otherwise what serves the store has ended, so no beat can come.
+            if not any(sign in str(error).lower() for sign in _UNREACHABLE):
+                ended.set()
+            raise
+
+    def look() -> None:
+        nonlocal seen, looks_since
+        looks_since += 1
+        if beats != seen:
+            seen = beats
+            looks_since = 0
+        elif looks_since >= _CHECKS:
             _abort(timeout)
 
-    with _repeated(check, timeout / _CHECKS):
+    # No answer for so long: what serves the store is in the process that hangs. Then `read` does not return, as the
+    # store has no limit for its answers, so another thread looks.
+    with _repeated(read, timeout / _CHECKS, ended), _repeated(look, timeout / _CHECKS, ended):
         yield
 
 
 @contextlib.contextmanager
-def _repeated(function: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Call a function again and again during a block, in a thread."""
-    ended = threading.Event()
+def _repeated(function: Callable[[], None], seconds: float, ended: threading.Event) -> Iterator[None]:
+    """Call a function again and again during a block, in a thread, until the event is set."""
 
     def run() -> None:
         # An error means that the process which serves the store has ended, which is reported elsewhere.

@@ -3,12 +3,17 @@
 Each loop ends as soon as what it waits for is so, and never where that is wrong.
 """
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 from equipoise.extensions.pipeline.messaging import heartbeat
 from equipoise.extensions.pipeline.messaging.heartbeat import Progress
@@ -72,13 +77,81 @@ def test_beats_come_as_long_as_the_run_goes_on() -> None:
         while int(store.get("beats")) < 4:
             pass
     last = store.get("beats")
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert not heartbeat_threads()
     assert store.get("beats") == last
 
 
-def test_a_process_that_hears_no_beat_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    aborted = threading.Event()
-    monkeypatch.setattr(heartbeat, "_abort", lambda timeout: aborted.set())
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set in the place of an abort."""
+    event = threading.Event()
+    monkeypatch.setattr(heartbeat, "_abort", lambda timeout: event.set())
+    return event
+
+
+def test_a_process_that_hears_no_beat_is_aborted(aborted: threading.Event) -> None:
     store = HashStore()
     with heartbeat.sending(store, 120.0, lambda: False), heartbeat.heard(store, 0.01):
         assert aborted.wait(120)
+
+
+SERVER = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.add("beats", 1)
+print(store.port, flush=True)
+input()
+"""
+
+
+@contextmanager
+def served_store() -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
+    """A process that serves a store, and the store."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            yield process, TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+        finally:
+            process.kill()
+
+
+def heartbeat_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_a_store_that_gives_no_answer_is_a_main_process_that_hangs(aborted: threading.Event) -> None:
+    with served_store() as (process, store):
+        with heartbeat.heard(store, 1.0):
+            os.kill(process.pid, signal.SIGSTOP)
+            assert aborted.wait(60)
+        # Without answer a thread waits on, but it aborts nothing.
+        aborted.clear()
+        os.kill(process.pid, signal.SIGCONT)
+        for thread in heartbeat_threads():
+            thread.join(60)
+        assert not heartbeat_threads()
+        assert not aborted.is_set()
+
+
+def test_a_main_process_that_ended_is_reported_elsewhere(aborted: threading.Event) -> None:
+    with served_store() as (process, store), heartbeat.heard(store, 8.0):
+        threads = heartbeat_threads()
+        process.kill()
+        for thread in threads:
+            thread.join(120)
+        assert not heartbeat_threads()
+        assert not aborted.is_set()
+
+
+class Unreachable(HashStore):
+    """Its TCP connection gave up."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise DistNetworkError("Connection timed out")
+
+
+def test_a_connection_that_gave_up_is_a_main_process_that_hangs(aborted: threading.Event) -> None:
+    with heartbeat.heard(Unreachable(), 0.01):
+        assert aborted.wait(60)
