@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
@@ -126,7 +127,11 @@ class ProcessStep:
         except BaseException as error:
             if self._messenger.broken:
                 raise
-            self._fail(stage, error)
+            reason = StepError(
+                f"A stage returns a value that cannot be sent to another process: {error}. Let the network's blocks"
+                " exchange tensors, tuples, lists and dictionaries of them, cut elsewhere, or take engine='threads'."
+            )
+            self._fail(stage, reason)
             self._messenger.send(*way, self.failure)
 
     def _fail(self, stage: int, error: BaseException) -> None:

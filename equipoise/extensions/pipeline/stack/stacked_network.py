@@ -24,7 +24,7 @@ class StackedNetwork:
     """Cuts a network between layers, places it, and makes its stages.
 
     Args:
-        name: Its name in the user's module.
+        name: Name of the network in the user's module.
         options: Devices, schedule, micro-batches.
         stack: The layers between which the network is cut.
     """
@@ -44,7 +44,7 @@ class StackedNetwork:
 
         Args:
             network: The network.
-            name: Its name in the user's module.
+            name: Name of the network in the user's module.
             options: Devices, schedule, micro-batches.
         """
         stack = largest_stack(network)
