@@ -15,7 +15,6 @@ from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
 from tests.support.contexts import training_context
 
-
 DOUBLE = torch.float64
 
 

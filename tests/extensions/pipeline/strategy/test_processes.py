@@ -599,6 +599,39 @@ class HandsOnLocks(Model):
         self.net = Wrapped(self.net)
 
 
+class Sparse(nn.Module):
+    def forward(self, mask: Tensor) -> Tensor:
+        stay_whole(mask)
+        return mask.to_sparse()
+
+
+class Dense(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, words: Tensor, mask: Tensor) -> Any:
+        stay_whole(words)
+        return self.inner(words, mask.to_dense())
+
+
+class SparseBetween(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.sparse, self.dense = Sparse(), Dense(inner)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Any:
+        return self.dense(words, self.sparse(mask))
+
+
+class HandsOnSparse(Model):
+    """A sparse tensor passes between its stages, which no message takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = SparseBetween(self.net)
+
+
 class Lbfgs(Model):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
@@ -607,6 +640,11 @@ class Lbfgs(Model):
 def test_what_no_process_can_be_sent_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"Secret returns a lock, which may change"):
         fit(HandsOnLocks, processes(cut_before=["net.unpack"]))
+
+
+def test_a_tensor_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(StepError, match=r"cannot be sent to another process.*engine='threads'"):
+        fit(HandsOnSparse, processes(cut_before=["net.dense"]), num_sanity_val_steps=0)
 
 
 @pytest.mark.parametrize(
