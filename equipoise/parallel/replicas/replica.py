@@ -319,21 +319,7 @@ class Replica:
             tensors: A tensor for each of `buffers()`, in order.
         """
         slots = zip(self.buffer_slots, tensors, strict=True)
-        self._write_buffers([(copies, name, tensor) for (_, copies, name), tensor in slots])
-
-    def _write_buffers(self, entries: Sequence[tuple[Registered, str, Tensor]]) -> None:
-        """Copy values into registered buffers, which are made anew where there is none of that shape and dtype."""
-        targets = []
-        values = []
-        for registered, name, value in entries:
-            target = registered.get(name)
-            if target is None or target.shape != value.shape or target.dtype != value.dtype:
-                device = self.device if target is None else target.device
-                target = torch.empty_like(value, device=device)
-                registered[name] = target
-            targets.append(target.data)
-            values.append(value.data)
-        foreach.copy_(targets, values)
+        _write_buffers([(copies, name, tensor, self.device) for (_, copies, name), tensor in slots])
 
     def give_back(self) -> None:
         """Set the module's state to that of the copy, which computed in the module's place."""
@@ -344,14 +330,36 @@ class Replica:
                 foreach.copy_(self.sources, self.copies)
 
         # 2. Buffers, which may have another shape now.
-        present_slots = [slot for slot in self.buffer_slots if slot[1].get(slot[2]) is not None]
-        self._write_buffers([(sources, name, copies[name]) for sources, copies, name in present_slots])
+        entries = []
+        for sources, copies, name in self.buffer_slots:
+            copied = copies.get(name)
+            if copied is not None:
+                entries.append((sources, name, copied, sources[name].device))
+        _write_buffers(entries)
 
         # 3. Attributes that are shared.
         for attributes in self._attributes:
             for name, value in attributes.target.items():
                 if name not in attributes.overrides:
                     attributes.source[name] = value
+
+
+def _write_buffers(entries: Sequence[tuple[Registered, str, Tensor, torch.device]]) -> None:
+    """Copy values into registered buffers, which are made anew on a device where there is none of that shape and dtype.
+
+    Args:
+        entries: The dictionary, name, values and device of each buffer.
+    """
+    targets = []
+    values = []
+    for registered, name, value, device in entries:
+        target = registered.get(name)
+        if target is None or target.shape != value.shape or target.dtype != value.dtype:
+            target = torch.empty_like(value, device=device)
+            registered[name] = target
+        targets.append(target.data)
+        values.append(value.data)
+    foreach.copy_(targets, values)
 
 
 def _is_equal(value: Any, other: Any) -> bool:

@@ -400,6 +400,15 @@ def test_a_buffer_of_another_shape_follows() -> None:
     assert replicas[1].seen.shape == (5,)
 
 
+def test_a_buffer_that_a_copy_moved_comes_back_to_its_device() -> None:
+    module = Counting()
+    replicas = copies(module, 1)
+    replicas[1].seen = torch.empty(5, device=META)
+    replicas.refresh([0, 1])
+    assert replicas[1].seen.device == CPU
+    assert replicas[1].seen.tolist() == [0, 0]
+
+
 def test_buffers_are_copied_without_a_trace_in_graphs() -> None:
     """A graph that uses a copy's buffer outlives the next refresh, as when two forwards precede one backward."""
     module = nn.BatchNorm1d(2)
@@ -436,6 +445,9 @@ def test_a_copy_that_computed_in_the_modules_place_gives_back() -> None:
     replica["norm"].running_mean = None
     replicas.give_back(1)
     assert module["norm"].running_mean is not None
+    del module["count"]._buffers["seen"]
+    with pytest.raises(KeyError, match="seen"):
+        replicas.give_back(1)
 
 
 # Gradients
