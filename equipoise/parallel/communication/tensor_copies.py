@@ -27,29 +27,29 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
             if tensor.layout is torch.strided:
                 _copy(tensor, group)
             else:
-                _copy_sparse(tensor)
+                _copy_sparse(tensor, group)
 
 
-def _copy_sparse(tensor: Tensor) -> None:
+def _copy_sparse(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     source = tensor
     if source.layout is torch.sparse_coo:
         source = source.coalesce()
     members = dense_members(source)
     length = torch.tensor(len(members[-1]), device=tensor.device)
     own_length = int(length)
-    _copy(length)
+    _copy(length, group)
     if int(length) != own_length:
         raise StepError(
             f"A sparse tensor of shape {list(tensor.shape)} has {own_length} entries in one process and {int(length)}"
             " in the first one, but all receive the values of the first. Give it as many entries everywhere."
         )
     for member in members:
-        _copy(member)
+        _copy(member, group)
     if source is not tensor:
         tensor.copy_(source)
 
 
-def _copy(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def _copy(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     # The default group may exchange tensors on devices alone.
     if group is None and tensor.device.type == "cpu":
         group = host_group()
