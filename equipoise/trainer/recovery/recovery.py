@@ -44,6 +44,7 @@ class _Batch:
         contents: What the batch held before the step.
         count: The number of micro-batches. 0: the batch is left out.
         measure: Kind and size of the batch, if they are known.
+        size: The number of samples, if it is computed in micro-batches.
     """
 
     parts: Sequence[Any]
@@ -51,6 +52,7 @@ class _Batch:
     contents: BatchContents
     count: int = 1
     measure: Measure | None = None
+    size: int = 0
 
 
 @dataclass
@@ -163,6 +165,7 @@ class Recovery:
 
     def _run_batch(self, batch: _Batch) -> StepResult:
         if batch.count > 1:
+            batch.size = self._micro_batcher.size(batch.parts)
             return self._micro_batcher.run(self._step, batch.parts, batch.count)
         if batch.count == 1:
             return self._compute(batch.parts, True)
@@ -180,7 +183,7 @@ class Recovery:
         assert running is not None
         ends_window = is_last and window.ends and running is window.batches[-1]
         if self._step.in_micro_batches:
-            self._step.begin_micro_batch(self._micro_batcher.size(parts), self._micro_batcher.size(running.parts))
+            self._step.begin_micro_batch(self._micro_batcher.size(parts), running.size)
         return self._strategy.forward_backward(self._step, parts, ends_window)
 
     # After an error

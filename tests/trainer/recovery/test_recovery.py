@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
+from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 from tests.test_transparency import (
@@ -172,6 +173,35 @@ def test_bits_are_those_of_a_loop_by_hand(phase: str) -> None:
             optimizer.step()
     for expected, parameter in zip(module.parameters(), actual.parameters(), strict=True):
         assert torch.equal(expected, parameter)
+
+
+class Cuts(Callback):
+    """Wants a number of micro-batches."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int:
+        return self.parts
+
+
+def test_the_size_of_a_batch_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many micro-batches it has."""
+    found: list[int] = []
+    original = MicroBatcher.size
+
+    def size(self: MicroBatcher, parts: Any) -> int:
+        found.append(original(self, parts))
+        return found[-1]
+
+    monkeypatch.setattr(MicroBatcher, "size", size)
+    counts = []
+    for parts in (2, 8):
+        found.clear()
+        train(Mlp, OutOfMemory(failing=(0,)), sizes=[8], callbacks=(Cuts(parts),), max_epochs=1)
+        assert found.count(8 // parts) >= parts
+        counts.append(found.count(8))
+    assert counts[0] == counts[1]
 
 
 class Noisy(Mlp):
