@@ -55,4 +55,4 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
         if value is None:
             return
         alternative = ", or None"
-    raise ConfigurationError(f"{name} is a whole number from {least}{alternative}, not {value!r}.")
+    raise ConfigurationError(f"{name} must be an integer of at least {least}{alternative}, not {value!r}.")

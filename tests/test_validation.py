@@ -40,7 +40,7 @@ def test_messages() -> None:
     check_whole("n", 1, least=1)
     check_whole("n", None, least=1, optional=True)
     for value in (0, True, 1.0, None):
-        with pytest.raises(ConfigurationError, match=rf"^n is a whole number from 1, not {value!r}\.$"):
+        with pytest.raises(ConfigurationError, match=rf"^n must be an integer of at least 1, not {value!r}\.$"):
             check_whole("n", value, least=1)
-    with pytest.raises(ConfigurationError, match=r"^n is a whole number from 1, or None, not 0\.$"):
+    with pytest.raises(ConfigurationError, match=r"^n must be an integer of at least 1, or None, not 0\.$"):
         check_whole("n", 0, least=1, optional=True)

@@ -383,7 +383,7 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("strategy.micro_batches=0", "micro_batches is a whole number from 1, not 0"),
+        ("strategy.micro_batches=0", "micro_batches must be an integer of at least 1, not 0"),
         ("strategy.schedule=zero", "schedule must be one of 'gpipe', '1f1b'"),
         ("strategy.stages_per_device=3", "has one stage on each device, but stages_per_device=3"),
         ("strategy.cut_before=[layers.33]", "Did you mean 'layers.3'?"),

@@ -115,7 +115,7 @@ def test_an_event_in_a_sentence(changes: Any, sentence: str) -> None:
 
 @pytest.mark.parametrize("parts", [-1, True, 2.0, "2", None])
 def test_splits_that_cannot_be(parts: Any) -> None:
-    with pytest.raises(ConfigurationError, match="of a Split is a whole number from 0, not"):
+    with pytest.raises(ConfigurationError, match="of a Split must be an integer of at least 0, not"):
         Split(parts)
     with pytest.raises(ConfigurationError, match="grow_after of a Split"):
         Split(2, parts)

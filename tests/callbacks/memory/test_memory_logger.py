@@ -457,8 +457,8 @@ def test_a_second_fit_begins_anew() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps is a whole number from 1, not 0"),
-        ({"every_n_steps": True}, "every_n_steps is a whole number from 1, not True"),
+        ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, not 0"),
+        ({"every_n_steps": True}, "every_n_steps must be an integer of at least 1, not True"),
         ({"detail": "all"}, "detail must be 'devices' or 'modules', not 'all'"),
         ({"detail_steps": [1]}, "detail_steps=.1. goes with detail='modules'"),
         ({"detail": "modules", "detail_steps": ()}, "names at least one step"),

@@ -199,7 +199,7 @@ def test_an_average_of_one_member_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"members": 1}, "members is a whole number from 2"),
+        ({"members": 1}, "members must be an integer of at least 2"),
         ({"seeds": [1, 1], "members": 2}, "2 different numbers"),
         ({"seeds": [1], "members": 2}, "2 different numbers"),
         ({"factory": 3}, "factory must be a function"),

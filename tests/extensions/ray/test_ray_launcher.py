@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 
 RUN = [
-    (("launcher.workers=0",), "launcher.workers is a whole number from 1, not 0"),
+    (("launcher.workers=0",), "launcher.workers must be an integer of at least 1, not 0"),
     (("launcher.gpus_per_worker=-1",), "launcher.gpus_per_worker must be a number from 0"),
-    (("launcher.max_failures=-2",), "launcher.max_failures is a whole number from -1"),
-    (("launcher.every_n_train_steps=0",), "launcher.every_n_train_steps is a whole number from 1"),
+    (("launcher.max_failures=-2",), "launcher.max_failures must be an integer of at least -1"),
+    (("launcher.every_n_train_steps=0",), "launcher.every_n_train_steps must be an integer of at least 1"),
     (("launcher.worker=2",), "did you mean 'launcher.workers'?"),
     (("trainer.devices=2",), "contradicts trainer.devices=2"),
 ]

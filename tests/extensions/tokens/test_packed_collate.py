@@ -151,7 +151,7 @@ def test_flex_attention_with_documents() -> None:
     [
         (lambda: PackedCollate(attention="flash"), None, "attention is one of mask, boolean, positions, documents"),  # type: ignore[arg-type]
         (lambda: PackedCollate(8, pad_to=6), None, "Rows of max_tokens=8 tokens do not fit into pad_to=6"),
-        (lambda: PackedCollate(0), None, "max_tokens is a whole number from 1, or None"),
+        (lambda: PackedCollate(0), None, "max_tokens must be an integer of at least 1, or None"),
         (lambda: PackedCollate(2), [[1, 2, 3]], "A sequence of 3 tokens does not fit into a row of 2"),
         (PackedCollate, [{"input_ids": [1, 2], "label": 1}], "'label' has the shape []"),
         (PackedCollate, [{"tokens": [1, 2]}], "needs 'input_ids' in each sample, but one has 'tokens'"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from equipoise import PackedCollate, TokenBatchSampler, predict_memory
+from equipoise import ConfigurationError, PackedCollate, TokenBatchSampler, predict_memory
 from equipoise.extensions.planning.command import command as command_module
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
@@ -162,7 +162,8 @@ def test_batches_that_are_planned() -> None:
     assert row.budget is None
     # 4. Other loaders.
     assert shapes(DataLoader(torch.zeros(9, 2), batch_size=4)) == [[4, 2]]
-    assert planned_batches([]).batches == []
+    with pytest.raises(ConfigurationError, match="the loader is empty"):
+        planned_batches([])
 
 
 class Sums(nn.Module):

@@ -178,7 +178,7 @@ def test_a_wrong_deal_is_refused() -> None:
         ([1], {"padded": False, "row_tokens": 4, "allow_longer": True}, "allow_longer=True has no use with row_tokens"),
         ([1], {"row_tokens": 4}, "row_tokens=4 needs padded=False, and max_tokens from 4"),
         ([1], {"spread": -1}, "spread is a share from 0"),
-        ([1], {"max_samples": 0}, "max_samples is a whole number from 1, or None"),
+        ([1], {"max_samples": 0}, "max_samples must be an integer of at least 1, or None"),
     ],
 )
 def test_wrong_arguments(lengths: Any, options: dict[str, Any], text: str) -> None:

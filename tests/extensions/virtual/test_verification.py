@@ -274,7 +274,9 @@ def test_digests_of_sparse_tensors(layout: torch.layout) -> None:
 def test_what_is_refused() -> None:
     for value in (-1, 0.5, True, None):
         refuses(
-            lambda value=value: VirtualDevicesStrategy(verify=value), "verify is a whole number from 0", repr(value)
+            lambda value=value: VirtualDevicesStrategy(verify=value),
+            "verify must be an integer of at least 0",
+            repr(value),
         )
     with pytest.raises(StepError, match="cannot be pickled"):
         packed_parts({0: Part([torch.ones(2), threading.Lock()], 2)}, *REASON)

@@ -175,5 +175,5 @@ def test_how_many_stages_a_device_has():
     with pytest.raises(ConfigurationError, match="'looped_bfs' needs at least 2 stages on each device"):
         check_stages("looped_bfs", 1)
     for wrong in (0, -1, 2.0, True, "2"):
-        with pytest.raises(ConfigurationError, match="stages_per_device is a whole number from 1, not "):
+        with pytest.raises(ConfigurationError, match="stages_per_device must be an integer of at least 1, not "):
             check_stages("looped_bfs", wrong)

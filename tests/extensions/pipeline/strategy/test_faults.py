@@ -219,10 +219,10 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"micro_batches": 0}, "micro_batches is a whole number from 1, not 0"),
-        ({"micro_batches": "x"}, "micro_batches is a whole number from 1, not 'x'"),
-        ({"micro_batches": 2.5}, "micro_batches is a whole number from 1, not 2.5"),
-        ({"micro_batches": True}, "micro_batches is a whole number from 1, not True"),
+        ({"micro_batches": 0}, "micro_batches must be an integer of at least 1, not 0"),
+        ({"micro_batches": "x"}, "micro_batches must be an integer of at least 1, not 'x'"),
+        ({"micro_batches": 2.5}, "micro_batches must be an integer of at least 1, not 2.5"),
+        ({"micro_batches": True}, "micro_batches must be an integer of at least 1, not True"),
         ({"cut_before": "net.2"}, "cut_before takes a list of names"),
         ({"cut_before": [2]}, "cut_before takes a list of names"),
         ({"speeds": [1, 0]}, "speeds are numbers above 0"),

@@ -401,7 +401,7 @@ def test_statistics_over_replicas_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "devices", "message"),
     [
-        ({"replicas": 0}, 4, "replicas is a whole number from 1"),
+        ({"replicas": 0}, 4, "replicas must be an integer of at least 1"),
         ({"replicas": 2, "engine": "threads"}, 4, "replicas are for engine='processes'"),
         ({"replicas": 3}, 4, "replicas=3 need as many devices each, at least 2, but there are 4 devices. Give 6"),
         ({"replicas": 4}, 4, "take 'ddp'"),
