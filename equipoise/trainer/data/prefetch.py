@@ -5,8 +5,10 @@ meanwhile. On a stream of its own the copy of that batch begins immediately. Not
 checkpoints and repeated steps see what they see without it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -26,6 +28,10 @@ _LEAST_BYTES = 1 << 16
 # The same in pinned memory, whose copy never waits: a smaller one takes the device less time than a second stream takes
 # the host. An estimate.
 _LEAST_PINNED_BYTES = 1 << 20
+# Exact types, since a subclass may do anything when it is made. First, what is in most batches.
+_VALUES = frozenset({str, int, float, bool, type(None), bytes, torch.Size})
+_PLAIN = frozenset({tuple, list, dict})
+_MAPPINGS = frozenset({OrderedDict, UserDict, defaultdict})
 
 
 def copy_batch(batch: Any, device: torch.device) -> Any:
@@ -83,29 +89,20 @@ class Prefetch:
         if device.type != "cuda":
             return copy_batch(batch, device)
         # 1. Batches of which only their own classes know how they are copied.
-        movable: list[Any] = []
-        apply_to_collection(batch, _Movable, movable.append)
-        kinds = [type(value) for value in movable if not isinstance(value, Tensor)]
-        if kinds:
-            name = f"{kinds[0].__module__}.{kinds[0].__qualname__}"
+        tensors: list[Tensor] = []
+        foreign = _collect(batch, tensors)
+        if foreign is not None:
+            name = f"{foreign.__module__}.{foreign.__qualname__}"
             self._report(f"the copy of a {name} in a batch is a matter of its class")
             return copy_batch(batch, device)
         # 2. Batches that gain nothing.
-        tensors = list(filter(_may_be_copied, movable))
         if not self._gains(tensors):
             return copy_batch(batch, device)
         # 3. All others. A tensor that occurs twice has two copies, as it has without prefetch.
         copies = self._copies(tensors, device)
         if copies is None:
             return copy_batch(batch, device)
-        remaining = iter(copies)
-
-        def place(tensor: Tensor) -> Tensor:
-            if _may_be_copied(tensor):
-                return next(remaining)
-            return to_device(tensor, device)
-
-        return apply_to_collection(batch, Tensor, place)
+        return _with_copies(batch, iter(copies), device)
 
     def _gains(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a stream of its own is worth its time for these tensors."""
@@ -141,11 +138,63 @@ class Prefetch:
             rank_zero_info(f"prefetch is off: {reason}.")
 
 
-@runtime_checkable
-class _Movable(Protocol):
-    """An object with a method for its copy, as tensors have it."""
+def _collect(value: Any, tensors: list[Tensor]) -> type | None:
+    """Append the tensors that may be copied, in order; return the first type whose copy is a matter of its own."""
+    kind = type(value)
+    if kind in _VALUES or isinstance(value, Tensor):
+        if _may_be_copied(value):
+            tensors.append(value)
+        return None
+    items = _items_of(value)
+    if kind not in _PLAIN and callable(getattr(kind, "to", None)):
+        return kind
+    if items is None:
+        # Lightning goes into these, too, and calls their classes. A text is a sequence of texts.
+        is_foreign = isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes))
+        return kind if is_foreign else None
+    for item in items:
+        foreign = _collect(item, tensors)
+        if foreign is not None:
+            return foreign
+    return None
 
-    def to(self, device: torch.device) -> Any: ...
+
+def _with_copies(value: Any, copies: Iterator[Tensor], device: torch.device) -> Any:
+    """Return a batch with copies in place of the tensors that `_collect` has appended."""
+    kind = type(value)
+    if kind in _VALUES:
+        return value
+    if isinstance(value, Tensor):
+        return next(copies) if _may_be_copied(value) else to_device(value, device)
+    items = _items_of(value)
+    if items is None:
+        return value
+    if kind not in _PLAIN and not _is_named_tuple(kind):
+        return apply_to_collection(value, Tensor, lambda tensor: _with_copies(tensor, copies, device))
+    values = [_with_copies(item, copies, device) for item in items]
+    if kind is dict:
+        return dict(zip(value, values, strict=True))
+    if kind is list:
+        return values
+    # A named tuple takes its fields as arguments.
+    return tuple(values) if kind is tuple else kind(*values)
+
+
+def _items_of(value: Any) -> Any:
+    """Return the items of a container that can be made again without code of its class; None for anything else."""
+    kind = type(value)
+    if kind is dict or kind in _MAPPINGS:
+        return value.values()
+    if kind in _PLAIN or _is_named_tuple(kind):
+        return value
+    if is_dataclass(kind):
+        # Lightning copies the others with the object, as they are.
+        return [getattr(value, field.name) for field in fields(kind) if field.init]
+    return None
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
 
 
 def _may_be_copied(tensor: Tensor) -> bool:

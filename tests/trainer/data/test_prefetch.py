@@ -102,6 +102,46 @@ def test_containers_are_those_of_the_plain_copy(name: str, copies: list[Tensor])
     assert len(copies) == len(list(tensors_in(expected)))
 
 
+class Points(list[Tensor]):
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.total = sum(len(each) for each in items)
+
+
+class Counted(dict[str, Tensor]):
+    """A mapping with a constructor of its own."""
+
+
+@pytest.mark.parametrize("own", [Points([tensor()]), Counted(x=tensor())], ids=["sequence", "mapping"])
+def test_containers_with_classes_of_the_user_are_copied_plainly(
+    own: Any, copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "copy_batch", lambda batch, device: batch)
+    batch = {"own": own, "x": tensor()}
+    with pytest.warns(UserWarning, match=f"the copy of a .*{type(own).__name__} in a batch is a matter of its class"):
+        assert Prefetch(True).copier([CUDA])(batch, CUDA) is batch
+    assert not copies
+
+
+def test_a_batch_that_gains_nothing_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rebuild(*_: Any) -> None:
+        raise AssertionError("The batch is made again.")
+
+    monkeypatch.setattr(prefetch, "apply_to_collection", rebuild)
+    monkeypatch.setattr(prefetch, "copy_batch", lambda batch, device: batch)
+    batch = OrderedDict(x=Sample(tensor()), y="name")
+    assert Prefetch("auto").copier([CUDA])(batch, CUDA) is batch
+
+
+def test_plain_containers_are_made_once_and_without_lightning(
+    copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(prefetch, "apply_to_collection")
+    result = Prefetch(True).copier([CUDA])({"x": tensor(), "pair": Pair(["name", 1], (tensor(2),))}, CUDA)
+    assert result["x"] is copies[0]
+    assert result["pair"].y[0] is copies[1]
+
+
 @pytest.mark.parametrize("value", [nn.Parameter(tensor()), tensor().requires_grad_(), tensor().to_sparse()])
 def test_tensors_whose_copy_is_more_than_their_values(
     value: Tensor, copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
