@@ -151,7 +151,9 @@ def _collect(value: Any, tensors: list[Tensor]) -> type | None:
     if items is None:
         # Lightning goes into these, too, and calls their classes. A text is a sequence of texts.
         is_foreign = isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes))
-        return kind if is_foreign else None
+        if is_foreign:
+            return kind
+        return None
     for item in items:
         foreign = _collect(item, tensors)
         if foreign is not None:
@@ -165,7 +167,9 @@ def _with_copies(value: Any, copies: Iterator[Tensor], device: torch.device) -> 
     if kind in _VALUES:
         return value
     if isinstance(value, Tensor):
-        return next(copies) if _may_be_copied(value) else to_device(value, device)
+        if _may_be_copied(value):
+            return next(copies)
+        return to_device(value, device)
     items = _items_of(value)
     if items is None:
         return value
@@ -176,8 +180,10 @@ def _with_copies(value: Any, copies: Iterator[Tensor], device: torch.device) -> 
         return dict(zip(value, values, strict=True))
     if kind is list:
         return values
+    if kind is tuple:
+        return tuple(values)
     # A named tuple takes its fields as arguments.
-    return tuple(values) if kind is tuple else kind(*values)
+    return kind(*values)
 
 
 def _items_of(value: Any) -> Any:
