@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_overridden
@@ -440,29 +440,35 @@ def _may_draw_other_batches(batch_sampler: Any) -> bool:
     return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
 
 
-class _FirstDrawn:
-    """The batches that a batch sampler of the user draws first, in every pass, also in a resumed run.
+class _FirstDrawn(Sampler[Any]):
+    """A batch sampler of the user, of which every pass has the batches of the first, also in a resumed run.
 
-    Neither the number of an epoch nor the state of a generator reaches the sampler.
+    It is not held as `sampler`: that receives the number of each epoch, and its generator is restored.
+
+    Attributes:
+        generator: Its generator as it was before the first pass, if it has one. A resumed run restores it.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler = sampler
-        self._alike = DrawnAlike(sampler, seed)
+        self._drawn_from = DrawnAlike(sampler, seed)
+        self._own = getattr(sampler, "generator", None)
+        self.generator: torch.Generator | None = None
+        if isinstance(self._own, torch.Generator):
+            self.generator = self._own.clone_state()
+        if hasattr(sampler, "planned_batches"):
+            self.planned_batches = sampler.planned_batches
         self._drawing: Iterator[Any] | None = None
         self._batches: list[Any] = []
 
-    @property
-    def planned_batches(self) -> Any:
-        """The sampler's own."""
-        return self._sampler.planned_batches
-
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self._drawn_from)
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawing is None:
-            self._drawing = iter(self._alike)
+            self._drawn_from.set_epoch(0)
+            if self.generator is not None:
+                self._own.set_state(self.generator.get_state())
+            self._drawing = iter(self._drawn_from)
         # Not all at once: some samplers have no end.
         for index in itertools.count():
             if index == len(self._batches):

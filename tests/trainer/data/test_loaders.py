@@ -1,5 +1,6 @@
 """Loaders: where they come from, how many batches they give, who draws which random numbers."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -286,11 +287,11 @@ class Shuffling(Sampler[list[int]]):
             yield torch.randint(8, (2,)).tolist()
 
 
-class ByEpoch:
-    """Batches in an order of each epoch."""
+class Ordered(Sampler[list[int]]):
+    """Batches in an order of the epoch, or of a generator of its own."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator, self.epoch = generator, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -299,39 +300,21 @@ class ByEpoch:
         return 4
 
     def __iter__(self) -> Iterator[list[int]]:
-        numbers = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch))
-        return iter(numbers.view(4, 2).tolist())
+        generator = self.generator or torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(8, generator=generator).view(4, 2).tolist()
 
 
-class ByGenerator(ByEpoch):
-    """Batches in an order that a generator draws; which data set was named is noted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-        self.datasets: list[Any] = []
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(torch.randperm(8, generator=self.generator).view(4, 2).tolist())
-
-    def check_dataset(self, dataset: Any) -> None:
-        self.datasets.append(dataset)
-
-    def planned_batches(self) -> list[list[int]]:
-        return [[0, 1]]
+# Resumed runs have generators of their own.
+SEEDS = itertools.count()
+BATCH_SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "of torch": lambda data: BatchSampler(RandomSampler(data), 2, drop_last=False),
+    "of the user": lambda data: Shuffling(),
+    "by epoch": lambda data: Ordered(),
+    "by its generator": lambda data: Ordered(torch.Generator().manual_seed(next(SEEDS))),
+}
 
 
-def test_overfitting_hides_no_optional_method_of_a_batch_sampler() -> None:
-    data, sampler = TensorDataset(torch.ones(8, 2)), ByGenerator()
-    with pytest.warns(UserWarning, match="ByGenerator draws first are repeated"):
-        chosen = loaders_of(DataLoader(data, batch_sampler=sampler), 2, overfit=True)  # type: ignore[arg-type]
-    assert sampler.datasets == [data]
-    assert chosen.flat[0].batch_sampler.planned_batches() == [[0, 1]]
-    without = loaders_of(DataLoader(data, batch_sampler=Shuffling()), 2, overfit=True)
-    assert not hasattr(without.flat[0].batch_sampler, "planned_batches")
-
-
-@pytest.mark.parametrize("kind", ["of torch", "of the user", "by epoch", "by a generator"])
+@pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_path: Path) -> None:
     class Module(Small):
         epochs: list[list[Any]]
@@ -345,13 +328,7 @@ def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_pat
 
     def fit(epochs: int, ckpt_path: Path | None = None) -> list[list[Any]]:
         data = TensorDataset(torch.arange(16.0).view(8, 2))
-        samplers = {
-            "of torch": BatchSampler(RandomSampler(data), 2, drop_last=False),
-            "of the user": Shuffling(),
-            "by epoch": ByEpoch(),
-            "by a generator": ByGenerator(),
-        }
-        batch_sampler: Any = samplers[kind]
+        batch_sampler = BATCH_SAMPLERS[kind](data)
         module, run = Module(), trainer(overfit_batches=3, max_epochs=epochs)
         run.fit(module, DataLoader(data, batch_sampler=batch_sampler), ckpt_path=ckpt_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
@@ -361,6 +338,24 @@ def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_pat
     assert len(first) == 3
     assert others == [first] * 2
     assert fit(4, tmp_path / "x.ckpt") == [first]
+
+
+def test_overfitting_calls_the_optional_methods_of_a_batch_sampler() -> None:
+    checked = []
+
+    class Checking(Ordered):
+        def check_dataset(self, dataset: Any) -> None:
+            checked.append(dataset)
+
+        def planned_batches(self) -> list[Any]:
+            return [([0, 1], None)]
+
+    data = TensorDataset(torch.arange(8.0))
+    read: Any = loaders_of(DataLoader(data, batch_sampler=Checking()), 2, overfit=True).flat[0].batch_sampler
+    assert checked == [data]
+    assert read.planned_batches() == [([0, 1], None)]
+    read = loaders_of(DataLoader(data, batch_sampler=Ordered()), 2, overfit=True).flat[0].batch_sampler
+    assert not hasattr(read, "planned_batches")
 
 
 def test_overfitting_says_that_it_does_not_shuffle() -> None:
