@@ -451,7 +451,7 @@ class _FirstDrawn(Sampler[Any]):
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._drawn_from = DrawnAlike(sampler, seed)
-        self._own = getattr(sampler, "generator", None)
+        self._own: Any = getattr(sampler, "generator", None)
         self.generator: torch.Generator | None = None
         if isinstance(self._own, torch.Generator):
             self.generator = self._own.clone_state()
