@@ -177,8 +177,8 @@ def test_another_number_of_parts_is_another_run() -> None:
 
 
 def test_what_is_refused() -> None:
-    refuses(lambda: VirtualDevicesStrategy(count=0), "count is a whole number")
-    refuses(lambda: VirtualDevicesStrategy(threads=0), "threads is a whole number")
+    refuses(lambda: VirtualDevicesStrategy(count=0), "count must be an integer of at least")
+    refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be an integer of at least")
     refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
     refuses(lambda: VirtualDevicesStrategy(shares=[1, 0]), "shares must be a number above 0")
     refuses(lambda: run(Noisy, 2, shares=[1, 2, 3]), "3 numbers for 2 devices")

@@ -58,7 +58,7 @@ def test_a_mistyped_hook_of_a_module():
 
 def test_a_script_that_an_installed_program_runs(monkeypatch):
     """Its classes are in `__main__`, whose file is that of the program."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/lib/site-packages/runner/worker.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/lib/site-packages/runner/worker.py", raising=False)
     kind = mistyped()
     monkeypatch.setattr(kind, "__module__", "__main__")
     assert len(fit(kind())) == 1
