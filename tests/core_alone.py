@@ -13,7 +13,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTENSIONS = ("equipoise/extensions", "tests/extensions", "examples/ensemble/tests", "examples/extension/tests")
+EXTENSIONS = (
+    "equipoise/extensions",
+    "tests/extensions",
+    "examples/ensemble/tests",
+    "examples/extension/tests",
+    "examples/finetune_lora/tests",
+    "examples/finetune_transformers/tests",
+)
 OPTIONS = ["-n", "2", "--dist", "worksteal", "-m", "not slow", "-q"]
 
 

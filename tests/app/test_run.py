@@ -409,6 +409,7 @@ def elsewhere():
     files.pseudo_dirs[:] = [""]
 
 
+@pytest.mark.whole_package
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_run_elsewhere(project, equipoise, elsewhere):
     """All files of a run, its continuation, its evaluation and its predictions."""

@@ -24,13 +24,16 @@ def _loaded(folder: str, *names: str) -> Iterator[dict[str, ModuleType]]:
     threads, loggers = torch.get_num_threads(), [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     path = [str(BENCHMARKS / folder), *sys.path]
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", path):
-        yield {name: import_module(name) for name in names}
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    for name in names:
-        del sys.modules[name]
-    torch.set_num_threads(threads)
+    try:
+        with mock.patch.dict(os.environ), mock.patch.object(sys, "path", path):
+            yield {name: import_module(name) for name in names}
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        # Also where one of them cannot be imported: another folder has scripts of the same names.
+        for name in names:
+            sys.modules.pop(name, None)
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
