@@ -83,7 +83,9 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
 
     # 2. The run and its results.
     shared = shared_objects(parts, request)
-    results = _launch(parts, request, partial(_carry_out, parts, request, partial(collect, parts, shared)), shared)
+    collect_results = partial(collect, parts, shared)
+    carry_out = partial(_carry_out, parts, request, collect_results)
+    results = _launch(parts, request, carry_out, shared)
     if results.process != this_process():
         parts.begin_run(make_context(parts, request))
     return apply_results(parts, shared, results)

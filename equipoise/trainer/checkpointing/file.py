@@ -238,7 +238,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
     check_is_file(path)
     path_text = os.fspath(path)
     with explaining_reads(path, weights_only=weights_only), get_filesystem(path_text).open(path_text, "rb") as file:
-        checkpoint: dict[str, Any] = _read_data(file, values=values) if weights_only else _read_objects(file)
+        checkpoint: dict[str, Any]
+        if weights_only:
+            checkpoint = _read_data(file, values=values)
+        else:
+            checkpoint = _read_objects(file)
     check_contents(checkpoint, path)
     return checkpoint
 

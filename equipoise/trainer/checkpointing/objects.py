@@ -94,7 +94,10 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
 def _listed(objects: dict[str, str]) -> str:
     """Return the first objects as a text: places and classes."""
     # "['callbacks']['mine']" is shown as "'callbacks'['mine']".
-    texts = [f"{place.removeprefix('[').replace(']', '', 1)} ({name})" for place, name in objects.items()]
+    texts = []
+    for place, name in objects.items():
+        shown_place = place.removeprefix("[").replace("]", "", 1)
+        texts.append(f"{shown_place} ({name})")
     more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""
     return ", ".join(texts[:_MOST_LISTED]) + more
 

@@ -131,7 +131,9 @@ def _integers(batch: Any) -> str | None:
     for path, tensor in entries_of(batch):
         is_integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
         if tensor.numel() and is_integral:
-            ranges.append(f"batch{path} from {int(tensor.min())} to {int(tensor.max())}")
+            least = int(tensor.min())
+            most = int(tensor.max())
+            ranges.append(f"batch{path} from {least} to {most}")
     if not ranges:
         return None
     return f"Integers in the batch: {'; '.join(ranges[:_MOST_ENTRIES])}. Labels must lie below the number of classes."

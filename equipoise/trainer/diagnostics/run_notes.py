@@ -39,7 +39,8 @@ def add_run_notes(error: BaseException) -> None:
             error.add_note(note)
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     # The message of an error of a worker process contains its traceback.
-    is_in_collate = "collate" in message or any(frame.f_code.co_name.startswith("collate") for frame in frames)
+    functions = [frame.f_code.co_name for frame in frames]
+    is_in_collate = "collate" in message or any(name.startswith("collate") for name in functions)
     if "stack expects each tensor to be equal size" in message and is_in_collate:
         error.add_note(
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"

@@ -42,7 +42,8 @@ class LogAgreement:
         Raises:
             StepError: In all processes, if values differ.
         """
-        live = [entry for entry in collection.entries.values() if entry.live and entry.dataloader_idx == dataloader_idx]
+        of_loader = [entry for entry in collection.entries.values() if entry.dataloader_idx == dataloader_idx]
+        live = [entry for entry in of_loader if entry.live]
         names: dict[int, str] = {}
         if any(entry.metric is not None for entry in live):
             names = {id(metric): name for name, metric in named_metrics(self.module).items()}

@@ -94,7 +94,8 @@ class RepeatableOptimizer(StrategyOptimizer):
             # Without versions everything counts as changed.
             refusal = ""
             # Objects are compared as well: the step may have put others into the state.
-            same = list(map(id, _state_values(optimizer, num_states))) == list(map(id, values))
+            values_now = _state_values(optimizer, num_states)
+            same = list(map(id, values_now)) == list(map(id, values))
             if not same or versions_before is None or versions(tensors) != versions_before:
                 refusal = "The step had changed something already, so it cannot be done again."
             elif is_repeated:

@@ -228,8 +228,11 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
     argument = devices
     if isinstance(devices, str):
         try:
-            # With a comma, indices.
-            argument = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
+            if "," in devices:
+                parts = filter(str.strip, devices.split(","))
+                argument = [int(part) for part in parts]
+            else:
+                argument = int(devices)
         except ValueError:
             raise ConfigurationError(problem) from None
 

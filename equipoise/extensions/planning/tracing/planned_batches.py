@@ -61,7 +61,10 @@ def planned_batches(loader: Any) -> PlannedBatches:
         row_tokens = []
     else:
         named = name_batches()
-        batches = [loader.collate_fn([loader.dataset[index] for index in samples]) for samples, _ in named]
+        batches = []
+        for indices, _ in named:
+            samples = [loader.dataset[index] for index in indices]
+            batches.append(loader.collate_fn(samples))
         row_tokens = [tokens for _, tokens in named if tokens is not None]
     if not batches:
         raise empty_loader()
