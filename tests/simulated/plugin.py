@@ -19,12 +19,14 @@ pytest_plugins = ["tests.simulated.as_gpus"]
 
 _PIPELINE = "tests/extensions/pipeline/strategy"
 _REPLICATED = "tests/strategies/replicated"
+_NO_SPARSE = "the simulation has no sparse tensors"
 _IN_ORDER = "expects the parts of a batch in order, but devices compute them at the same time"
 
 # Tests that cannot pass on simulated devices, each with the reason. They are deselected. A name without parameters
 # stands for all cases of a test.
 ON_OTHER_DEVICES_ONLY = {
-    f"{_PIPELINE}/test_pipeline.py::test_sparse_gradients": "the simulation has no sparse tensors",
+    f"{_PIPELINE}/test_pipeline.py::test_sparse_gradients": _NO_SPARSE,
+    f"{_PIPELINE}/test_processes.py::test_a_tensor_that_cannot_be_sent_is_named": _NO_SPARSE,
     f"{_PIPELINE}/test_pipeline.py::test_optimizers_and_schedulers[ByLbfgs]": (
         "LBFGS needs all parameters on one device, and is refused where there are several"
     ),
