@@ -69,10 +69,10 @@ class Backward:
         if type(strategy).collect_gradients is not Strategy.collect_gradients:
             self._collect = hooks.wrapped(strategy.collect_gradients, hooks.action_of_strategy("collect_gradients"))
 
-        # 2. Whether the backward is the tensor's own, of a loss that no hook sees.
+        # 2. Whether the backward is the tensor's own.
         is_default = type(strategy).backward is Strategy.backward and not hooks.is_profiled
         self._plain_backward = hooks.wrapped(run_backward, action)
-        self._is_plain = is_default and not self._shows_loss and self._scaler is None
+        self._is_plain = is_default and self._user_backward is None and self._scaler is None
         self._is_followed = self._collect is not None or self._after is not None
 
         # 3. Seeds by share, dtype and device; the last one is mostly the next one, too.
@@ -87,7 +87,12 @@ class Backward:
             share: Its factor in the window; None stands for 1.
             parts: The nominal number of parts of the window.
         """
-        # 1. The tensor's own backward, with the seed of the last part if it is the same.
+        # 1. The share enters the loss if a hook or the user's `backward` sees it.
+        if self._shows_loss and share is not None:
+            loss = _shared(loss, share, parts)
+            share = None
+
+        # 2. The tensor's own backward, with the seed of the last part if it is the same.
         if self._is_plain and not loss.ndim and loss.is_floating_point():
             if share is None:
                 share = 1.0
@@ -95,6 +100,8 @@ class Backward:
             is_same_share = type(share) is float and share == last_share
             if not is_same_share or dtype is not loss.dtype or device != loss.device or is_changed(seed):
                 seed = self._seed(loss, share)
+            if self._before is not None:
+                self._before(loss)
             try:
                 self._plain_backward(loss, seed)
             except RuntimeError as error:
@@ -104,18 +111,13 @@ class Backward:
                 self._follow()
             return
 
-        # 2. The backward with its hooks.
+        # 3. Any other backward.
         arguments: tuple[Tensor, ...] = ()
         if share is not None:
             # Torch accepts a seed for each element of a loss that is no scalar.
             if loss.ndim:
                 _check_scalar(loss)
-            if not self._shows_loss:
-                arguments = (self._seed(loss, share),)
-            elif isinstance(share, float) and share == 1 / parts:
-                loss = loss / parts
-            else:
-                loss = loss * share
+            arguments = (self._seed(loss, share),)
         self._run(loss, arguments, {})
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -180,6 +182,15 @@ class Backward:
                 self._seeds[key] = seed
         self._last_seed = _Seed(share, loss.dtype, loss.device, seed)
         return seed
+
+
+def _shared(loss: Tensor, share: float | Tensor, parts: int) -> Tensor:
+    """Return the share of a loss in its window; see `Backward.__call__`."""
+    if loss.ndim:
+        _check_scalar(loss)
+    if isinstance(share, float) and share == 1 / parts:
+        return loss / parts
+    return loss * share
 
 
 def _check_scalar(loss: Tensor) -> None:
