@@ -122,7 +122,7 @@ class Precision:
 
     @property
     def widens(self) -> bool:
-        """Whether the conversion of a module rounds no value: that to float64."""
+        """True if the conversion of a module rounds no value: that to float64."""
         return self._dtype is torch.float64
 
     def convert_module(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What extensions decide before a run: the strategy that "auto" means, and searches that callbacks ask for."""
+"""Decisions of extensions before a run: the strategy that "auto" means, and searches that callbacks ask for."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an ensemble needs during a run alone."""
+"""State of an ensemble that exists during a run only."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ __all__ = ["Format", "Quantize", "QuantizedLinear", "quantized_layers"]
 
 
 class Format(Protocol):
-    """How a weight is stored."""
+    """Format in which a weight is stored."""
 
     def values(self, weight: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
         """Return the weight as floats.

@@ -1,4 +1,4 @@
-"""What all processes do if one of them has a reason: end after the same batch, save together, fail together.
+"""Actions that all processes take if one of them has a reason: end after the same batch, save, or fail together.
 
 After a signal:
 

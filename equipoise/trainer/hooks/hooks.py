@@ -122,7 +122,7 @@ class Hooks:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether a callback copies the weights, as averages of them do."""
+        """True if a callback copies the weights, as averages of them do."""
         return any(map(copies_weights, self.callbacks))
 
     # Hooks that are bound once and called often
@@ -347,7 +347,7 @@ class Hooks:
         return self.wrapped(profiled, action)
 
     def wrapped(self, method: Hook, action: str) -> Hook:
-        """Return what `Callback.wrap_call` puts in the place of a function, by its name in a profile."""
+        """Return a function as `Callback.wrap_call` of each callback wraps it, by its name in a profile."""
         for callback in self.callbacks:
             # An object that merely looks like a callback, such as a mock, would return anything.
             if isinstance(callback, Callback):

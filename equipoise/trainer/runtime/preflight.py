@@ -39,7 +39,7 @@ _REMOVED = {
 
 
 class _Entry(NamedTuple):
-    """What an entry point needs: the stage of its loaders, methods of the module; and the steps that it may run."""
+    """Needs of an entry point: the stage of its loaders, methods of the module; and the steps that it may run."""
 
     stage: str
     needed: tuple[str, ...]

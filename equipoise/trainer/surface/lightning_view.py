@@ -188,7 +188,7 @@ class FitLoopView:
 
     @property
     def restarting(self) -> bool:
-        """Whether a resumed run is completing the epoch of its checkpoint."""
+        """True if a resumed run is completing the epoch of its checkpoint."""
         return self._parts.fit_loop.resumption is not None
 
     @property

@@ -90,12 +90,12 @@ class Difference(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What is compared with what, in words of messages.
+    """Names of the two sides of a comparison, for messages.
 
     Attributes:
-        parts: What each process computes a part of.
-        wholes: With what it is compared.
-        advice: What to do if they differ. Default: empty, it follows from the differences of cut layers.
+        parts: Name of the layers or sequences of which each process computes a part.
+        wholes: Name of those with which they are compared.
+        advice: The remedy if they differ. Default: empty, it follows from the differences of cut layers.
     """
 
     parts: str = "cut layers"

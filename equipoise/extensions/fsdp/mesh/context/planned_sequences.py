@@ -1,4 +1,4 @@
-"""What one process of a row computes of a step, for plans of memory, which have no other processes."""
+"""The part of a step that one process of a row computes, for plans of memory, which have no other processes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
