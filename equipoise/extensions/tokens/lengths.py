@@ -19,7 +19,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
         multiple: The multiple, from 1.
 
     Raises:
-        ConfigurationError: If they are no lengths.
+        ConfigurationError: If they are not whole numbers from 1.
     """
     tensor = _whole_numbers(lengths)
     # The message names the shortest sample.
@@ -36,7 +36,7 @@ def _whole_numbers(lengths: Sequence[int] | Tensor) -> Tensor:
     """Return a sequence of whole numbers as a tensor on the CPU.
 
     Raises:
-        ConfigurationError: If it is none, or empty.
+        ConfigurationError: If it is another object, or empty.
     """
     wrong = f"lengths is a sequence with the number of tokens of each sample, not a {type(lengths).__name__}"
     try:
@@ -57,7 +57,7 @@ def rounded_up(
     spread: float,
     limit: int,
 ) -> Tensor:
-    """Return for each length the longest one that differs from it by a share at most, in bands of lengths.
+    """Round each length up to the longest one of its band; lengths of a band differ by a share at most.
 
     Args:
         lengths: The lengths.
@@ -68,7 +68,7 @@ def rounded_up(
         >>> rounded_up(torch.tensor([11, 12, 20]), spread=0.2, limit=100)
         tensor([12, 12, 20])
     """
-    # 1. The longest one of each band. With a small share there are more bands than memory would hold.
+    # 1. The longest one of each band. A dictionary, as a small share makes more bands than an array could hold.
     positions = lengths.double().log() / math.log1p(spread)
     bands: list[float] = positions.floor().tolist()
     longest: dict[float, int] = {}

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module exchanged for others of the same shape, without memory."""
+"""Exchange the parameters and buffers of a module for tensors of the same shape that have no memory."""
 
 from collections.abc import Callable
 
@@ -17,22 +17,23 @@ def has_fake_tensors(module: nn.Module) -> bool:
 
 
 def exchange_tensors(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:
-    """Exchange the parameters and buffers of a module; what several submodules share stays shared."""
+    """Exchange the parameters and buffers of a module; tensors that several submodules share stay shared."""
     exchanged: dict[int, Tensor] = {}
-    # The old tensors, whose ids must not be used again meanwhile.
+    # References to the old tensors: the id of a freed one could be that of a new one.
     old: list[Tensor] = []
     # Each submodule registers its own, also those that others register as well.
     for submodule in module.modules():
         parameters = submodule.named_parameters(recurse=False, remove_duplicate=False)
         buffers = submodule.named_buffers(recurse=False, remove_duplicate=False)
         for name, tensor in [*parameters, *buffers]:
-            if id(tensor) not in exchanged:
+            identity = id(tensor)
+            if identity not in exchanged:
                 old.append(tensor)
                 new = exchange(tensor.detach())
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                exchanged[id(tensor)] = new
-            setattr(submodule, name, exchanged[id(tensor)])
+                exchanged[identity] = new
+            setattr(submodule, name, exchanged[identity])
 
 
 def empty_like_real(tensor: Tensor) -> Tensor:
