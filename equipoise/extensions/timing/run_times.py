@@ -18,6 +18,8 @@ from equipoise.formats import format_duration
 __all__ = ["RunTimes", "without_inner_parts"]
 
 _LEAST_SHOWN = 0.01
+# Parts in which processes wait for each other.
+_SHARED_PARTS = (BACKWARD, COMPUTATION, EXCHANGE)
 
 
 @dataclass
@@ -57,16 +59,18 @@ class RunTimes:
 
     def own_seconds(self) -> float:
         """Return the seconds in which this process waits for no other."""
-        shared = sum(self.parts.get(name, 0.0) for name in (BACKWARD, COMPUTATION, EXCHANGE))
-        return self.seconds - shared
+        shared_seconds = sum(self.parts.get(name, 0.0) for name in _SHARED_PARTS)
+        return self.seconds - shared_seconds
 
     def waiting_share(self) -> float:
         """Return the share of the run in which the others wait for the slowest process, as far as it is known."""
         if len(self.ranks) < 2 or self.seconds <= 0:
             return 0.0
         longest = max(self.ranks)
-        mean_of_others = (sum(self.ranks) - longest) / (len(self.ranks) - 1)
-        return (longest - mean_of_others) / self.seconds
+        sum_of_others = sum(self.ranks) - longest
+        mean_of_others = sum_of_others / (len(self.ranks) - 1)
+        waiting_seconds = longest - mean_of_others
+        return waiting_seconds / self.seconds
 
     def rows(self) -> dict[str, str]:
         """Return the lines of a summary."""
@@ -93,7 +97,7 @@ def without_inner_parts(
         pulls_batches: Whether the training step reads its batches.
         device: Seconds of a CUDA device by parts, in some steps. Default: None, the host's times are right.
     """
-    # 1. What each part contains.
+    # 1. The seconds of each part, without those of the parts within it.
     result: dict[str, float] = {}
     for cell, duration in cells.items():
         name = f"{cell.part} {cell.name}".rstrip()
@@ -108,9 +112,11 @@ def without_inner_parts(
     if device is not None and sum(device.values()) > 0:
         result = _by_device(result, seconds, device)
     # 3. Forward and backward without a border.
-    computed = [result.get(name, 0.0) for name in (FORWARD, BACKWARD)]
-    if min(computed) < sum(computed) / 100:
-        result[COMPUTATION] = sum(computed)
+    forward = result.get(FORWARD, 0.0)
+    backward = result.get(BACKWARD, 0.0)
+    computation = forward + backward
+    if min(forward, backward) < computation / 100:
+        result[COMPUTATION] = computation
         result.pop(FORWARD, None)
         result.pop(BACKWARD, None)
     return result
@@ -120,15 +126,18 @@ def _by_device(host: Mapping[str, float], seconds: float, device: Mapping[str, f
     """Return the parts with a device's shares of the steps in place of the host's."""
     result = {name: host[name] for name in BETWEEN_STEPS if name in host}
     in_steps = seconds - sum(result.values())
-    # What the host does besides delays a device by its rest.
-    others = {name: host[name] for name in host if name not in {*result, *device, EXCHANGE}}
+    # The rest of the device's time is that of the host's other parts, for which the device waits.
+    counted = {*result, *device, EXCHANGE}
+    others = {name: host[name] for name in host if name not in counted}
     others[REST] = host[REST]
     scale = in_steps / sum(device.values())
     for name, duration in device.items():
         result[name] = duration * scale
     delay = result.pop(REST)
-    # Where there is nothing else, there is the loop.
-    total = sum(others.values()) or 1.0
+    total = sum(others.values())
+    if not total:
+        # All of them are 0.
+        total = 1.0
     for name, duration in others.items():
         result[name] = delay * duration / total
     return result
