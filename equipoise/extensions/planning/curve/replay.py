@@ -26,13 +26,13 @@ def numbers_of(parts: Sequence[Part]) -> Integers:
 
 
 class Replay:
-    """Goes through the events of a step, as a device has them.
+    """Replays the events of a step, with the share of each that a device has.
 
     Steps of large models have tens of thousands of events, and a search replays them often, so this is done by arrays.
 
     Args:
         categories: The number of the part of each event; see `numbers_of`.
-        changes: Bytes by which it changes what is alive on one device that has all of the step.
+        changes: Bytes that each event allocates, or frees if negative, on one device that computes the whole step.
         starts: The beginnings of the phases, in order.
         load: The part of the step that the device has.
     """
@@ -98,7 +98,8 @@ class Replay:
         if len(present) and present.max() > before:
             position = int(present.argmax())
             most = float(present[position])
-        return round(most), start.event + position + 1
+        moment = start.event + position + 1
+        return round(most), moment
 
     def _factors(self, phase: str) -> Floats:
         """Return the share of each category that the device holds."""
@@ -115,7 +116,7 @@ class Replay:
         return alive.astype(np.float64)
 
     def _parts(self, phase: str, moment: int) -> dict[Part, int]:
-        """Return what is alive after a number of events, the largest part first."""
+        """Return the bytes of each part after a number of events, the largest first."""
         # 1. The storages.
         parts: dict[Part, int] = defaultdict(int)
         factors = self._factors(phase)
@@ -125,10 +126,10 @@ class Replay:
         newest = int(self._categories[moment - 1])
         if self._are_momentary[newest]:
             # The part of it that the device does not hold otherwise.
-            nbytes = (1 - factors[newest]) * self._changes[moment - 1]
-            parts[_PARTS[newest]] += round(float(nbytes))
+            rest = (1 - factors[newest]) * self._changes[moment - 1]
+            parts[_PARTS[newest]] += round(float(rest))
 
-        # 2. What the device has beside them.
+        # 2. The memory that the device has beside them.
         for addition in self._load.additions:
             if addition.is_in(phase):
                 parts[addition.part] += addition.nbytes
