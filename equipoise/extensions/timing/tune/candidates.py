@@ -58,7 +58,7 @@ def candidates_for(limit: Limit, facts: Facts, values: Mapping[str, Any], device
     """Return the remedies of a limit that a configuration can express."""
     part = limit.part
     candidates: list[Candidate] = []
-    # What the sentence proposes comes first.
+    # The settings that the sentence proposes come first.
     if limit.settings:
         candidates.append(_of_settings(limit, facts))
     if part in (DATA, VALIDATION):
@@ -66,9 +66,11 @@ def candidates_for(limit: Limit, facts: Facts, values: Mapping[str, Any], device
     if part in (DATA, COPYING) and device == "cuda":
         candidates.append(_loader(values, pin_memory=True))
     if part.startswith(CALLBACK):
-        candidates += _of_callback(part.removeprefix(CALLBACK).strip(), values)
+        class_name = part.removeprefix(CALLBACK).strip()
+        candidates += _of_callback(class_name, values)
     elif part == CHECKPOINTS:
-        candidates += _of_checkpoints(times_less_often(limit.share), facts, values)
+        times = times_less_often(limit.share)
+        candidates += _of_checkpoints(times, facts, values)
     elif part == EXCHANGE:
         candidates.append(Candidate(("trainer.accumulate_grad_batches=2",), period=2))
     elif part == SHORT_STEPS:
@@ -96,7 +98,8 @@ def _of_loader(facts: Facts, values: Mapping[str, Any]) -> Iterator[Candidate]:
     for count in counts:
         yield _loader(values, num_workers=count)
     if facts.epoch_steps < _SHORT_EPOCH:
-        yield _loader(values, num_workers=max([*counts, facts.num_workers]), persistent_workers=True)
+        most_workers = max([*counts, facts.num_workers])
+        yield _loader(values, num_workers=most_workers, persistent_workers=True)
 
 
 def _loader(values: Mapping[str, Any], **arguments: Any) -> Candidate:
@@ -126,7 +129,7 @@ def _key_of(values: Mapping[str, Any], name: str) -> str | None:
 
 
 def _parameters(node: Any) -> Mapping[str, Any]:
-    """Return the arguments of what a part builds."""
+    """Return the parameters of the class or function that a part of the configuration names."""
     if not isinstance(node, dict) or "_target_" not in node:
         return {}
     return parameters_of(locate(node["_target_"], "_target_"))
@@ -139,7 +142,8 @@ def _of_callback(class_name: str, values: Mapping[str, Any]) -> Iterator[Candida
             is_interval = any(word in key for word in _INTERVALS)
             # By type, as true counts among the integers.
             if is_interval and type(value) is int and value > 0:
-                yield Candidate((f"callbacks.{name}.{key}={_TIMES * value}",), period=_TIMES * value)
+                longer = _TIMES * value
+                yield Candidate((f"callbacks.{name}.{key}={longer}",), period=longer)
     if class_name.endswith("ProgressBar"):
         yield Candidate(("trainer.enable_progress_bar=false",))
 
@@ -148,18 +152,20 @@ def _of_checkpoints(times: int, facts: Facts, values: Mapping[str, Any]) -> Iter
     """Yield longer intervals between checkpoints."""
     for name, node in _callbacks(values, "Checkpoint"):
         steps = node.get("every_n_train_steps")
-        epochs = node.get("every_n_epochs")
+        epochs = node.get("every_n_epochs") or 1
         if steps:
-            yield Candidate((f"callbacks.{name}.every_n_train_steps={times * steps}",), period=times * steps)
+            more_steps = times * steps
+            yield Candidate((f"callbacks.{name}.every_n_train_steps={more_steps}",), period=more_steps)
         elif facts.epoch_steps < math.inf:
-            every = times * (epochs or 1)
-            period = math.ceil(every * facts.epoch_steps)
-            yield Candidate((f"callbacks.{name}.every_n_epochs={every}",), period=period)
+            more_epochs = times * epochs
+            period = math.ceil(more_epochs * facts.epoch_steps)
+            yield Candidate((f"callbacks.{name}.every_n_epochs={more_epochs}",), period=period)
 
 
 def _callbacks(values: Mapping[str, Any], ending: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the configured callbacks whose classes end with a word, and their names."""
-    for name, node in (values["callbacks"] or {}).items():
+    callbacks = values["callbacks"] or {}
+    for name, node in callbacks.items():
         if node is not None and node["_target_"].endswith(ending):
             yield name, node
 

@@ -32,12 +32,13 @@ def best_of(rows: Sequence[Row]) -> Row | None:
     better = [row for row in others if row.is_improvement(base)]
     if not better:
         return None
-    fastest = max(median(row.speeds(base)) for row in better)
-    return next(row for row in better if _SAME * median(row.speeds(base)) >= fastest)
+    speeds = [median(row.speeds(base)) for row in better]
+    fastest = max(speeds)
+    return next(row for row, speed in zip(better, speeds, strict=True) if _SAME * speed >= fastest)
 
 
 def _sentence(rounds: Rounds) -> str:
-    """Return the limit, and what its best remedy makes of it."""
+    """Return the limit, and its effect under the best remedy."""
     limit = rounds.limit
     if limit is None:
         return "Nothing limits this run that a setting could change."
@@ -61,10 +62,15 @@ def print_results(rounds: Rounds) -> None:
     if rounds.rows[0].is_measured:
         print_table(_table(rounds), console)
     else:
-        shares = [f"{name} {share:.0%}" for name, share in rounds.first["shares"].items() if share >= _LEAST_SHOWN]
+        shares = []
+        for name, share in rounds.first["shares"].items():
+            if share >= _LEAST_SHOWN:
+                shares.append(f"{name} {share:.0%}")
         step_seconds = rounds.first["seconds"] / rounds.first["steps"]
         lines.append(f"A step takes {format_duration(step_seconds)}: {', '.join(shares)}")
-    lines += [f"{row.candidate.label} was not measured: {row.reason}" for row in rounds.rows if row.reason is not None]
+    for row in rounds.rows:
+        if row.reason is not None:
+            lines.append(f"{row.candidate.label} was not measured: {row.reason}")
     if rounds.left_out:
         lines.append(f"Left out of the measurements: {', '.join(rounds.left_out)}")
     # 2. The sentence, with overrides in a line that can be copied.
@@ -80,7 +86,9 @@ def print_results(rounds: Rounds) -> None:
 
 def _table(rounds: Rounds) -> Table:
     base = rounds.rows[0]
-    part = rounds.limit.part if rounds.limit else ""
+    part = ""
+    if rounds.limit:
+        part = rounds.limit.part
     title = f"{rounds.steps:,} steps each, in {len(base.step_seconds)} rounds"
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, title=title, title_justify="left")
     table.add_column("change", no_wrap=True)
@@ -90,15 +98,17 @@ def _table(rounds: Rounds) -> Table:
         if not row.is_measured:
             continue
         style = "green" if row.is_improvement(base) else ""
-        speed = Text(f"{median(row.speeds(base)):.2f}x", style)
-        share = f"{row.shares.get(part, 0.0):.0%}"
+        speed = median(row.speeds(base))
+        step_seconds = median(row.step_seconds)
+        share = row.shares.get(part, 0.0)
         # As texts, since rich would read brackets as markup.
-        table.add_row(Text(row.candidate.label), format_duration(median(row.step_seconds)), speed, share)
+        label = Text(row.candidate.label)
+        table.add_row(label, format_duration(step_seconds), Text(f"{speed:.2f}x", style), f"{share:.0%}")
     return table
 
 
 def as_json(rounds: Rounds) -> str:
-    """Return all that was measured."""
+    """Return all measurements as JSON."""
     base = rounds.rows[0]
     rows = []
     for row in rounds.rows:
