@@ -34,10 +34,10 @@ def broadcast(
     all_devices = [sender, *devices]
     if not _are_distinct(all_devices):
         return uncopied
-    # Autograd would follow the copies.
+    # Autograd would record the copies.
     detached = [_real(tensor.detach()) for tensor in tensors]
     copies: list[list[Tensor]] = comm.broadcast_coalesced(detached, all_devices)  # type: ignore[no-untyped-call]
-    # The first are those of the sender.
+    # The first list is the sender's own.
     return [_as_sent(received, tensors) for received in copies[1:]]
 
 
@@ -49,7 +49,7 @@ def add_rows(rows: Sequence[Sequence[Tensor | None]], device: torch.device, *, i
         device: The device of the sums.
         in_place: Whether sums may be written into the first gradient of a row. False: gradients do not change.
     """
-    # 1. Group the parameters by which of their gradients there are: these travel in lists of equal length.
+    # 1. Group the parameters by the devices that have a gradient of them: the lists of a group have equal lengths.
     groups: dict[tuple[bool, ...], list[int]] = {}
     for index, row in enumerate(rows):
         presence = tuple(gradient is not None for gradient in row)
@@ -66,7 +66,8 @@ def add_rows(rows: Sequence[Sequence[Tensor | None]], device: torch.device, *, i
             continue
         needs_copy = not in_place and len(columns) > 1
         columns[0] = [gradient.to(device, copy=needs_copy) for gradient in columns[0]]
-        for index, total in zip(indices, _reduce_add(columns), strict=True):
+        totals = _reduce_add(columns)
+        for index, total in zip(indices, totals, strict=True):
             sums[index] = total
     return sums
 
@@ -83,8 +84,7 @@ def _reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     devices = [column[0].device for column in tensors]
     # Sparse tensors cannot travel in one message.
     is_sparse = any(tensor.is_sparse for tensor in first)
-    are_distinct = _are_distinct(devices)
-    if are_distinct and not is_sparse:
+    if _are_distinct(devices) and not is_sparse:
         columns = [[_real(tensor) for tensor in column] for column in tensors]
         sums: list[Tensor] = comm.reduce_add_coalesced(columns, root.index)  # type: ignore[no-untyped-call]
         return _as_sent(sums, first)
@@ -113,7 +113,7 @@ def _as_sent(received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]
 
 
 def _are_distinct(devices: Sequence[torch.device]) -> bool:
-    """Return whether these are different CUDA devices."""
+    """Return True if these are CUDA devices, of which none is there twice."""
     types = {device.type for device in devices}
     if types != {"cuda"}:
         return False

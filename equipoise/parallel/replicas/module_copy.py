@@ -77,14 +77,19 @@ class ModuleCopy:
             return self._copies.get(id(value), value)
         if isinstance(value, MethodType):
             owner = self._copies.get(id(value.__self__))
-            return value if owner is None else MethodType(value.__func__, owner)
+            if owner is None:
+                return value
+            return MethodType(value.__func__, owner)
         if isinstance(value, weakref.ref):
             referent = self._copies.get(id(value()))
-            return value if referent is None else weakref.ref(referent)
+            if referent is None:
+                return value
+            return weakref.ref(referent)
         if isinstance(value, torch.device):
             # The same object remains where both devices are equal.
-            is_moved = value == self._original_device and value != self.device
-            return self.device if is_moved else value
+            if value == self._original_device and value != self.device:
+                return self.device
+            return value
         if type(value) in (list, tuple):
             return self._substitute_items(value, value)
         if isinstance(value, dict):
@@ -122,12 +127,16 @@ class ModuleCopy:
         self._copies[id(module)] = shell
         self.shells.append((module, shell))
 
-        # 2. What it holds.
-        parameters, buffers = parameters_of(module), buffers_of(module)
-        parameter_copies, buffer_copies = parameters_of(shell), buffers_of(shell)
+        # 2. Its parameters, buffers and submodules.
+        parameters = parameters_of(module)
+        parameter_copies = parameters_of(shell)
         self._copy_entries(parameters, parameter_copies, self._copy_parameter)
+        buffers = buffers_of(module)
+        buffer_copies = buffers_of(shell)
         self._copy_entries(buffers, buffer_copies, self._on_device)
         self._copy_entries(children_of(module), children_of(shell), self._copy)
+
+        # 3. Note each occurrence of a parameter or buffer.
         for name, parameter in parameters.items():
             if parameter is not None:
                 self.parameter_slots.append((parameter_copies, name, parameter))
@@ -137,7 +146,7 @@ class ModuleCopy:
         return shell
 
     def _copy_entries(self, sources: Registered, copies: Registered, make: Callable[[Any], Any]) -> None:
-        """Copy what is registered in a module under its names, each object once. An entry may be None."""
+        """Copy the entries of a module's dictionary under their names, each object once. An entry may be None."""
         for name, item in sources.items():
             if item is None:
                 copies[name] = None
