@@ -21,7 +21,8 @@ T = TypeVar("T")
 def exchange_number(number: int) -> list[int]:
     """Return the numbers of all processes, in the order of their ranks."""
     here = torch.tensor([number])
-    return [int(received) for received in _all_gather(here, host_group())]
+    received = _all_gather(here, host_group())
+    return [int(item) for item in received]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -36,7 +37,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     content = _encode(value, _device_of(group))
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
-    sizes = [int(size) for size in _all_gather(_length_of(content), group)]
+    lengths = _all_gather(_length_of(content), group)
+    sizes = [int(length) for length in lengths]
 
     # 2. Exchange the contents, padded to the longest, and decode each without its padding.
     padded = content.new_zeros(max(sizes))
@@ -53,7 +55,7 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """Return the value of one process in all processes. The source receives the object itself, not a copy.
+    """Return the value of one process in all processes. In the source it is the object itself, not a copy.
 
     Args:
         value: Value of the source; other processes may pass anything.
@@ -62,7 +64,10 @@ def broadcast_object(value: T, source: int = 0) -> T:
     group = host_group()
     device = _device_of(group)
     is_source = dist.get_rank() == source
-    content = _encode(value, device) if is_source else torch.empty(0, device=device)
+    if is_source:
+        content = _encode(value, device)
+    else:
+        content = torch.empty(0, device=device)
     length = _length_of(content)
     dist.broadcast(length, source, group=group)
     if not is_source:
@@ -96,4 +101,5 @@ def _encode(value: Any, device: torch.device) -> Tensor:
 
 
 def _decode(content: Tensor) -> Any:
-    return loads(content.cpu().numpy().tobytes())
+    data = content.cpu().numpy().tobytes()
+    return loads(data)
