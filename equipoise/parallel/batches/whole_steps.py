@@ -1,4 +1,4 @@
-"""Steps with the samples of all processes. Their samples are the same for any number of processes.
+"""Steps with the samples of all processes, which are the same for any number of processes.
 
 A run that continues with another number of processes reads its training data in this form. One process takes whole
 steps; several divide each of them (`SharedBatches`). A batch sampler with a method `deal_step(batches, count)` divides
@@ -118,7 +118,7 @@ class AgreedOrder(Sampler[Any]):
         return self._agreed(items)
 
     def _agreed(self, items: Iterator[Any]) -> Iterator[Any]:
-        # Every process draws, so that its generators move on as those of one process would.
+        # Every process draws, so that its generators advance as those of a single process would.
         order = list(items)
         yield from self.agree(order)
 

@@ -72,7 +72,11 @@ def place_without_values(content: dict[str, Any]) -> str | None:
                 return place
         elif id(value) not in visited:
             visited.add(id(value))
-            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            items: Iterable[tuple[Any, Any]]
+            if isinstance(value, dict):
+                items = value.items()
+            else:
+                items = enumerate(value)
             for key, item in items:
                 if isinstance(item, Tensor | dict | list | tuple):
                     pending.append((f"{place}[{key!r}]", item))
@@ -84,12 +88,12 @@ def replace_placeholders(content: dict[str, Any], replace: Callable[[Tensor, str
 
     Args:
         content: The outermost dictionary. Dictionaries and lists in it are changed in place.
-        replace: Called with a placeholder and its name; returns what takes its place.
+        replace: Called with a placeholder and its name; returns the value that takes its place.
 
     Raises:
         CheckpointError: If containers are nested too deeply.
     """
-    # Containers with what takes their places, by identity: one may be in several places, or in itself.
+    # Containers and their replacements, by identity: a container may be in several places, or in itself.
     done: dict[int, tuple[Any, Any]] = {}
 
     def replaced(value: Any) -> Any:
@@ -97,14 +101,18 @@ def replace_placeholders(content: dict[str, Any], replace: Callable[[Tensor, str
         if name is not None:
             return replace(value, name)
         if id(value) in done:
-            return done[id(value)][1]
+            _, result = done[id(value)]
+            return result
         if type(value) is tuple:
             result = tuple(map(replaced, value))
             done[id(value)] = (value, result)
             return result
         if not isinstance(value, dict | list):
             return value
-        places: Iterable[Any] = list(value) if isinstance(value, dict) else range(len(value))
+        places: Iterable[Any] = range(len(value))
+        if isinstance(value, dict):
+            # Its keys at present.
+            places = list(value)
         done[id(value)] = (value, value)
         for place in places:
             value[place] = replaced(value[place])
