@@ -56,7 +56,8 @@ class StepCurve:
 
     def drop_from(self, step: int) -> None:
         """Forget the values of a step and later ones."""
-        for later in [known for known in self._points if known >= step]:
+        dropped = [known for known in self._points if known >= step]
+        for later in dropped:
             del self._points[later]
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,22 +70,22 @@ class CurveHistory:
     """Collects curves for a callback, which calls a method here for each hook of the same name.
 
     By steps: the values that loggers receive, every `log_every_n_steps`, with the learning rate of each scheduler, also
-    without a logger. Other values stand at the end of an epoch or a validation, as callbacks see them. Under
-    Lightning's Trainer all values do.
+    without a logger. Other values are recorded at the end of an epoch or a validation, as callbacks see them. Under
+    Lightning's Trainer this holds for all values.
 
     By epochs: training's values are those at an epoch's end, read when nothing can change them any more; those of
-    validation stand at the finished fraction of the epoch. Reading the values waits for the device once an epoch.
+    validation are recorded at the finished fraction of the epoch. Reading waits for the device once an epoch.
 
     Attributes:
         curves: For every metric's name its values, by epochs done.
         validation_names: Names of the metrics that validation adds.
         batches_done: Number of batches done in the present epoch.
-        observer: Receives the step, and values by name, when they are recorded by step; None for no one.
+        observer: Receives the step, and values by name, when they are recorded by step. None: nobody does.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[int, Mapping[str, float]], None] | None = None
-        # Values that the observer lacks.
+        # Values that the observer has not received yet.
         self._unobserved: dict[str, float] = {}
         self.curves: dict[str, Curve] = {}
         self.validation_names: set[str] = set()
@@ -308,9 +309,9 @@ def _learning_rates(trainer: Any) -> dict[str, float]:
         name = config.name or f"lr-{type(optimizer).__name__}"
         # Optimisers of one class are numbered.
         numbered = f"{name}-"
-        earlier = sum(other == name or other.startswith(numbered) for other in rates)
+        earlier = [other for other in rates if other == name or other.startswith(numbered)]
         if earlier:
-            name = f"{name}-{earlier}"
+            name = f"{name}-{len(earlier)}"
         rates[name] = rate
     return rates
 
@@ -335,4 +336,5 @@ def _is_fork(name: str, names: Container[str]) -> bool:
     if root == base:
         return False
     suffix = f"{mark}{loader}"
-    return f"{root}{suffix}" in names and f"{root}_epoch{suffix}" in names
+    has_root = f"{root}{suffix}" in names
+    return has_root and f"{root}_epoch{suffix}" in names
