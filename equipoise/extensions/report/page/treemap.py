@@ -100,13 +100,13 @@ def _worst_ratio(row: Sequence[float], side: float, density: float) -> float:
         side: Length of the row in pixels.
         density: Area of a size of 1.
     """
-    # The row is `area / side` thick. The longest cell is that of the largest or that of the smallest size.
+    # The row is `area / side` thick. The cell with the worst ratio is that of the largest or of the smallest size.
     area = sum(row) * density
     if area <= 0 or side <= 0:
         return float("inf")
-    largest = side * side * row[0] * density / area**2
-    smallest = area**2 / (side * side * row[-1] * density)
-    return max(largest, smallest)
+    ratio_of_largest = side * side * row[0] * density / area**2
+    ratio_of_smallest = area**2 / (side * side * row[-1] * density)
+    return max(ratio_of_largest, ratio_of_smallest)
 
 
 def _lay_row(row: Sequence[float], free: Box, share: float) -> tuple[list[Box], Box]:
@@ -120,8 +120,9 @@ def _lay_row(row: Sequence[float], free: Box, share: float) -> tuple[list[Box], 
     # Position of the next cell, as a share of the row's length.
     position = 0.0
     for size in row:
-        cell = Box(free.x, free.y + free.height * position, width, free.height * size / total)
-        cells.append(cell)
+        y = free.y + free.height * position
+        height = free.height * size / total
+        cells.append(Box(free.x, y, width, height))
         position += size / total
     rest = Box(
         free.x + width,
@@ -202,12 +203,15 @@ class _Node:
     @property
     def nbytes(self) -> int:
         tensors = sum(record.nbytes for record in self.tensors)
-        return tensors + sum(child.nbytes for child in self.children.values())
+        submodules = sum(child.nbytes for child in self.children.values())
+        return tensors + submodules
 
     def child(self, name: str) -> "_Node":
         """Return the submodule of a name; add it if it is new."""
         if name not in self.children:
-            path = f"{self.path}.{name}" if self.path else name
+            path = name
+            if self.path:
+                path = f"{self.path}.{name}"
             self.children[name] = _Node(name, path)
         return self.children[name]
 
@@ -255,7 +259,8 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
     categories = []
     for category, nbytes in totals.most_common():
         categories.append(f"{category} {format_bytes(nbytes)}")
-    title = tag("title", f"Memory on {composition.device} by module: {', '.join(categories)}")
+    listed = ", ".join(categories)
+    title = tag("title", f"Memory on {composition.device} by module: {listed}")
     return tag("svg", title, *drawing.elements, class_="treemap", role="img", height=round(_HEIGHT))
 
 
@@ -274,16 +279,18 @@ class _Drawing:
         if depth:
             self._add_frame(node, box, depth, is_named=is_named)
             box = _inside(box, is_named=is_named)
-        # The cells stand in the order of their size, tensors and modules mixed.
+        # Cells of tensors and of submodules are drawn in the order of their size.
         entries: list[_Node | TensorRecord] = [*node.tensors]
         entries += [_collapsed(child) for child in node.children.values()]
         entries.sort(key=lambda entry: -entry.nbytes)
         cells = squarify([entry.nbytes for entry in entries], box)
+        # Cells below a name do not repeat it.
+        owner = "" if is_named else node.name
         for entry, cell in zip(entries, cells, strict=True):
             if isinstance(entry, _Node):
                 self.add_node(entry, cell, depth + 1)
             else:
-                self._add_cell(entry, cell, owner="" if is_named else node.name)
+                self._add_cell(entry, cell, owner)
 
     def _add_frame(self, node: _Node, box: Box, depth: int, *, is_named: bool) -> None:
         label = None
