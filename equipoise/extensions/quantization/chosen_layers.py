@@ -66,7 +66,7 @@ def require(package: str, callback: str) -> None:
 
     Args:
         package: The package, as Python imports it.
-        callback: What needs it, for the message.
+        callback: The name of the callback that needs it, for the message.
 
     Raises:
         ConfigurationError: If it is not installed.
@@ -113,7 +113,8 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str], callback: str
         ConfigurationError: If one does not.
     """
     for pattern in patterns:
-        if not any(_matches(name, [pattern]) for name in names):
+        matches_a_layer = any(_matches(name, [pattern]) for name in names)
+        if not matches_a_layer:
             examples = ", ".join(names[:_MOST_NAMES]) or "there is none"
             raise ConfigurationError(f"{callback}: {pattern!r} matches no linear layer. Layers: {examples}.")
 
@@ -144,7 +145,7 @@ def replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]
 
     Args:
         module: The module.
-        exchange: Returns what takes the place of a submodule; None where it stays.
+        exchange: Returns the module that takes the place of a submodule; None if the submodule stays.
     """
     others: dict[nn.Module, nn.Module | None] = {}
     for parent in list(module.modules()):
@@ -165,10 +166,10 @@ def keep_attributes(layer: nn.Module, other: nn.Module) -> None:
 
     Args:
         layer: The layer that is replaced.
-        other: What takes its place.
+        other: The layer that takes its place.
     """
-    kept = vars(layer)
+    replaced_attributes = vars(layer)
     attributes = vars(other)
     for name in attributes:
-        if name in kept and name not in STRUCTURE:
-            attributes[name] = kept[name]
+        if name in replaced_attributes and name not in STRUCTURE:
+            attributes[name] = replaced_attributes[name]
