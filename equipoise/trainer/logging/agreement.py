@@ -36,7 +36,7 @@ class LogAgreement:
         """Check the values of the epoch, and give all processes those of rank 0.
 
         Args:
-            collection: What this process has logged.
+            collection: The values that this process has logged.
             dataloader_idx: The loader whose values are checked; None if there is one loader.
 
         Raises:
@@ -47,11 +47,17 @@ class LogAgreement:
         names: dict[int, str] = {}
         if any(entry.metric is not None for entry in live):
             names = {id(metric): name for name, metric in named_metrics(self.module).items()}
-        gathered = self.gather({entry.key: entry.state_dict(names) for entry in live})
-        for key in dict.fromkeys(key for states in gathered for key in states):
-            states = [states.get(key) for states in gathered]
+        states_here = {entry.key: entry.state_dict(names) for entry in live}
+        states_of_processes = self.gather(states_here)
+        keys: dict[Any, None] = {}
+        for states_of_process in states_of_processes:
+            keys.update(dict.fromkeys(states_of_process))
+        for key in keys:
+            states = [states_of_process.get(key) for states_of_process in states_of_processes]
             first = next(state for state in states if state is not None)
-            entry = collection.entries.get(key) or Entry.like(first, named_metrics(self.module))
+            entry = collection.entries.get(key)
+            if entry is None:
+                entry = Entry.like(first, named_metrics(self.module))
             if entry.options.on_epoch and not entry.options.rank_zero_only:
                 _check(entry, states)
             collection.add(entry)
@@ -74,14 +80,20 @@ def _check(entry: Entry, states: list[Any]) -> None:
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any], is_mean: bool) -> bool:
-    totals = [_number(one["total"]), _number(other["total"])]
+    total = _number(one["total"])
+    other_total = _number(other["total"])
     if not is_mean or one["weight"] == other["weight"]:
-        return repr(totals[0]) == repr(totals[1])
-    return math.isclose(totals[0] / one["weight"], totals[1] / other["weight"], rel_tol=_ROUNDING)
+        # Two NaNs are equal, and 0.0 differs from -0.0.
+        return repr(total) == repr(other_total)
+    mean = total / one["weight"]
+    other_mean = other_total / other["weight"]
+    return math.isclose(mean, other_mean, rel_tol=_ROUNDING)
 
 
 def _number(value: Any) -> Any:
-    return None if value is None else value.item()
+    if value is None:
+        return None
+    return value.item()
 
 
 def _differs(name: str, hook: str) -> StepError:
