@@ -45,7 +45,8 @@ def log_merged(
         counts: Counter[tuple[str | None, str]] = Counter()
         for logged in part:
             name_in_hook = (logged.hook, logged.name)
-            values.setdefault((*name_in_hook, counts[name_in_hook]), []).append((logged, weight))
+            key = (*name_in_hook, counts[name_in_hook])
+            values.setdefault(key, []).append((logged, weight))
             counts[name_in_hook] += 1
 
     # 2. One value of each. For a value of any other type, `add` raises the error that it gets in any step.
@@ -58,7 +59,9 @@ def log_merged(
         elif isinstance(merged, Tensor):
             merged = _reduced(part_values, device)
             sizes = [logged.batch_size for logged, _ in part_values if logged.batch_size is not None]
-            size = sum(sizes) if sizes else None
+            size = None
+            if sizes:
+                size = sum(sizes)
         logs.add(first.hook, first.name, merged, first.arguments, size)
 
 
@@ -69,11 +72,13 @@ def _reduced(values: _Values, device: torch.device) -> Tensor:
     first, _ = values[0]
     reduction = reduction_name(LogOptions(*first.arguments).reduce_fx)
 
-    # 2. A mean, by the user's `batch_size` or the weights of the parts. If no part has a weight, there is none.
+    # 2. A mean, by the user's `batch_size` or the weights of the parts. Without any weight it is the first value.
     if reduction == "mean":
         weights = [weight if logged.batch_size is None else logged.batch_size for logged, weight in values]
         mean, _ = weighted_mean(tensors, weights, device)
-        return tensors[0] if mean is None else mean
+        if mean is None:
+            return tensors[0]
+        return mean
 
     # 3. Any other reduction, which knows no weights.
     return combined(tensors, reduction)

@@ -27,7 +27,8 @@ def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter
         return
 
     # 2. Sum their gradients, and give each worker its sums.
-    totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
+    tied_tensors = [placement.tensors[key] for key in tied]
+    totals = summed_gradients(processes, tied_tensors)
     sums = dict(zip(tied, totals, strict=True))
     for stage in range(commands.last):
         sums_of_stage = {key: sums[key] for key in tied if key in placement.keys_of_workers[stage]}
@@ -36,8 +37,12 @@ def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter
 
     # 3. Set the gradients of this process. The sums are about to be sent, so they must not change.
     for key, total in sums.items():
-        if not placement.is_elsewhere(key):
-            placement.tensors[key].grad = None if total is None else total.clone()
+        if placement.is_elsewhere(key):
+            continue
+        gradient = None
+        if total is not None:
+            gradient = total.clone()
+        placement.tensors[key].grad = gradient
     commands.messenger.flush()
 
 
