@@ -24,7 +24,7 @@ _CONSTANTS = (nn.Module, enum.Enum, type)
 
 
 class Arguments:
-    """Turn the arguments of a call into those of a call in a graph.
+    """Turns the arguments of a call into those of a call in a graph.
 
     Args:
         graph: The graph.
@@ -65,7 +65,7 @@ class Arguments:
         if isinstance(value, torch.Size):
             return tuple(value)
 
-        # 3. Containers, whose items may be tensors.
+        # 3. Containers whose items may be tensors.
         if isinstance(value, PackedSequence):
             # Its constructor asks for the device of its tensors.
             return self._add_call(PackedSequence, value)

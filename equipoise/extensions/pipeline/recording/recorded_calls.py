@@ -47,7 +47,7 @@ class Computed(NamedTuple):
 
 
 class RecordedCalls:
-    """Note what is known about each recorded call.
+    """Notes facts about each recorded call.
 
     Args:
         graph: The graph of the calls.
@@ -71,7 +71,7 @@ class RecordedCalls:
 
         Args:
             node: The call.
-            computed: What it has computed.
+            computed: Its value and effects.
             place: The modules in whose forwards it is.
         """
         # 1. Facts and place.
@@ -117,7 +117,8 @@ class RecordedCalls:
         """Return the facts about the value of a call, which follow from those about its arguments."""
         facts = self._tensors.facts_of_arguments(node)
         is_random = Traits.RANDOM in computed.traits
-        if is_random or computed.changed or not computed.is_pure:
+        has_effects = is_random or computed.changed or not computed.is_pure
+        if has_effects:
             facts = facts._replace(is_pure=False)
         if Traits.DYNAMIC in computed.traits:
             # A submodule that reads values rarely returns other sizes; its sizes are checked in each call.
