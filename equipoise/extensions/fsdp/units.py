@@ -1,4 +1,4 @@
-"""Units of a sharded module: the submodules whose weights all processes gather together, and free together.
+"""Units of a sharded module: submodules whose weights are gathered together and freed together.
 
 Chosen by themselves are repeated blocks, which are the layers of a deep network, and then large single layers. Whatever
 lies in no unit belongs to the root, whose weights are whole from the first use in a step to the end of its backward.
@@ -66,7 +66,10 @@ def choose_units(module: nn.Module, patterns: Sequence[str | type[nn.Module]] | 
     names_of_parameters: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of_parameters[id(parameter)].append(name)
-    candidates = list(_natural_units(module)) if patterns is None else _units_by_name(module, patterns)
+    if patterns is None:
+        candidates = list(_natural_units(module))
+    else:
+        candidates = _units_by_name(module, patterns)
     units = []
     for unit in candidates:
         tied = _tied_outside(unit, names_of_parameters)
@@ -102,10 +105,10 @@ def _natural_units(module: nn.Module, name: str = "") -> Iterator[Unit]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for child_name, child in children.items():
         full_name = f"{name}.{child_name}".removeprefix(".")
-        is_wanted = _size(child) > LARGE
+        is_chosen = _size(child) > LARGE
         if list(child.children()):
-            is_wanted = is_list and num_of_class[type(child)] > 1
-        if is_wanted and _can_be_unit(child):
+            is_chosen = is_list and num_of_class[type(child)] > 1
+        if is_chosen and _can_be_unit(child):
             yield Unit(full_name, child)
         else:
             yield from _natural_units(child, full_name)
