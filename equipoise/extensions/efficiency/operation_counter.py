@@ -23,7 +23,7 @@ class OperationCounter(DispatchMode):  # type: ignore[misc]
 
     Attributes:
         count: Multiplications and additions up to now.
-        why_not: Why `count` is not all; empty if it is.
+        why_not: The reason why `count` is incomplete; empty if it is complete.
     """
 
     supports_higher_order_operators = True
@@ -60,7 +60,9 @@ class OperationCounter(DispatchMode):  # type: ignore[misc]
         operation = getattr(func, "overloadpacket", func)
         is_higher_order = operation is func
         formula = flop_registry.get(operation)
-        kinds = {type(tensor) for tensor in tensors_in(result)} & set(types)
+        # Classes of tensors that compute the operation themselves.
+        returned_types = {type(tensor) for tensor in tensors_in(result)}
+        kinds = returned_types & set(types)
         if formula is not None and not kinds:
             self.count += formula(*args, **kwargs, out_val=result)
         elif operation is torch.ops.aten.matmul and not kinds:

@@ -1,4 +1,4 @@
-"""Models with a layout of their own: those of transformers and peft, whose `from_pretrained` reads it."""
+"""Models that save themselves in a layout of their own: those of transformers and peft, for `from_pretrained`."""
 
 import inspect
 import json
@@ -15,7 +15,7 @@ __all__ = ["find_models", "has_own_layout", "save_pretrained"]
 
 
 def has_own_layout(module: nn.Module) -> bool:
-    """Return whether a module has a method `save_pretrained`."""
+    """Return True if a module has a method `save_pretrained`."""
     return callable(getattr(module, "save_pretrained", None))
 
 
@@ -34,7 +34,7 @@ def save_pretrained(module: Any, folder: Path, dtype: torch.dtype | None, most_b
 
     Args:
         module: The model.
-        folder: Where to.
+        folder: The folder to write to.
         dtype: The type of floating-point weights. None: as they are.
         most_bytes: The largest size of a file.
     """
