@@ -1,4 +1,4 @@
-"""Operations on parameters of other processes: noted in the main process, and computed where the values lie.
+"""Operations on parameters of other processes: noted in the main process, computed in those that have the values.
 
 A callback that averages the weights computes with each of them by itself: it copies, adds, interpolates. So such an
 operation needs no value here, and its result lies where its operands do.
@@ -103,7 +103,8 @@ class RemoteOperations:
         """Return the indices of the entries of lists of tensors, by the processes in which the entries are."""
         groups: dict[Place, list[int]] = {}
         for index in range(len(args[0])):
-            place = self._place_of([_entries(argument, [index]) for argument in args])
+            arguments = [_entries(argument, [index]) for argument in args]
+            place = self._place_of(arguments)
             groups.setdefault(place, []).append(index)
         return groups
 
@@ -130,7 +131,9 @@ class RemoteOperations:
         origin = origin_of(tensor)
         if isinstance(origin, _Result) and origin.number in self._places:
             return _Operand(origin.number, is_result=True)
-        key = self._key_of(origin) if isinstance(origin, Tensor) else None
+        key = None
+        if isinstance(origin, Tensor):
+            key = self._key_of(origin)
         if key is None:
             raise Unknown
         return _Operand(key)
@@ -148,7 +151,8 @@ class RemoteOperations:
 
         # 1. The shapes of the results. A tensor without values stands for each original, by its identity.
         originals: dict[int, Tensor] = {}
-        meta_args, meta_kwargs = map_leaves(partial(_without_values, originals=originals), arguments)
+        without_values = partial(_without_values, originals=originals)
+        meta_args, meta_kwargs = map_leaves(without_values, arguments)
         try:
             shapes = function(*meta_args, **meta_kwargs)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -167,7 +171,8 @@ class RemoteOperations:
             if original is None:
                 number = next(_numbers)
                 numbers.append(number)
-                return self._result(number, place, placeholder(shape.shape, shape.dtype).to(device))
+                result = placeholder(shape.shape, shape.dtype).to(device)
+                return self._result(number, place, result)
             # It was changed in place.
             if not is_elsewhere(original):
                 raise Unknown
@@ -271,7 +276,12 @@ def compute_operations(
 
 
 def _on_one_device(arguments: Any) -> Any:
-    """Bring tensors to the device of the first: an average may lie on the host."""
+    """Move tensors to the device of the first: an average may lie on the host."""
     device = next(tensor.device for tensor in tensors_in(arguments))
 
-    return map_leaves(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return value
+
+    return map_leaves(moved, arguments)
