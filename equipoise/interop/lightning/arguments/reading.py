@@ -13,7 +13,7 @@ __all__ = ["OurWords", "process_options", "read"]
 
 @dataclass
 class OurWords:
-    """The meaning of a strategy of Lightning.
+    """A strategy of Lightning in terms of ours.
 
     Attributes:
         name: The name of our strategy.
@@ -42,7 +42,9 @@ class OurWords:
         """
         parameters = signature(wrapper).parameters
         for name, value in arguments.items():
-            default = parameters[name].default if name in parameters else None
+            default = None
+            if name in parameters:
+                default = parameters[name].default
             if value != default:
                 notes = self.left_out if name in of_speed else self.refused
                 notes.append(f"{name}={value!r}")
