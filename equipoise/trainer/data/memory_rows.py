@@ -30,8 +30,8 @@ def _methods_of(kind: type) -> tuple[Any, Any]:
     return getattr(kind, "__getitem__", None), getattr(kind, "__getitems__", None)
 
 
-# The classes whose rows can be taken, with what they consist of, and the methods that torch gives them: a program
-# may have replaced these.
+# The classes whose rows can be taken, each with a function that returns its parts, and the methods that torch has
+# defined: a program may have replaced these.
 _PARTS: dict[type, Callable[[Any], Any]] = {
     TensorDataset: attrgetter("tensors"),
     Subset: lambda subset: [subset.dataset],
@@ -160,7 +160,9 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
     positions: dict[int, list[int]] = {}
     for position, index in enumerate(indices):
         part = bisect_right(ends, index)
-        begin = ends[part - 1] if part else 0
+        begin = 0
+        if part:
+            begin = ends[part - 1]
         samples.setdefault(part, []).append(index - begin)
         positions.setdefault(part, []).append(position)
     if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
@@ -177,7 +179,7 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
 
 
 def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
-    """Return one batch for pieces of it, whose rows have these places; an error if their structures differ."""
+    """Merge pieces of a batch, whose rows have these places in it; raise an error if their structures differ."""
     first = pieces[0]
     if len({type(piece) for piece in pieces}) > 1:
         raise TypeError("The parts have samples of several types.")
