@@ -45,7 +45,7 @@ class LatestValues:
         # Tensors on the host, and the numbers that were read from them, by name.
         self._copies: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
-        # Of each device, the event after copies that may not be done, and the names of the values.
+        # For each device the event after copies that may not be done, and the names of the copied values.
         self._pending: dict[torch.device, tuple[Any, list[str]]] = {}
 
     def read(self, values: Values, *, wait: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from equipoise.interop import adapters, versions
 
 __all__ = ["CHECKED", "Feature", "list_features"]
 
-# Packages that every feature runs on.
+# Packages that every feature uses.
 _OF_ALL = ("torch", "lightning", "torchmetrics")
 CHECKED = "the private names it needs are available in versions that the tests ran with"
 
@@ -19,7 +19,7 @@ class Feature:
 
     Attributes:
         key: Its key in `adapters.FEATURES`.
-        name: The user's words for it.
+        name: Its name for users.
         status: "checked", "works without" (a name is missing that it can do without), "refused" (a name is missing that
             it needs), or "not tested" (all names are available, in another version than the tested ones).
         remark: The reason.
@@ -45,7 +45,7 @@ def list_features(packages: Sequence[Package]) -> list[Feature]:
 
 
 def _check(key: str, untested: dict[str, str]) -> tuple[str, str]:
-    """Return the status of a feature and the reason; `untested` has the names and versions of such packages."""
+    """Return the status of a feature and the reason; `untested` has packages of untested versions, with these."""
     # 1. Names that it cannot do without.
     of_feature = [adapter for adapter in adapters.ADAPTERS if key in adapter.features]
     missing = adapters.missing_names(key)
