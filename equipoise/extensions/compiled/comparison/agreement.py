@@ -1,4 +1,4 @@
-"""Agreement of two values: a program of the compiler rounds otherwise than torch's own kernels.
+"""Agreement of two values: compiled programs round differently from torch's own kernels.
 
 Two tensors agree if no element differs by more than a share of the largest element, and a smaller share of the largest
 gradient: the gradient of a bias before a BatchNorm is nothing but rounding. Captured steps run torch's own kernels:
@@ -21,8 +21,8 @@ class Tolerance(NamedTuple):
     """Largest difference of two tensors.
 
     Attributes:
-        relative: In parts of the largest element of the tensor.
-        floor: In parts of the largest element of all gradients; for other tensors, an absolute number.
+        relative: As a share of the largest element of the tensor.
+        floor: As a share of the largest element of all gradients; for other tensors, an absolute number.
     """
 
     relative: float
@@ -54,7 +54,7 @@ def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
     """
     if not isinstance(value, COMPARED) or not isinstance(other, COMPARED):
         return True
-    # 1. Two values of Python, or tensors of another form.
+    # 1. Numbers and texts, or tensors of different shapes.
     tensor: Tensor | None
     if isinstance(value, Tensor):
         tensor = value
@@ -75,7 +75,9 @@ def agree(value: Any, other: Any, tolerance: Tolerance) -> bool:
     # Differences of short types would be rounded themselves.
     wide = torch.promote_types(tensor.dtype, torch.float32)
     allowed = tolerance.relative * largest([tensor]) + tolerance.floor
-    return torch.allclose(tensor.to(wide), other_tensor.to(wide), rtol=0.0, atol=allowed, equal_nan=True)
+    wide_tensor = tensor.to(wide)
+    other_wide_tensor = other_tensor.to(wide)
+    return torch.allclose(wide_tensor, other_wide_tensor, rtol=0.0, atol=allowed, equal_nan=True)
 
 
 def _like(value: Any, tensor: Tensor) -> Tensor | None:
@@ -89,20 +91,20 @@ def _like(value: Any, tensor: Tensor) -> Tensor | None:
 
 def largest(tensors: Any) -> float:
     """Return the largest absolute value of the finite elements of tensors; 0 without any."""
-    largest = 0.0
+    maximum = 0.0
     for tensor in tensors:
         if tensor.numel():
             finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
-            largest = max(largest, float(finite.abs().max()))
-    return largest
+            maximum = max(maximum, float(finite.abs().max()))
+    return maximum
 
 
 def difference_of(expected: Any, computed: Any) -> str:
-    """Return the largest difference of two tensors as text; empty where they have none that is a number.
+    """Return the largest difference of two tensors as text; empty if there is none, or the shapes differ.
 
     Args:
         expected: A tensor, or another value.
-        computed: What stands in its place.
+        computed: The tensor or value that was computed in its place.
     """
     if not isinstance(expected, Tensor) or not isinstance(computed, Tensor):
         return ""
@@ -111,5 +113,9 @@ def difference_of(expected: Any, computed: Any) -> str:
     wide = torch.promote_types(expected.dtype, torch.float32)
     reference = expected.to(wide)
     difference = largest([reference - computed.to(wide)])
-    share = difference / (largest([reference]) or 1.0)
-    return f" by {share:.1e} of the largest element" if share else ""
+    # Among zeros, the difference itself counts.
+    scale = largest([reference]) or 1.0
+    share = difference / scale
+    if not share:
+        return ""
+    return f" by {share:.1e} of the largest element"
