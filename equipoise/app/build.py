@@ -36,7 +36,8 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise ConfigurationError(f"{', '.join(missing)} must be given a value, such as {missing[0]}=VALUE.")
+        listed = ", ".join(missing)
+        raise ConfigurationError(f"{listed} must be given a value, such as {missing[0]}=VALUE.")
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -54,8 +55,9 @@ def check_values(values: Mapping[str, Any]) -> None:
         _check_no_groups(trainer)
     for key, part in _parts(values):
         if not isinstance(part, dict) or "_target_" not in part:
+            way_out = _way_out(key, part)
             raise ConfigurationError(
-                f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{_way_out(key, part)}"
+                f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{way_out}"
             )
         check_targets(part, key)
 
@@ -76,7 +78,10 @@ def check_loggers(values: Mapping[str, Any]) -> None:
                 f"{key} needs {package}, which is not installed: pip install {package}. Or leave it out: logger=csv."
             )
         address = str(node.get("tracking_uri"))
-        if address.startswith(_DATABASE) and is_remote(to_path(address.removeprefix(_DATABASE))):
+        if not address.startswith(_DATABASE):
+            continue
+        path = to_path(address.removeprefix(_DATABASE))
+        if is_remote(path):
             raise ConfigurationError(
                 f"{key}.tracking_uri is a database, which must be a file of this machine, not {address!r}: name a local"
                 f" one, or a server, {key}.tracking_uri=http://HOST:PORT {key}.artifact_location=null."
@@ -84,7 +89,7 @@ def check_loggers(values: Mapping[str, Any]) -> None:
 
 
 def _way_out(key: str, part: Any) -> str:
-    """Return what to do about options of a callback or logger that is not chosen; empty for other parts."""
+    """Return the remedy for options of a callback or logger that is not chosen; empty for other parts."""
     group, _, name = key.partition(".")
     if not name or not isinstance(part, dict):
         return ""
@@ -174,7 +179,10 @@ def _in_this_rank(node: Mapping[str, Any]) -> Mapping[str, Any]:
     Those other than the first log nothing, so theirs is in memory.
     """
     rank = find_rank()
-    if rank is None or rank.global_rank == 0 or not str(node.get("tracking_uri")).startswith(_DATABASE):
+    if rank is None or rank.global_rank == 0:
+        return node
+    address = str(node.get("tracking_uri"))
+    if not address.startswith(_DATABASE):
         return node
     return {**node, "tracking_uri": "sqlite:///:memory:"}
 
@@ -214,7 +222,7 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
 
 
 def overrides(instance: Any, base: type[Any], name: str) -> bool:
-    """Return whether the class of an object overrides a method of a base."""
+    """Return True if the class of an object overrides a method of a base."""
     method = getattr(type(instance), name, None)
     base_method = getattr(base, name, None)
     return method is not base_method
