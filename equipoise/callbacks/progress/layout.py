@@ -75,10 +75,11 @@ class Layout:
         last = len(layouts) - 1
         last_choice = self._choices.get(index, 0)
         for choice in range(min(last_choice, last), last + 1):
-            bar, columns = layouts[choice]
-            drawn_bar = self._bar(track, bar)
-            parts = [label, drawn_bar, *columns]
-            line = _SPACE.join(filter(None, parts))
+            width_of_bar, columns = layouts[choice]
+            bar = self._bar(track, width_of_bar)
+            # Empty parts take no space.
+            parts = filter(None, [label, bar, *columns])
+            line = _SPACE.join(parts)
             if line.cell_len <= self._width:
                 break
         self._choices[index] = choice
@@ -97,7 +98,8 @@ class Layout:
         fraction = 0.0
         if track.total:
             fraction = min(1.0, track.done / track.total)
-        full, half = divmod(int(fraction * width * 2), 2)
+        half_cells = int(fraction * width * 2)
+        full, half = divmod(half_cells, 2)
         # 2. Draw them, and the rest.
         if self.ascii_only:
             done = "#" * full
@@ -125,7 +127,10 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, list[Tex
     """Return the possible layouts of a line, the widest first: the width of the bar, and the columns after it."""
     # 1. The columns. The remaining time is left out where it is unknown.
     count = Text(_count(track))
-    rate = Text("" if track.rate is None else format_rate(track.rate), "dim")
+    speed = ""
+    if track.rate is not None:
+        speed = format_rate(track.rate)
+    rate = Text(speed, "dim")
     elapsed = format_clock(track.elapsed(now))
     clock = Text(elapsed, "dim")
     short_clock = clock
@@ -142,8 +147,8 @@ def _layouts(track: Track, values: Text, now: float) -> list[tuple[int, list[Tex
         [count],
     )
     # Without a total there is no bar.
-    bars = _BARS if track.total else (0,)
-    layouts = [(bar, columns) for columns in choices for bar in bars]
+    widths = _BARS if track.total else (0,)
+    layouts = [(width, columns) for columns in choices for width in widths]
     return [*layouts, (0, [count])]
 
 
@@ -168,7 +173,9 @@ def plain_line(track: Track, metrics: Metrics, *, now: float) -> str:
 
 
 def _count(track: Track) -> str:
-    total = "?" if track.total is None else str(track.total)
+    total = "?"
+    if track.total is not None:
+        total = str(track.total)
     # The count keeps its width while it grows.
     return f"{track.done:>{len(total)}}/{total}"
 
@@ -181,6 +188,7 @@ def _metrics(metrics: Metrics) -> Text:
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
         label = printable(name)
-        text = Text.assemble((f"{label} ", "dim"), (format_number(value), style))
+        number = format_number(value)
+        text = Text.assemble((f"{label} ", "dim"), (number, style))
         texts.append(text)
     return _SPACE.join(texts)
