@@ -27,7 +27,7 @@ def named_metrics(module: nn.Module) -> dict[str, Metric]:
     """
     metrics: dict[str, Metric] = {}
     parts = dict(module.named_modules())
-    # By identity: what was seen already. It ends circles, too.
+    # Identities of visited objects, which also end circles.
     seen = set(map(id, parts.values()))
     for name, part in parts.items():
         if isinstance(part, Metric):
@@ -36,9 +36,11 @@ def named_metrics(module: nn.Module) -> dict[str, Metric]:
         # The attributes of a metric are its states.
         if isinstance(part, Metric):
             continue
-        prefix = f"{name}." if name else ""
         for attribute, value in list(vars(part).items()):
-            metrics.update(_metrics_in(value, prefix + attribute, seen))
+            path = attribute
+            if name:
+                path = f"{name}.{attribute}"
+            metrics.update(_metrics_in(value, path, seen))
     return metrics
 
 

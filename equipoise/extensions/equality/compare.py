@@ -123,19 +123,21 @@ def _comparable(run: Run, findings: Findings) -> set[Cell]:
 def _note_further_cells(run: Run, cells: set[Cell], findings: Findings) -> None:
     if not cells:
         return
-    names = sorted({cell.name for cell in cells})
+    names = {cell.name for cell in cells}
+    listed = ", ".join(sorted(names))
     steps = in_words(cell.step for cell in cells)
-    findings.not_compared(f"logged values that {run.path} alone has: {', '.join(names)}, of {steps}")
+    findings.not_compared(f"logged values that {run.path} alone has: {listed}, of {steps}")
 
 
 def _compare_texts(place: Place, texts: tuple[str, str], tolerance: Tolerance, findings: Findings) -> None:
     """Compare two texts of a table as numbers, if they are some."""
     try:
-        numbers = torch.tensor(list(map(float, texts)), dtype=torch.float64)
+        numbers = [float(text) for text in texts]
     except ValueError:
         findings.differs(place, *texts)
         return
-    gap = largest_gap(numbers[:1], numbers[1:], 1, tolerance)
+    values = torch.tensor(numbers, dtype=torch.float64)
+    gap = largest_gap(values[:1], values[1:], 1, tolerance)
     if gap is not None:
         findings.has_gap(place, gap)
 
