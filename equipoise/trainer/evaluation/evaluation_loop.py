@@ -128,7 +128,8 @@ class EvaluationLoop(SentState):
             return
         self.loaded_at = loaded_at
         self.loaders.workers.load_state_dict(saved["workers"])
-        self._steps_logged.update(dict(saved["steps_logged"]))
+        steps_logged = dict(saved["steps_logged"])
+        self._steps_logged.update(steps_logged)
 
     @property
     def max_batches(self) -> list[float]:
@@ -167,11 +168,12 @@ class EvaluationLoop(SentState):
         self._start(context)
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
-        last = len(streams) - 1
+        count = len(streams)
         for index, stream in enumerate(streams):
-            outputs.append(self._evaluate(context, stream, index, len(streams)))
-            # A metric that the next loader logs, too, has a value of its own for each.
-            if index < last:
+            values = self._evaluate(context, stream, index, count)
+            outputs.append(values)
+            # A metric that the next loader logs, too, has a separate value for each loader.
+            if index + 1 < count:
                 self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
         outputs = self._finish(context, outputs)
@@ -205,7 +207,7 @@ class EvaluationLoop(SentState):
             context.strategy.sync_buffers()
 
     def _evaluate(self, context: "RunContext", stream: BatchStream, index: int, count: int) -> dict[str, Any]:
-        """Evaluate on the loader of an index, of so many, and return its logged values."""
+        """Evaluate on one of `count` loaders, and return its logged values."""
         logs = context.logs
         if self.state.sanity_checking:
             # It counts and logs nothing. Asking for the stage in each batch would take 2 µs.
