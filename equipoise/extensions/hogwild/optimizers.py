@@ -50,7 +50,7 @@ class SharedOptimizer(StrategyOptimizer):
         Raises:
             StepError: If this process has a state of other shapes.
         """
-        # 1. Processes without a gradient in their first step have no state yet. They receive that of the main one.
+        # 1. Processes without a gradient in their first step have no state yet. They receive that of the main process.
         state = self.optimizer.state
         parameters = optimizer_parameters(self.optimizer)
         entries: list[Entry] = [entry for entry, _ in self._entries()]
@@ -62,7 +62,8 @@ class SharedOptimizer(StrategyOptimizer):
                 f"The state of {type(self.optimizer).__name__} differs between processes, so it cannot be shared. Take"
                 " HogwildStrategy(optimizer_state='own')."
             )
-        values_by_index: dict[int, dict[str, Any]] = self._processes.broadcast(self._state_by_index())
+        values_here = self._state_by_index()
+        values_by_index: dict[int, dict[str, Any]] = self._processes.broadcast(values_here)
 
         # 2. The same memory in all processes.
         tensors = [values_by_index[index][name] for index, name, _, _ in expected]
@@ -78,7 +79,8 @@ class SharedOptimizer(StrategyOptimizer):
         for index, values in self._state_by_index().items():
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    yield (index, name, tuple(value.shape), str(value.dtype)), value
+                    entry = (index, name, tuple(value.shape), str(value.dtype))
+                    yield entry, value
 
     def _state_by_index(self) -> dict[int, dict[str, Any]]:
         """Return the state of each parameter that has one, by the index of the parameter."""

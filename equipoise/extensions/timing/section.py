@@ -45,7 +45,7 @@ def _stacked(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, li
     for _, shares in history:
         totals.update(shares)
     lines: dict[str, list[tuple[float, float]]] = {}
-    # Percent of the parts below.
+    # Sum of the parts so far at each epoch, in percent.
     heights = [0.0] * len(history)
     for name, _ in totals.most_common(_MOST_LINES):
         lines[name] = []
