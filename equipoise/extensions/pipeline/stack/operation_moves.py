@@ -1,4 +1,4 @@
-"""Operations of torch whose tensors are on several devices: they are moved to one, and gradients flow back."""
+"""Operations of torch on tensors of several devices: the tensors are moved to one device, and gradients flow back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -71,7 +71,7 @@ class OperationMoves(_Base):  # type: ignore[misc]
 
     def _device_for(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
         """Return the device of an operation: that of the tensor which it changes, or that of the stage."""
-        # An operation that changes a copy would leave the tensor itself as it was.
+        # An operation that changed a copy would leave the tensor itself as it was.
         changed_value = _changed_by(func, args, kwargs)
         if isinstance(changed_value, Tensor):
             return changed_value.device
@@ -110,10 +110,10 @@ def _changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     # 2. Arguments by their positions.
     name = getattr(func, "__name__", "")
     is_special = name.endswith("__")
-    is_named_so = name.endswith("_") and not is_special
+    is_in_place = name.endswith("_") and not is_special
     if func in _WITH_STATISTICS:
         return args[1]
-    if args and (is_named_so or func in _WRITING):
+    if args and (is_in_place or func in _WRITING):
         return args[0]
     return None
 
