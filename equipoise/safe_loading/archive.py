@@ -109,7 +109,7 @@ class OpenArchive:
     def _whole(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         """Return a tensor with its values."""
         storage = self._storage(key, tensor.dtype)
-        value = torch.empty(0, dtype=tensor.dtype)
+        value = torch.empty(0, dtype=tensor.dtype, device="cpu")
         value.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             return value.conj()
@@ -257,7 +257,8 @@ class _ArchiveReader:
     def load_storage(self, key: str, dtype: torch.dtype) -> torch.UntypedStorage:
         """Return a storage with its values."""
         name = f"{self.folder}data/{key}"
-        content = torch.empty(self.members[name].file_size, dtype=torch.uint8)
+        # The program may have set another device as torch's default.
+        content = torch.empty(self.members[name].file_size, dtype=torch.uint8, device="cpu")
         with self.open_storage(key) as member:
             _fill(content, member)
         storage = content.untyped_storage()

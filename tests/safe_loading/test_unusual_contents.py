@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of, stand_ins_in
 from equipoise.safe_loading.unpickler import load_pickle
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file import open_checkpoint, read_checkpoint
 from tests.support.trainer_runs import Small, loader, trainer
 
 FIELDS = [("name", "i4"), ("value", "f8")]
@@ -187,6 +187,16 @@ def test_a_key_is_looked_at_for_a_short_time_only(tmp_path: Path) -> None:
     path = with_pickle(tmp_path, b")" + b"\x85" * 5000 + b"q\x010}h\x01K\x01s")
     with pytest.raises(CheckpointError, match="nested too deeply"):
         read_checkpoint(path)
+
+
+def test_tensors_are_read_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
+    saved = torch.arange(6.0).view(2, 3).t()
+    torch.save({"state_dict": {"weight": saved}}, tmp_path / "x.ckpt")
+    with torch.device("meta"), open_checkpoint(tmp_path / "x.ckpt") as archive:
+        read = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]["weight"]
+        (piece,) = archive.pieces_of(archive.content["state_dict"]["weight"])
+    assert torch.equal(read, saved)
+    assert torch.equal(piece, saved.reshape(-1))
 
 
 def test_a_negated_tensor_is_not_larger_than_its_storage(tmp_path: Path) -> None:
