@@ -391,7 +391,7 @@ class Loaders:
                 " is turned off."
             )
             loader = with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
-        elif overfit and _may_draw_other_batches(loader.batch_sampler):
+        elif overfit and _may_draw_other_batches(loader):
             rank_zero_warn(
                 f"`overfit_batches` needs the same batches in every epoch: those that the {source.stage} loader's"
                 f" {type(loader.batch_sampler).__name__} draws first are repeated."
@@ -433,9 +433,10 @@ def _may_shuffle(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.sampler, SequentialSampler)
 
 
-def _may_draw_other_batches(batch_sampler: Any) -> bool:
-    """Return True for a batch sampler that may draw other batches in each pass; one that deals them says it itself."""
-    if batch_sampler is None or isinstance(batch_sampler, list | tuple) or hasattr(batch_sampler, "deal_step"):
+def _may_draw_other_batches(loader: DataLoader[Any]) -> bool:
+    """Return True if a batch sampler may draw other batches in each pass; one that deals them says it itself."""
+    batch_sampler: Any = loader.batch_sampler
+    if _is_stream(loader) or batch_sampler is None or isinstance(batch_sampler, list | tuple) or hasattr(batch_sampler, "deal_step"):
         return False
     return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,7 +363,10 @@ def test_overfitting_says_that_it_does_not_shuffle() -> None:
     with pytest.warns(UserWarning, match="shuffling of the train loader is turned off"):
         chosen = loaders_of(loader(shuffle=True), 2, overfit=True)
     assert isinstance(chosen.flat[0].sampler, SequentialSampler)
-    assert isinstance(loaders_of(DataLoader(Stream(4)), 2, overfit=True).flat[0].dataset, IterableDataset)
+    stream = DataLoader(Stream(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loaders_of(stream, 2, overfit=True).flat[0] is stream
 
 
 # Copies of loaders
