@@ -43,8 +43,8 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     suspects = [
         (kind, method, hook)
         for kind, base in kinds
-        for method in _methods_of_user(kind)
-        if (hook := _meant(method.__name__, kind, base)) is not None
+        for name, method in _methods_of_user(kind)
+        if (hook := _meant(name, kind, base)) is not None
     ]
     if not suspects:
         return
@@ -87,10 +87,10 @@ def similar_step(name: str) -> str | None:
     return next(iter(similar), None)
 
 
-def _methods_of_user(kind: type) -> Iterator[FunctionType]:
+def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
     for parent in filter(_is_users, kind.__mro__):
         attributes = vars(parent)
-        yield from (value for value in attributes.values() if isinstance(value, FunctionType))
+        yield from ((name, value) for name, value in attributes.items() if isinstance(value, FunctionType))
 
 
 def _is_users(kind: type) -> bool:
@@ -104,7 +104,7 @@ def _is_users(kind: type) -> bool:
 def _names_in(kinds: Iterable[type]) -> Iterator[str]:
     """Yield every name that the functions of classes, and of the files that define the classes, use."""
     for kind in kinds:
-        for method in _methods_of_user(kind):
+        for _, method in _methods_of_user(kind):
             yield from _names_of(method.__code__)
             # The user's code may add global names from another thread, so this reads a copy.
             global_values = list(method.__globals__.values())

@@ -141,6 +141,14 @@ class OfItsOwn(Small):
         """Is private."""
 
 
+def on_trainstart(self):
+    """Is a hook under the name that the class below gives it."""
+
+
+class OtherName(Small):
+    on_train_start = on_trainstart
+
+
 class NewHooks(equipoise.Callback):
     def on_out_of_memory(self, trainer, pl_module, event):
         return None
@@ -159,6 +167,7 @@ class NewHooks(equipoise.Callback):
         (CalledByACallback, [Caller]),
         (CalledByName, []),
         (OfItsOwn, []),
+        (OtherName, []),
         (Small, [NewHooks]),
         (Small, [L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping]),
     ],
