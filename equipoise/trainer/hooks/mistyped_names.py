@@ -97,7 +97,8 @@ def _is_users(kind: type) -> bool:
     if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
         return False
     functions = [inspect.unwrap(value) for value in vars(kind).values() if isinstance(value, FunctionType)]
-    files = [function.__code__.co_filename for function in functions]
+    # A decorator may have wrapped another callable object.
+    files = [function.__code__.co_filename for function in functions if isinstance(function, FunctionType)]
     return not any(folder in file for folder in _INSTALLED for file in files)
 
 
