@@ -144,7 +144,9 @@ def check(kind: Any, value: Any, place: str) -> None:
         if value is not None:
             check(kind.kind, value, place)
     elif isinstance(kind, OrEmpty):
-        check(kind.kind if value else mapping, value, place)
+        check(mapping, value, place)
+        if value:
+            check(kind.kind, value, place)
     elif isinstance(kind, OrMissing):
         check(kind.kind, value, place)
     elif isinstance(kind, Filled):

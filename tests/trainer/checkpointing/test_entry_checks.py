@@ -30,6 +30,7 @@ REFUSED = [
     (checks.OrNone(checks.mapping), np.ones(2), "place must be a dictionary, not a ndarray"),
     (checks.OrEmpty(checks.Whole({"a": checks.count})), {"b": 1}, "place lacks 'a'"),
     (checks.OrEmpty(checks.mapping), None, "place must be a dictionary, not None"),
+    (checks.OrEmpty(checks.mapping), torch.ones(2), "place must be a dictionary, not a Tensor"),
     (checks.Filled([checks.count]), [], "place must be a filled list, not a list"),
     (checks.Whole({"a": checks.count, "b": checks.OrMissing(checks.flag)}), {"c": 1}, "place lacks 'a'"),
     (checks.Whole({"b": checks.OrMissing(checks.flag)}), {"b": None}, "place['b'] must be True or False, not None"),
