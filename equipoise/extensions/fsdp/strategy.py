@@ -231,7 +231,7 @@ class FSDPStrategy(ProcessStrategy):
 
     @property
     def device_of_empty_modules(self) -> torch.device:
-        """The device of modules for which a checkpoint will be loaded: "meta" where units are filled one by one."""
+        """The device of parameters for which a checkpoint will be loaded: "meta" where units are filled one by one."""
         if self.processes.world_size == 1 or self._columns > 1:
             return self.root_device
         return torch.device("meta")

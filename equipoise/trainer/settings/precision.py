@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.plugins import PluginsInUse, read_precision, sort_plugins
+from equipoise.parallel.communication.tensor_copies import give_memory
 from equipoise.precision import Precision, make_precision
 from equipoise.trainer.settings.arguments import check_flags
 
@@ -78,16 +81,23 @@ def select_precision(precision: Any, device_type: str) -> Precision:
 def module_init_context(strategy: Any, precision: Precision, *, empty: bool) -> ExitStack:
     """Return a context in which torch creates tensors on the device of a strategy, in the dtype of a precision.
 
-    A strategy that fills modules without memory has a `device_of_empty_modules`.
+    A strategy that fills parameters without memory has a `device_of_empty_modules`.
     """
-    device = strategy.root_device
     stack = ExitStack()
     if empty:
-        device = getattr(strategy, "device_of_empty_modules", device)
         stack.enter_context(_WithoutInit())
+        if getattr(strategy, "device_of_empty_modules", strategy.root_device).type == "meta":
+            hook = register_module_parameter_registration_hook(_take_memory)
+            stack.callback(hook.remove)
     stack.enter_context(precision.init_context())
-    stack.enter_context(device)
+    stack.enter_context(strategy.root_device)
     return stack
+
+
+def _take_memory(module: nn.Module, name: str, parameter: Any) -> None:
+    """Move a new parameter to the meta device. No checkpoint has the values of all other tensors, so these stay."""
+    if type(parameter) is nn.Parameter and not parameter.is_meta:
+        give_memory(parameter, parameter.to("meta"))
 
 
 class _WithoutInit(TorchFunctionMode):

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError, FSDPStrategy, MemoryLogger, NoGradEvaluation, OOMRecovery, Trainer
 from equipoise.extensions.fsdp.units import choose_units
@@ -474,18 +475,38 @@ def test_weights_are_loaded_after_a_meta_module_is_sharded(tmp_path: Path) -> No
     assert all(torch.isfinite(value).all() for value in weights_of(fresh).values())
 
 
+class WithOtherTensors(Net):
+    """Has tensors that are no parameters, and that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+        self.shift = torch.tensor(0.5)
+        self.mean = MeanMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch) * self.scale + self.shift
+        self.mean(loss)
+        return loss
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_empty_module_takes_no_memory_before_it_is_sharded(processes: int, tmp_path: Path) -> None:
-    """Except where one process has all of it."""
-    expected, trainer = fit(Net, max_epochs=1)
+    """Except where one process has all of it, and for what no checkpoint has."""
+    _, trainer = fit(WithOtherTensors, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    trainer = Trainer(strategy=fsdp(), devices=["cpu"] * processes, precision="64-true", **{**QUIET, "max_epochs": 1})
-    with trainer.init_module(empty_init=True):
-        module = Net()
-    assert module.last.weight.is_meta == (processes > 1)
-    trainer.fit(module, loader(12, 6), ckpt_path=tmp_path / "one.ckpt")
-    assert_close(weights_of(expected), weights_of(module), 0.0)
+
+    def continued(*, empty: bool) -> WithOtherTensors:
+        options = {**QUIET, "max_epochs": 2, "precision": "64-true"}
+        trainer = Trainer(strategy=fsdp(), devices=["cpu"] * processes, **options)
+        with trainer.init_module(empty_init=empty):
+            module = WithOtherTensors()
+        assert module.last.weight.is_meta == (empty and processes > 1)
+        trainer.fit(module, loader(12, 6), ckpt_path=tmp_path / "one.ckpt")
+        return module
+
+    assert_close(weights_of(continued(empty=False)), weights_of(continued(empty=True)), 0.0)
 
 
 def test_arguments() -> None:
