@@ -1,4 +1,4 @@
-"""The processes as the data see them, where several successive ranks compute each batch together."""
+"""The processes among which data is divided, where several successive ranks compute each batch together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -62,10 +62,14 @@ class DataProcesses(Processes):
             return tensor
         if reduce_op in ("min", "max"):
             return self._all.reduce(tensor, group, reduce_op)
-        # A product with zero would keep what is not a number.
-        counted = torch.zeros_like(tensor) if self._place else tensor
+        counted = tensor
+        if self._place:
+            # A product with zero would keep NaN.
+            counted = torch.zeros_like(tensor)
         total = self._all.reduce(counted, group, "sum")
-        return total if reduce_op == "sum" else total / self.world_size
+        if reduce_op == "sum":
+            return total
+        return total / self.world_size
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Gather a value, of which each batch has one; see `Processes.all_gather`."""

@@ -1,4 +1,4 @@
-"""A copy of a module whose layers are whole in each process, beside the module whose layers are cut."""
+"""A copy of a module in which layers that a plan has cut are whole in each process."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,8 @@ class WholeLayers:
     def __init__(self, module: LightningModule) -> None:
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
-            memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            without_values = parameter.detach().to("meta")
+            memo[id(parameter)] = nn.Parameter(without_values, parameter.requires_grad)
         # Without the trainer, as Lightning leaves it out.
         self.module = copy.deepcopy(module, memo)
         self._group: dist.ProcessGroup | None = None
@@ -61,8 +62,10 @@ class WholeLayers:
         self.module.trainer = module.trainer
         kind = mesh.device_type
         if is_overridden("configure_model", self.module):
-            self._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            here = torch.full((1,) * mesh.ndim, dist.get_rank())
+            rank = dist.get_rank()
+            self._group = dist.new_group([rank], use_local_synchronization=True)
+            # Along each dimension this process is alone.
+            here = torch.full((1,) * mesh.ndim, rank)
             groups: Any = [self._group] * mesh.ndim
             alone = DeviceMesh.from_group(groups, kind, mesh=here, mesh_dim_names=mesh.mesh_dim_names)
             set_device_mesh(self.module, alone)
@@ -147,13 +150,13 @@ def _gathered(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     if not isinstance(detached, DTensor):
         return detached.clone()
-    # What only a mesh of one process has cut is returned as it is.
+    # A tensor that is cut over one process alone is returned as it is.
     gathered = gather_whole(detached)
     return gathered.clone()
 
 
 def _like(parameter: nn.Parameter, full: Tensor) -> Tensor:
-    """Return a whole tensor as the parameter of a plan over one process has it; layers of that plan expect it so."""
+    """Return a whole tensor as a DTensor of one process if the parameter is one, as layers of a plan expect it."""
     placement = row_placement(parameter)
     if placement is None:
         return full
