@@ -1,4 +1,4 @@
-"""The memory of tensors in messages: their values as bytes, and the same layout where they arrive.
+"""The memory of tensors in messages: their values as bytes, and tensors of the same layout for the receiver.
 
 A kernel may take another way for another layout, so that its rounding differs. In torch 2.13 the backward of
 BatchNorm2d on the CPU is even wrong for a single sample whose gradient has certain strides. So a tensor arrives as it
@@ -19,7 +19,7 @@ TensorKind = tuple[torch.dtype, tuple[int, ...], bool, tuple[int, ...] | None]
 
 
 def kind_of(tensor: Tensor) -> TensorKind:
-    """Return what the receiver of a tensor must know."""
+    """Return the properties of a tensor that its receiver needs."""
     shape = tuple(tensor.shape)
     strides = None
     if not tensor.is_contiguous() and _in_order_of_memory(tensor).is_contiguous():
@@ -28,7 +28,7 @@ def kind_of(tensor: Tensor) -> TensorKind:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as bytes in the host's memory, in the order in which the tensor has them."""
+    """Return the values of a tensor as bytes in the host's memory, in the order of the tensor's memory."""
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not values.is_contiguous():
         in_order = _in_order_of_memory(values)

@@ -40,14 +40,14 @@ class TensorPlacement:
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         self.tensors: list[Tensor] = []
-        # For the identity of a tensor its key.
+        # The key of each tensor, by the identity of the tensor.
         self._keys: dict[int, int] = {}
         for tensor in parameters_and_buffers(module):
             identity = id(tensor)
             if identity not in self._keys:
                 self._add(tensor)
         self._num_own = len(self.tensors)
-        # For the key of a parameter those of its copies.
+        # The keys of the copies of each parameter, by its key.
         self._copies: dict[int, list[int]] = {}
         self.on_host: set[int] = set()
         self.keys_of_workers: list[set[int]] = [set() for _ in range(workers)]
@@ -88,7 +88,8 @@ class TensorPlacement:
             key_of_original = self._keys[id(parameter)]
             copies = self._copies.setdefault(key_of_original, [])
             copies.append(key)
-            if of_copy.device.type == "cpu" != device.type:
+            is_on_host = of_copy.device.type == "cpu"
+            if is_on_host and device.type != "cpu":
                 self.on_host.add(key)
 
     def key_of(self, tensor: Tensor) -> int | None:
