@@ -59,7 +59,7 @@ def same_answer(
     expected: Any,
     index: int,
 ) -> Condition:
-    """Return the condition that a question about values has an answer. The values follow from a call's tensors alone.
+    """Return the condition that a question about values, which depend on a call's tensors alone, has the same answer.
 
     Args:
         root: Root of the recorded forward.
