@@ -17,14 +17,14 @@ LoadState = Callable[[dict[str, Any]], None]
 
 
 class PortableState:
-    """Reads and loads full states; called in every process.
+    """Returns and loads full states; called in every process.
 
     This class is for modules and optimisers that are in this process as a whole. Strategies that distribute them over
     processes override it.
 
     Args:
         own_state: Function that returns the strategy's own state, with which a resumed run continues: a dictionary of
-            what a checkpoint can hold. Default: None, it has none.
+            objects that a checkpoint can hold. Default: None, it has none.
         load_own_state: Function that restores what `own_state` has returned, as far as it applies: another strategy
             or other devices may have saved it. Default: None.
 
@@ -53,7 +53,9 @@ class PortableState:
 
     def strategy_state(self) -> dict[str, Any]:
         """Return the strategy's own state."""
-        return {} if self._own_state is None else self._own_state()
+        if self._own_state is None:
+            return {}
+        return self._own_state()
 
     def load_strategy_state(self, state: dict[str, Any]) -> None:
         """Restore a state that `strategy_state` has returned, of this strategy or of another one."""
@@ -64,11 +66,11 @@ class PortableState:
         """Receive the optimisers of a fit, once they are made and before their states are loaded.
 
         Args:
-            optimizers: What `configure_optimizers` returned.
+            optimizers: The optimisers that `configure_optimizers` returned.
         """
 
     def prepare(self) -> None:
-        """Wait until no process changes what is to be read; called before a checkpoint is collected."""
+        """Wait until no process changes the state any more; called before a checkpoint is collected."""
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's full state."""
@@ -129,7 +131,8 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
     """Return the gradients of all parameters of optimisers, in order."""
     gradients: list[Tensor | None] = []
     for optimizer in optimizers:
-        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
+        parameters = optimizer_parameters(optimizer)
+        gradients.extend(parameter.grad for parameter in parameters)
     return gradients
 
 

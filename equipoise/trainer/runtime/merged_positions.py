@@ -1,7 +1,7 @@
 """Positions of several processes, put together for another number of processes.
 
-What the processes of a run have for themselves is added up, and rank 0 gets it: gradients and weights of an open
-accumulation window, logged values and states of metrics. The other ranks begin empty. All of it is summed over the
+State that each process of a run has for itself is added up, and rank 0 receives it: gradients and weights of an open
+accumulation window, logged values and states of metrics. The other ranks begin empty. This state is summed over the
 processes where it is used, so the results are those of an undisturbed run.
 """
 
@@ -29,7 +29,7 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     Raises:
         ConfigurationError: If the states of a metric cannot be merged.
     """
-    # 1. Generators, and what the processes have in common.
+    # 1. Generators, and state that the processes have in common.
     first = positions[0]
     position_here = first
     if rank < len(positions):
@@ -37,7 +37,7 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
     # A batch that was read ahead was that of another number of processes.
     merged = {**position_here, "ahead": []}
 
-    # 2. What belongs to all of them together.
+    # 2. State that belongs to all processes together.
     is_main = rank == 0
     windows = [position["window"] for position in positions]
     merged["window"] = _window(windows, is_main=is_main)
@@ -46,7 +46,8 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
         gradients = [position["gradients"] for position in positions]
         merged["gradients"] = _sum_gradients(gradients)
     logs = [position["logs"] for position in positions]
-    entries = merge_saved_entries([logs_of_process["entries"] for logs_of_process in logs], rank)
+    entries_of_processes = [logs_of_process["entries"] for logs_of_process in logs]
+    entries = merge_saved_entries(entries_of_processes, rank)
     merged["logs"] = {"callback_metrics": logs[0]["callback_metrics"], "entries": entries}
 
     # 3. States of metrics. Those that the validation has logged are reset before they are used again.
