@@ -43,6 +43,7 @@ def empty_like_real(tensor: Tensor) -> Tensor:
 
 def convert_without_memory(module: nn.Module, convert: Callable[[nn.Module], None]) -> None:
     """Convert a module of tensors without memory, which `module.to(dtype)` refuses to convert as they are."""
+    # Tensors on the device "meta" have no memory either, and can be converted.
     with usual_tensors():
         exchange_tensors(module, _on_meta)
         convert(module)
