@@ -71,6 +71,28 @@ class NormBetween(Net):
         self.blocks = nn.ModuleList(BlockWithNorm(7) for _ in range(3))
 
 
+class TakesList(nn.Linear):
+    def forward(self, input: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return nn.functional.linear(input[0], self.weight, self.bias)
+
+
+class BlockWithList(Block):
+    """Passes its hidden layer on in a list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.between = TakesList(2 * width, 2 * width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.between([self.up(hidden)]))
+
+
+class ListBetween(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BlockWithList(7) for _ in range(3))
+
+
 class OfTransformers(Net):
     """Has a plan as models of transformers have one."""
 
@@ -284,6 +306,7 @@ HALVES: dict[str, tuple[Any, dict[str, str], str]] = {
     ),
     "the second": (Net, {"blocks.*.down": "rowwise"}, "blocks.0.down (Linear) takes 14 features in the last dimension"),
     "a norm between": (NormBetween, PLAN, "blocks.0.between (LayerNorm) takes 14 features"),
+    "an input that is no tensor": (ListBetween, PLAN, "This was in blocks.0.between (TakesList)"),
     "one of three": (Planned, {"attention.query": "colwise"}, "This was in attention (SelfAttention)"),
 }
 
