@@ -22,11 +22,13 @@ from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import format_path, printable
 
-__all__ = ["read_run", "read_runs"]
+__all__ = ["Reading", "read_run", "read_runs"]
 
 _Value = TypeVar("_Value")
 # Name, step, value and seconds.
 LiveValue = tuple[str, float, float, float]
+# A run, None for a folder that is no run, and those of its files that could not be read.
+Reading = tuple[Run | None, list[Unreadable]]
 
 # What a damaged file may raise.
 _DAMAGE = (
@@ -62,22 +64,7 @@ _NO_METRIC = re.compile(r"epoch$|step$|memory/")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_runs(results: Iterable[FoundRun | Unreadable]) -> tuple[list[Run], list[Unreadable]]:
-    """Return the runs among what was found, and all that could not be read."""
-    runs = []
-    unreadable = []
-    for result in results:
-        if isinstance(result, Unreadable):
-            unreadable.append(result)
-            continue
-        run, failures = read_run(result)
-        unreadable += failures
-        if run is not None:
-            runs.append(run)
-    return runs, unreadable
-
-
-def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
+def read_run(run_files: FoundRun) -> Reading:
     """Return a run, None for a folder that is no run, and those of its files that could not be read."""
     readers = {
         "run.json": _read_run_file,
@@ -120,6 +107,23 @@ def read_run(run_files: FoundRun) -> tuple[Run | None, list[Unreadable]]:
         **values,
     )
     return run, unreadable
+
+
+def read_runs(
+    results: Iterable[FoundRun | Unreadable], read: Callable[[FoundRun], Reading] = read_run
+) -> tuple[list[Run], list[Unreadable]]:
+    """Return the runs among what was found, and all that could not be read."""
+    runs = []
+    unreadable = []
+    for result in results:
+        if isinstance(result, Unreadable):
+            unreadable.append(result)
+            continue
+        run, failures = read(result)
+        unreadable += failures
+        if run is not None:
+            runs.append(run)
+    return runs, unreadable
 
 
 def _read_live(path: Path | None) -> list[LiveValue]:

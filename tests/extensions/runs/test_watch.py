@@ -22,9 +22,9 @@ from equipoise.extensions.report import run_report
 from equipoise.extensions.report.run_file import live_values
 from equipoise.extensions.report.run_file.live_values import LiveValues
 from equipoise.extensions.runs.found import FoundRun, find_runs
-from equipoise.extensions.runs.reading import read_run
+from equipoise.extensions.runs.reading import Reading, read_run
 from equipoise.extensions.runs.run import Run
-from equipoise.extensions.runs.watch import plain_files
+from equipoise.extensions.runs.watch import plain_files, watched_runs
 from equipoise.extensions.runs.watch.command import watch
 from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
@@ -196,6 +196,28 @@ class TestServer:
         Path("outputs/two/run.json").write_text(json.dumps(content()))
         rows = parse(ask(served)[2]).one("table", "runs").one("tbody").all("tr")
         assert [row.all("td")[1].text for row in rows] == ["finished", "finished"]
+
+    def test_a_run_that_has_ended_is_read_again_if_it_has_written(
+        self, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch
+    ):
+        read: list[str] = []
+
+        def note(run_files: FoundRun) -> Reading:
+            read.append(run_files.folder.name)
+            return read_run(run_files)
+
+        monkeypatch.setattr(watched_runs, "read_run", note)
+        ended = write_run("ended")
+        under_way = write_run("under_way", state="running")
+        runs = WatchedRuns([])
+        runs.page()
+        assert sorted(read) == ["ended", "under_way"]
+        (under_way / "live.jsonl").write_text('["val_loss", 29, 0.0625, 90.0]\n')
+        runs.page()
+        assert read[2:] == ["under_way"]
+        (ended / "run.json").write_text(json.dumps(content(steps=1000)))
+        assert b"1,000" in runs.page().html
+        assert sorted(read[3:]) == ["ended", "under_way"]
 
     def test_reports_are_served_without_access_to_other_pages(self, served: WatchServer):
         link = parse(ask(served)[2]).one("table", "runs").one("a").attributes["href"]

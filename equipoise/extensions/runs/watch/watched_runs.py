@@ -11,8 +11,8 @@ from time import monotonic
 from equipoise.extensions.runs.columns import sorted_runs
 from equipoise.extensions.runs.found import FoundRun, find_runs, folders_of
 from equipoise.extensions.runs.page import report_link, runs_page
-from equipoise.extensions.runs.reading import read_runs
-from equipoise.extensions.runs.run import Unreadable
+from equipoise.extensions.runs.reading import Reading, read_run, read_runs
+from equipoise.extensions.runs.run import Run, Unreadable
 
 __all__ = ["Page", "WatchedRuns"]
 
@@ -49,6 +49,8 @@ class WatchedRuns:
         # Of the files of which the page was made, and when.
         self._stamps: Sequence[object] = ()
         self._made = 0.0
+        # By the folders of runs: the stamps of files, and what was read in them.
+        self._readings: dict[Path, tuple[Sequence[object], Reading]] = {}
         # Requests come in threads.
         self._lock = Lock()
 
@@ -62,10 +64,22 @@ class WatchedRuns:
             stamps = [_stamps_of(result) for result in results]
             is_old = monotonic() - self._made >= _SILENCE
             if self._page is None or is_old or stamps != self._stamps:
-                self._page = _make_page(results, folders)
+                runs, unreadable = read_runs(results, self._read)
+                self._page = _make_page(runs, unreadable, folders)
                 self._stamps = stamps
                 self._made = monotonic()
             return self._page
+
+    def _read(self, run_files: FoundRun) -> Reading:
+        """Read a run, unless it had ended before and none of its files has changed."""
+        stamps = _stamps_of(run_files)
+        earlier, reading = self._readings.get(run_files.folder, ((), (None, [])))
+        run, _ = reading
+        is_under_way = run is not None and run.state == "running"
+        if is_under_way or stamps != earlier:
+            reading = read_run(run_files)
+            self._readings[run_files.folder] = stamps, reading
+        return reading
 
 
 def _places_of(folders: Sequence[Path]) -> dict[Path, Path]:
@@ -77,9 +91,8 @@ def _places_of(folders: Sequence[Path]) -> dict[Path, Path]:
     return places
 
 
-def _make_page(results: Sequence[FoundRun | Unreadable], folders: Mapping[Path, Path]) -> Page:
-    """Return the page of what was found below folders, which are given with their places."""
-    runs, unreadable = read_runs(results)
+def _make_page(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Mapping[Path, Path]) -> Page:
+    """Return the page of runs below folders, which are given with their places."""
     # 1. The page. Its links lead down from the folder that contains all others.
     root = _common_root([*folders])
     text = runs_page(
