@@ -39,7 +39,7 @@ from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.formats import align_columns
 from equipoise.interop.adapters import check_feature
-from equipoise.interop.distributed.tensor_parallel import set_device_mesh
+from equipoise.interop.distributed.tensor_parallel import set_device_mesh, wait_as_default
 from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group, loopback
@@ -434,7 +434,7 @@ class FSDPStrategy(ProcessStrategy):
         if self.replicas == 1:
             return init_device_mesh(kind, (processes,), mesh_dim_names=("shard",))
         shape = (self.replicas, processes // self.replicas)
-        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        return wait_as_default(init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")))
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of torch's `fully_shard`."""

@@ -6,12 +6,17 @@ And those of a mesh: its groups, and Lightning's attribute behind a module's `de
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["forget_cuts", "leave_group", "set_device_mesh"]
+from equipoise.interop.adapters import find
+
+__all__ = ["forget_cuts", "leave_group", "set_device_mesh", "wait_as_default"]
+
+_set_pg_timeout: Callable[..., None] | None = find("torch.distributed.distributed_c10d._set_pg_timeout")
 
 # Functions of this package turn the inputs and outputs of a layer into parts, and back.
 _PACKAGE = "torch.distributed.tensor"
@@ -57,6 +62,22 @@ def leave_group(mesh: DeviceMesh) -> None:
         group.abort()
     dist.destroy_process_group(group)
     vars(mesh).get("_pg_registry", {}).clear()
+
+
+def wait_as_default(mesh: DeviceMesh) -> DeviceMesh:
+    """Let processes wait in the groups of a mesh as long as in the default group, and return the mesh.
+
+    Torch gives these groups a timeout of its own, 30 minutes on the CPU. Nothing public reads or changes one.
+
+    Args:
+        mesh: The mesh.
+    """
+    if _set_pg_timeout is not None:
+        default: Any = dist.group.WORLD
+        timeout = default._get_backend(torch.device(mesh.device_type)).options._timeout
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)
+    return mesh
 
 
 def set_device_mesh(module: LightningModule, mesh: Any) -> None:

@@ -1,10 +1,12 @@
 """The grid of devices in the log and in the report of a run."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from equipoise import MemoryLogger, RunReport, Trainer
@@ -15,6 +17,8 @@ from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+CPU = torch.device("cpu")
 
 
 def test_places_follow_ranks() -> None:
@@ -42,7 +46,11 @@ def test_the_log() -> None:
 
 def make_on_loopback(*sizes: Any) -> Any:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    return make_mesh(*sizes)
+    mesh = make_mesh(*sizes)
+    groups: list[Any] = mesh.get_all_groups()
+    # The timeout of the strategy.
+    assert {group._get_backend(CPU).options._timeout for group in groups} == {timedelta(seconds=120)}
+    return mesh
 
 
 class Watching(Task):

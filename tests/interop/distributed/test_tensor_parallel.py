@@ -1,13 +1,17 @@
 """Layers forget that they were cut: they can be called with whole tensors, and cut again."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
-from equipoise.interop.distributed.tensor_parallel import forget_cuts
+from equipoise.interop.distributed.tensor_parallel import forget_cuts, wait_as_default
 from tests.interop.distributed.test_fully_sharded import group
 
 __all__ = ["group"]
@@ -29,3 +33,17 @@ def test_layers_forget_that_they_were_cut() -> None:
         assert type(network(torch.ones(4, 2))) is torch.Tensor
     # Hooks of the user's stay.
     assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("group")
+def test_the_groups_of_a_mesh_wait_as_long_as_the_default_group() -> None:
+    def timeout(group: Any) -> timedelta:
+        waits: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        return waits
+
+    default: Any = dist.group.WORLD
+    own = dist.new_group([0], timeout=timedelta(hours=5))
+    assert timeout(own) != timeout(default)
+    mesh = DeviceMesh.from_group(own, "cpu")
+    assert wait_as_default(mesh) is mesh
+    assert timeout(own) == timeout(default)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.distributed.tensor_parallel import wait_as_default
 
 __all__ = [
     "CONTEXT",
@@ -109,8 +110,9 @@ def make_mesh(kind: str, data: int, tensor: int, context: int | None = None) -> 
             have this dimension.
     """
     if context is None:
-        return init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-    return init_device_mesh(kind, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
+        return wait_as_default(init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR)))
+    shape = (data, context, tensor)
+    return wait_as_default(init_device_mesh(kind, shape, mesh_dim_names=(DATA, CONTEXT, TENSOR)))
 
 
 def row_apart(row: DeviceMesh) -> DeviceMesh:
@@ -126,7 +128,7 @@ def row_apart(row: DeviceMesh) -> DeviceMesh:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             mesh = DeviceMesh.from_group(group, row.device_type, mesh_dim_names=(name,))
-    return mesh
+    return wait_as_default(mesh)
 
 
 def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:
