@@ -333,7 +333,8 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
 
 
 def _line(texts: Sequence[str]) -> str:
-    return "  ".join(column.format(text) for column, text in zip(_COLUMNS, texts, strict=False))
+    columns = zip(_COLUMNS, texts, strict=False)
+    return "  ".join(column.format(text) for column, text in columns)
 
 
 def _prediction(cut: Cut, options: CutOptions) -> str:

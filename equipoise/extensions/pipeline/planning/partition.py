@@ -101,8 +101,9 @@ def _parts_by_need(costs: Costs, cuts: Sequence[int]) -> list[float]:
     parts = []
     for index, size in enumerate(sizes):
         device = index % costs.num_devices
-        size_of_device = sum(sizes[device :: costs.num_devices])
-        parts.append(size / max(1, size_of_device))
+        sizes_of_device = sizes[device :: costs.num_devices]
+        total = sum(sizes_of_device)
+        parts.append(size / max(1, total))
     return parts
 
 
@@ -113,9 +114,14 @@ def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
     peaks = costs.peaks(costs.stages(cuts))
     for peak, device in zip(peaks, costs.devices, strict=False):
         if device.memory is not None:
-            overrun = peak / max(1, device.memory) - 1
+            overrun = _overrun_of_memory(device.memory, peak)
             worst = max(worst, overrun)
     return worst
+
+
+def _overrun_of_memory(memory: int, nbytes: int) -> float:
+    """Return the share of a memory by which it is overrun; negative if the bytes fit."""
+    return nbytes / max(1, memory) - 1
 
 
 # The dynamic programme.
@@ -248,7 +254,13 @@ def _best_beginning(
             # Memory can only raise the cost.
             continue
         if memory is not None:
-            overrun = costs.stage(stage, first, end).memory / max(1, memory) - 1
+            least_memory = costs.least_memory(stage, first, end)
+            least_overrun = _overrun_of_memory(memory, least_memory)
+            if best is not None and least_overrun > best.cost.overrun:
+                # All stages after this one in the list are longer, and need no less.
+                break
+            costs_of_stage = costs.stage(stage, first, end)
+            overrun = _overrun_of_memory(memory, costs_of_stage.memory)
             cost = cost._replace(overrun=max(cost.overrun, overrun))
         if best is None or cost < best.cost:
             best = _LastStage(cost, first)

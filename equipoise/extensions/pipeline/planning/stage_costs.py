@@ -204,20 +204,20 @@ class Costs:
             # No stage waits for gradients of the network's inputs, so the first stage leaves its whole backward.
             left = self.blocks[end - 1].boundary
 
-        # 2. The peak is either before the first backward, or later, when gradients exist.
-        numbers = self._occupancies[stage]
-        peak_before_gradients = numbers.most * activations
-        peak_with_gradients = numbers.later * activations + trained
-        peak = max(peak_before_gradients, peak_with_gradients)
+        # 2. The largest memory, of which halves of split backwards leave a part.
+        peak = self._peak_of_stage(stage, trained, activations)
+        halved = self._occupancies[stage].between * left
 
         slowness = self.devices[stage].slowness
+        forward = self._forward.between(first, end) * slowness
+        backward = self._backward.between(first, end) * slowness
         exchange = self._seconds_of_exchange(stage, first, end)
         return Stage(
             first=first,
             end=end,
-            forward=self._forward.between(first, end) * slowness + exchange,
-            backward=self._backward.between(first, end) * slowness + exchange,
-            memory=resting + peak + numbers.between * left + transient,
+            forward=forward + exchange,
+            backward=backward + exchange,
+            memory=resting + peak + halved + transient,
             parameters=parameters,
             resting=resting,
             trained=trained,
@@ -225,6 +225,22 @@ class Costs:
             left=left,
             transient=transient,
         )
+
+    def least_memory(self, stage: int, first: int, end: int) -> int:
+        """Return bytes that a stage needs at least. With more blocks they are no fewer."""
+        parameters = self._parameters.between(first, end)
+        trained = self._trained.between(first, end)
+        saved = self._saved.between(first, end)
+        resting = parameters + _STATE_BYTES * trained
+        return resting + self._peak_of_stage(stage, trained, saved)
+
+    def _peak_of_stage(self, stage: int, trained: int, activations: int) -> int:
+        """Return the bytes of activations and gradients at the peak of a stage."""
+        # It is either before the first backward, or later, when gradients exist.
+        numbers = self._occupancies[stage]
+        peak_before_gradients = numbers.most * activations
+        peak_with_gradients = numbers.later * activations + trained
+        return max(peak_before_gradients, peak_with_gradients)
 
     def _seconds_of_exchange(self, stage: int, first: int, end: int) -> float:
         """Return the seconds in which a stage receives its inputs and sends its outputs. Gradients take as long."""

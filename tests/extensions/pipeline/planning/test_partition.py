@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from equipoise.extensions.pipeline.planning.partition import DoesNotFit, choose_cuts
-from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
+from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 
 
@@ -210,3 +210,21 @@ def test_a_large_block_leaves_little_for_its_device_s_other_stage():
     cuts = choose_cuts(Costs(blocks, limits * 2, schedule="looped_bfs", micro_batches=1, stages_per_device=2))
     assert cuts[0] == 1
     assert cuts[2] - cuts[1] == 1
+
+
+def test_stages_that_need_far_too_much_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time of a stage limits the search where no cut fits."""
+    blocks = [Block(name=str(index), forward=1.0, parameters=10, saved=1) for index in range(120)]
+    costs = Costs(blocks, [StageDevice(memory=200)] * 3)
+    priced = []
+    price = Costs.stage
+
+    def stage(self: Costs, *arguments: int) -> Stage:
+        priced.append(arguments)
+        return price(self, *arguments)
+
+    monkeypatch.setattr(Costs, "stage", stage)
+    with pytest.raises(DoesNotFit) as raised:
+        choose_cuts(costs)
+    assert raised.value.best == [40, 80, 120]
+    assert len(priced) < 20 * len(blocks)
