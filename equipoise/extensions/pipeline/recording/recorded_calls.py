@@ -29,6 +29,7 @@ class Computed(NamedTuple):
         changed: Those that it has changed in place.
         traits: Traits of the operations that it has run.
         is_pure: True if it does nothing but compute its value from its arguments.
+        keeps_sizes: True if its value is a tensor that it has changed, whose sizes do not follow from other tensors.
     """
 
     result: Any
@@ -36,6 +37,7 @@ class Computed(NamedTuple):
     changed: Sequence[Tensor]
     traits: Traits
     is_pure: bool = False
+    keeps_sizes: bool = False
 
     @property
     def viewed(self) -> list[Tensor]:
@@ -127,6 +129,9 @@ class RecordedCalls:
                 sizes_of_call = Sizes.ASSUMED
             sizes = max(facts.sizes, sizes_of_call)
             facts = facts._replace(sizes=sizes)
+        if computed.keeps_sizes and isinstance(computed.result, Tensor):
+            value = self._tensors.find_node(computed.result)
+            facts = facts._replace(sizes=self._tensors.facts_of(value).sizes)
         return facts
 
     def _assign(self, node: fx.Node, value: Any, changed_ids: set[int]) -> None:

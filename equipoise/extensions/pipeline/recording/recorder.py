@@ -63,6 +63,8 @@ _FOLLOWED_IN_TRAINING = (nn.TransformerEncoderLayer,)
 _BACKWARDS = {"backward", "grad"}
 # Functions that divide a tensor at the numbers in another one.
 _SPLITS = {"dsplit", "hsplit", "tensor_split", "vsplit"}
+# Changes in place that give a tensor the sizes of another one.
+_RESIZES = {"resize_as_", "resize_as_sparse_", "set_"}
 # Functions that return as many tensors as follows from sizes.
 _LISTS = _SPLITS | {"chunk", "split", "split_with_sizes", "unbind", "unsafe_chunk", "unsafe_split"}
 _LISTS |= {"unsafe_split_with_sizes"}
@@ -320,6 +322,9 @@ class Recorder(_Base):  # type: ignore[misc]
             traits = computed.traits | Traits.DYNAMIC
             computed = computed._replace(traits=traits)
         computed = computed._replace(is_pure=not is_in_place)
+        changes_values = is_in_place or name == "__setitem__"
+        if changes_values and returns_arguments and name not in _RESIZES:
+            computed = computed._replace(keeps_sizes=True)
         self.calls.finish(node, computed, self._place())
 
         # 5. The number of tensors in a list is a size, for which the forward need not ask.

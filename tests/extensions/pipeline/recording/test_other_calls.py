@@ -62,6 +62,47 @@ def test_a_size_of_an_argument_is_compared_before_the_forward_changes_it(change)
     assert not made.fits([values(3, WIDTH)])
 
 
+def assign(y: Tensor, places: Tensor) -> None:
+    y[places[:, 0], places[:, 1]] = 1.0
+
+
+def add(y: Tensor, places: Tensor) -> None:
+    y.index_add_(0, places[:, 0], torch.ones_like(y)[places[:, 0]])
+
+
+def resize(y: Tensor, places: Tensor) -> None:
+    y.resize_as_(places.double())
+
+
+class ChangedAtPlaces(nn.Module):
+    """Asks for the size of a tensor that was changed in place, at places that depend on values."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        y = torch.zeros_like(x)
+        self.change(y, (x > 0).nonzero())
+        return x * y.shape[1] + y.sum()
+
+
+@pytest.mark.parametrize("change", [assign, add])
+def test_a_change_in_place_keeps_sizes(change):
+    network = ChangedAtPlaces(change).double()
+    made = traced(network, values(5, WIDTH))
+    x = values(5, WIDTH)
+    assert made.fits([x])
+    assert torch.equal(run(made, x), network(x))
+    assert not made.fits([values(4, WIDTH)])
+
+
+def test_a_change_in_place_to_the_size_of_another_tensor():
+    with pytest.raises(NotTraceable, match="asks for values of tensors, by `shape`"):
+        traced(ChangedAtPlaces(resize).double(), values(5, WIDTH))
+
+
 def test_a_tuple_whose_length_depends_on_values_stays_whole():
     class Splits(nn.Module):
         def __init__(self) -> None:
