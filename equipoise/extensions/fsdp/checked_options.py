@@ -40,7 +40,7 @@ def check_options(strategy: "FSDPStrategy") -> None:
         for other, default in (("replicas", 1), ("cpu_offload", False)):
             size = getattr(strategy, name)
             value = getattr(strategy, other)
-            if size != 1 and value != default:
+            if size != 1 and value and value != default:
                 raise ConfigurationError(
                     f"{name}={size!r} and {other}={value!r} do not go together yet. Leave one of both out."
                 )

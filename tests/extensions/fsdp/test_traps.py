@@ -519,6 +519,9 @@ def test_arguments() -> None:
     for processes in (1, 2):
         with pytest.raises(ConfigurationError, match="cpu_offload=True moves shards from GPUs"):
             Trainer(strategy=FSDPStrategy(cpu_offload=True), devices=["cpu"] * processes, **QUIET)
+    # Lightning's default.
+    for size in ("tensor", "context"):
+        assert not FSDPStrategy(**{size: 2, "cpu_offload": None}).cpu_offload
     with pytest.raises(ConfigurationError, match=r"units='layers\.\*' matches no submodule"):
         choose_units(Net(), ["layers.*"])
     with pytest.raises(ConfigurationError, match="a unit needs parameters and a forward"):
