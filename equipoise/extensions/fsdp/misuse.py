@@ -71,9 +71,14 @@ def _check_widths(error: RuntimeError, module: nn.Module) -> None:
 
     # 2. Its width: that of a linear layer, of `Conv1D` of transformers, or of a norm.
     name = f"{names[id(layer)]} ({type(layer).__name__})"
-    width = getattr(layer, "in_features", getattr(layer, "nx", None))
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+    width = None
+    # Other modules may have a width of that name, and something else in their variables.
+    if isinstance(layer, nn.Linear):
+        width = layer.in_features
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         width = layer.normalized_shape[-1]
+    elif vars(layer).keys() >= {"nf", "nx"}:
+        width = layer.nx
     received = arguments.get("input", arguments.get("x"))
     shape = received.shape if isinstance(received, Tensor) else ()
     if width is None or not shape or shape[-1] == width:

@@ -93,6 +93,24 @@ class ListBetween(Net):
         self.blocks = nn.ModuleList(BlockWithList(7) for _ in range(3))
 
 
+class MixingBlock(Block):
+    """Has a width of its own, and a variable that is no longer its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.in_features = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).repeat(1, 2)
+        return x.unflatten(-1, (self.in_features, 4)).mean(-1)
+
+
+class Mixing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixingBlock(7) for _ in range(3))
+
+
 class OfTransformers(Net):
     """Has a plan as models of transformers have one."""
 
@@ -307,6 +325,7 @@ HALVES: dict[str, tuple[Any, dict[str, str], str]] = {
     "the second": (Net, {"blocks.*.down": "rowwise"}, "blocks.0.down (Linear) takes 14 features in the last dimension"),
     "a norm between": (NormBetween, PLAN, "blocks.0.between (LayerNorm) takes 14 features"),
     "an input that is no tensor": (ListBetween, PLAN, "This was in blocks.0.between (TakesList)"),
+    "a variable that is no input": (Mixing, {"blocks.*.up": "colwise"}, "This was in blocks.0 (FSDPMixingBlock)"),
     "one of three": (Planned, {"attention.query": "colwise"}, "This was in attention (SelfAttention)"),
 }
 
