@@ -60,6 +60,9 @@ def test_calls_of_a_logger_in_chains() -> None:
         experiment.config.update({"width": 6})
         experiment["loss"].append(1.0)
         experiment["width"] = 6
+        # It has no entries, rather than one for each number.
+        assert "depth" not in experiment
+        assert not list(experiment)
         loss: Tensor = module.layer(batch).square().mean()
         return loss
 

@@ -1,6 +1,6 @@
 """Stand-ins for the trainer and its loggers, for a step that runs without either."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ _STEPS = 1000
 
 
 class _SilentLogger:
-    """Logger that takes every call, also in chains such as `logger.experiment["loss"].append(1)`, and does nothing."""
+    """Logger that takes every call, also in chains such as `logger.experiment["loss"].append(1)`, and is empty."""
 
     def __getattr__(self, name: str) -> "_SilentLogger":
         if name.startswith("__"):
@@ -29,6 +29,10 @@ class _SilentLogger:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
+
+    # Python would ask for the items 0, 1, 2, ..., which never end.
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> "_SilentLogger":
         return self
