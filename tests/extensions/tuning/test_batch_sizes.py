@@ -125,6 +125,17 @@ def test_the_largest_size_that_fits(settings: dict[str, Any], expected: int, roo
     assert module.seen == [expected] * 2
 
 
+def test_hyperparameters_that_are_no_attributes_are_left_alone(room: Any) -> None:
+    class Described(Sized):
+        hparams = {"batch_size": 3}
+
+    room(bytes_for(50))
+    module = Described()
+    Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module)
+    assert module.batch_size == 32
+    assert module.hparams == {"batch_size": 3}
+
+
 def test_a_data_module(room: Any) -> None:
     room(bytes_for(50))
     module, data = Ordinary(), Data()

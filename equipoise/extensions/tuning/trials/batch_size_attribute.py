@@ -54,6 +54,6 @@ class BatchSizeAttribute:
             holders.append(owner)
         # A dictionary whose entries are attributes as well.
         hyperparameters = getattr(owner, "hparams", None)
-        if hyperparameters and self._name in hyperparameters:
+        if hasattr(hyperparameters, self._name):
             holders.append(hyperparameters)
         return holders
