@@ -32,9 +32,10 @@ function bytes(value) {
 
 function span(value) {
   if (value < 60) return Number(value.toPrecision(3)) + " s";
-  const seconds = Math.round(value), hours = Math.floor(seconds / 3600), minutes = Math.floor(seconds / 60) % 60;
-  const parts = hours ? [[hours, "h"], [minutes, "min"]] : [[minutes, "min"], [seconds % 60, "s"]];
-  return parts.filter(([count]) => count).map((part) => part.join(" ")).join(" ");
+  const seconds = Math.round(value), minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  const parts = [[Math.floor(hours / 24), "d"], [hours % 24, "h"], [minutes % 60, "min"], [seconds % 60, "s"]];
+  const first = parts.findIndex(([count]) => count);
+  return parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join(" ")).join(" ");
 }
 
 const words = { number, bytes, seconds: span, step: (value) => "step " + Math.round(value).toLocaleString("en") };
@@ -72,9 +73,10 @@ function ticksBetween(low, high, plot) {
     const first = Math.ceil(Math.log10(low)), last = Math.floor(Math.log10(high));
     return Array.from({ length: last - first + 1 }, (_, index) => 10 ** (first + index));
   }
-  const sizes = unit === "seconds" && least >= 1 ? clock : [power, 2 * power, 5 * power, 10 * power];
+  const isClock = unit === "seconds" && least >= 1 && least <= 43200;
+  const sizes = isClock ? clock : [power, 2 * power, 5 * power, 10 * power];
   // Rounding must lose neither a size nor a tick at an end.
-  const size = sizes.find((each) => each >= 0.999999 * least) ?? clock[clock.length - 1];
+  const size = sizes.find((each) => each >= 0.999999 * least);
   const step = unit === "step" ? Math.max(1, size) : size;
   const first = Math.ceil(low / step - 1e-6), last = Math.floor(high / step + 1e-6);
   return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);

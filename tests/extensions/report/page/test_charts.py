@@ -153,6 +153,8 @@ DRAG = """<script>
     [
         ("step", 1000, ["200", "210", "220", "230", "240", "250"]),
         ("seconds", 14_400, [*(f"{n} min" for n in range(48, 60, 2)), "1 h"]),
+        # Weeks, for which steps of half a day would be too many.
+        ("seconds", 36_000_000, ["86 d 19 h", "92 d 14 h", "98 d 9 h", "104 d 4 h"]),
     ],
 )
 def test_an_enlarged_range_has_ticks_of_its_own(tmp_path: Path, x: str, last: int, words: list[str]):
