@@ -72,11 +72,13 @@ def wait_as_default(mesh: DeviceMesh) -> DeviceMesh:
     Args:
         mesh: The mesh.
     """
-    if _set_pg_timeout is not None:
-        default: Any = dist.group.WORLD
-        timeout = default._get_backend(torch.device(mesh.device_type)).options._timeout
-        for group in mesh.get_all_groups():
-            _set_pg_timeout(timeout, group)
+    default: Any = dist.group.WORLD
+    backend = default._get_backend(torch.device(mesh.device_type))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    if _set_pg_timeout is None or timeout is None:
+        return mesh
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
     return mesh
 
 
