@@ -233,6 +233,26 @@ def test_metrics_in_plain_containers_are_those_of_all_samples(strategy: str) -> 
     assert values == pytest.approx(expected)
 
 
+class ReadsTogether(L.LightningModule):
+    """Reads a metric in the hook that logs it, in all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.total.update(batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.log("total", self.total)
+        self.log("read", self.trainer.callback_metrics["total"])
+
+
+def test_a_metric_that_is_read_where_it_is_logged_is_that_of_all_samples() -> None:
+    data = DataLoader(torch.arange(5.0), batch_size=1)
+    assert trainer("ddp", 2).test(ReadsTogether(), data, verbose=False) == [{"total": 10.0, "read": 10.0}]
+
+
 class Elsewhere(L.LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         ELSEWHERE.update(batch)
