@@ -74,7 +74,10 @@ class RunTimes:
 
     def rows(self) -> dict[str, str]:
         """Return the lines of a summary."""
-        shares = [f"{name} {share:.0%}" for name, share in self.shares().items() if share >= _LEAST_SHOWN]
+        shares = []
+        for name, share in self.shares().items():
+            if share >= _LEAST_SHOWN:
+                shares.append(f"{name} {share:.0%}")
         rows = {
             "time of a step": format_duration(self.step_seconds()),
             "first steps": format_duration(self.first_seconds),

@@ -19,6 +19,9 @@ _WRITING = (Tensor.__setitem__, Tensor.__iadd__, Tensor.__isub__, Tensor.__imul_
 # Functions that change statistics, which are the second argument.
 _WITH_STATISTICS = (functional.batch_norm, functional.instance_norm)
 
+# A tensor, its version when it was copied, and the copy.
+_Copied = tuple[Tensor, list[int] | None, Tensor]
+
 # The class has no types.
 _Base: Any = TorchFunctionMode
 
@@ -36,8 +39,8 @@ class OperationMoves(_Base):  # type: ignore[misc]
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        # By the identity and the device of a tensor: the tensor, its version then, and its copy there.
-        self._copies: dict[tuple[int, torch.device], tuple[Tensor, list[int] | None, Tensor]] = {}
+        # By the identity of the tensor and the device of the copy.
+        self._copies: dict[tuple[int, torch.device], _Copied] = {}
 
     def go_to(self, device: torch.device) -> None:
         """Compute on another device from now on.

@@ -296,7 +296,8 @@ class _Drawing:
         label = None
         if is_named:
             label = tag("text", node.name, x=5, y=14)
-        tip = tag("title", f"{node.path}\n{self._amount(node.nbytes)}")
+        amount = self._amount(node.nbytes)
+        tip = tag("title", f"{node.path}\n{amount}")
         # The style sheet has colours for three levels.
         style = f"group d{min(depth, 3)}"
         element = _placed(box, tip, _background(), label, class_=style)

@@ -34,7 +34,8 @@ def best_of(rows: Sequence[Row]) -> Row | None:
         return None
     speeds = [median(row.speeds(base)) for row in better]
     fastest = max(speeds)
-    return next(row for row, speed in zip(better, speeds, strict=True) if _SAME * speed >= fastest)
+    as_fast = [row for row, speed in zip(better, speeds, strict=True) if _SAME * speed >= fastest]
+    return as_fast[0]
 
 
 def _sentence(rounds: Rounds) -> str:
