@@ -35,7 +35,7 @@ class Command:
     """A command, most often one that works with the configuration that `fit` would run.
 
     Attributes:
-        summary: What it does, for a line of the help.
+        summary: A description of what it does, for a line of the help.
         run: Function `run(overrides, folders)`: the arguments, and the folders with configurations, the one with the
             primary `config.yaml` first. `equipoise.app.compose_values` composes them. It may return an exit code. Or
             the place of the function, as "my_package.command:run", which is imported when the command runs, so that
@@ -103,7 +103,7 @@ def read_flags(arguments: Sequence[str], readers: Mapping[str, Reader], takes: s
     Args:
         arguments: Arguments of the command.
         readers: By the name of each flag, the function that reads its value.
-        takes: What the command takes, for the message about any other flag.
+        takes: A phrase that says what the command takes, for the message about any other flag.
 
     Raises:
         ConfigurationError: If there is no such flag, or its value is wrong.

@@ -45,7 +45,7 @@ class JobBatches:
     """Runs jobs of a sweep by the launcher that the group `launcher` has chosen.
 
     Args:
-        context: What Hydra composes jobs with.
+        context: Hydra's context, with which jobs are composed.
         task: Function to call with the configuration of each job.
         config: Configuration of the sweep.
 

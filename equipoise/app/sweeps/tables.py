@@ -43,7 +43,7 @@ class SweepDisplay:
 
     Args:
         results: The results of the sweep.
-        console: Where to print. Default: None, rich's.
+        console: The console to print to. Default: None, rich's.
     """
 
     def __init__(self, results: SweepResults, console: Console | None = None) -> None:
@@ -145,7 +145,7 @@ def print_closing_table(results: SweepResults, console: Console | None = None) -
 
     Args:
         results: The results of the sweep.
-        console: Where to print. Default: None, rich's.
+        console: The console to print to. Default: None, rich's.
     """
     results.write()
     console = console or rich.get_console()
