@@ -114,7 +114,7 @@ class Comparison:
         devices: Names of the devices, numbered where they have the same one.
         batch_size: Samples of a step; None if unknown.
         steps: Number of steps after which weights are compared.
-        notes: What the figures do and do not tell, a sentence or two each.
+        notes: Notes on what the figures do and do not tell, a sentence or two each.
         rows: The results.
         outcome: "finished", or "interrupted".
     """
