@@ -15,7 +15,7 @@ def reason_of(error: Exception, done: str) -> str:
 
     Args:
         error: The error.
-        done: What was done with it: "compiled" or "captured".
+        done: The kind of program: "compiled" or "captured".
     """
     if ran_out_of_memory(error):
         return f"there is not enough memory to compare it with a {done} one"

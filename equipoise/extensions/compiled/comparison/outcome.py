@@ -16,7 +16,7 @@ class Result(NamedTuple):
     """A value that was computed.
 
     Attributes:
-        what: What it is, as the subject of a sentence.
+        what: A description, as the subject of a sentence.
         value: The value.
         is_gradient: Whether it is compared with the largest gradient of all.
     """
