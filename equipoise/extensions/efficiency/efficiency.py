@@ -53,7 +53,7 @@ class Efficiency(Callback):
     Attributes:
         usage: The values of the run in this process; None before the end of a training.
         history: The step at the end of each epoch, and its values; at most 500, thinned.
-        why_not_counted: Why operations were not counted; empty if they were.
+        why_not_counted: The reason why operations were not counted; empty if they were.
 
     Raises:
         ConfigurationError: If `peak` is not above 0, or `counted_step` not a number from 0.

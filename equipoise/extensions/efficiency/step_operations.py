@@ -24,7 +24,7 @@ class StepOperations:
 
     Attributes:
         count: Multiplications and additions of the step; None before it.
-        why_not: Why operations cannot be counted; empty if they can.
+        why_not: The reason why operations cannot be counted; empty if they can.
     """
 
     def __init__(self, step: int) -> None:
