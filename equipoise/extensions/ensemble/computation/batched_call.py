@@ -352,7 +352,7 @@ class BatchedCall:
         """Restore the buffers of one member.
 
         Args:
-            values_of_buffers: What `buffers_now` returned.
+            values_of_buffers: The values that `buffers_now` returned.
             member: The index of the member.
         """
         for buffer, values in zip(self._buffers, values_of_buffers, strict=True):

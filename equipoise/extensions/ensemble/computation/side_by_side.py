@@ -53,7 +53,7 @@ class SideBySide:
         allows_randomness: Whether networks that draw random numbers may be computed together.
 
     Attributes:
-        reasons: Why networks are computed member by member, by their names.
+        reasons: Reasons why networks are computed member by member, by the names of the networks.
         has_batched: True if a call of the last steps was computed together.
     """
 

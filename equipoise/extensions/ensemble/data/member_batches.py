@@ -62,7 +62,7 @@ def batch_of(batch: Any, member: int) -> Any:
     """Return the batch of a member, from the batches of one or several loaders.
 
     Args:
-        batch: What the loader yields: a `MembersBatch`, containers of them, or a batch that all members share.
+        batch: A batch of the loader: a `MembersBatch`, containers of them, or a batch that all members share.
         member: The index of the member.
     """
     if isinstance(batch, MembersBatch):
