@@ -57,7 +57,7 @@ def compare_checkpoints(
         files: The file or folder of each.
         runs: The paths of the runs, for messages.
         step: The step of both.
-        tolerance: How far equal values may be apart.
+        tolerance: The largest difference of equal values.
         findings: Receives what is found.
 
     Raises:
@@ -84,7 +84,7 @@ class _Pair:
     Attributes:
         runs: The paths of the runs.
         reads: Functions that read the values of a tensor of each.
-        tolerance: How far equal values may be apart.
+        tolerance: The largest difference of equal values.
         findings: Receives what is found.
     """
 

@@ -65,7 +65,7 @@ class Findings:
     """Collects differences, of each name the first, and what was not compared.
 
     Attributes:
-        counts: How many pairs were compared, of "logged values", "steps", "checkpoints" and "tensors".
+        counts: Numbers of compared pairs, of "logged values", "steps", "checkpoints" and "tensors".
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Findings:
         """Note two numbers or tensors that are apart.
 
         Args:
-            place: Where they stand.
+            place: Their place.
             gap: The largest difference.
             index: The element with it. Default: none, in a single value.
         """

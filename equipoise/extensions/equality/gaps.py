@@ -55,7 +55,7 @@ def largest_gap(first: Pieces, second: Pieces, count: int, tolerance: Tolerance)
         first: The first tensor.
         second: The second, which may be divided in another way.
         count: Elements of each.
-        tolerance: How far equal values may be apart.
+        tolerance: The largest difference of equal values.
 
     Raises:
         CheckpointError: If the pieces have another number of elements, as those of a damaged file.

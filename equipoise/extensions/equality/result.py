@@ -18,12 +18,12 @@ class RunComparison:
         second: The path of the second.
         atol: The absolute tolerance.
         rtol: The relative tolerance.
-        logged_values: How many pairs of logged values were compared.
+        logged_values: Number of compared pairs of logged values.
         steps: At how many steps.
-        checkpoints: How many pairs of checkpoints were compared.
-        tensors: How many pairs of tensors, in all of them.
-        differences: What differs, each name at its first step; sorted by step, at a step logged values first.
-        not_compared: What could not be compared, and why.
+        checkpoints: Number of compared pairs of checkpoints.
+        tensors: Number of pairs of tensors, in all of them.
+        differences: The differences, each name at its first step; sorted by step, at a step logged values first.
+        not_compared: Values that could not be compared, each with the reason.
         left_out: Names that differ by nature, such as times and paths.
     """
 
