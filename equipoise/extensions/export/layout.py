@@ -139,7 +139,7 @@ def split(
         tensors: A tensor for each name, with the shape and the dtype to write.
         aliases: Further names of tensors, each with the name under which it is written.
         read: Yields the values of a tensor by its name, in order, in flat pieces.
-        stem: How names of files begin.
+        stem: The beginning of the names of files.
         most_bytes: The largest size of a file, unless a single tensor is larger.
 
     Returns:
