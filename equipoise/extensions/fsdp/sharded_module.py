@@ -61,7 +61,7 @@ class ShardedModule:
     Attributes:
         module: The module.
         units: The units.
-        switches: What the user's step switches.
+        switches: Follows the switches of the module that the user's step turns.
         on_copied: Called with each new copy. Default: None.
     """
 
@@ -183,7 +183,7 @@ class ShardedModule:
         """Return a copy of the module, with copies of the shards.
 
         Args:
-            memo: What `copy.deepcopy` has copied already.
+            memo: The memo of `copy.deepcopy`.
         """
         self.free_gathered()
         mesh = getattr(self.module, "device_mesh", None)

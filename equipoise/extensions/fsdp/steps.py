@@ -48,7 +48,7 @@ class ShardedSteps:
     Args:
         sharded: The module in shards.
         processes: The processes.
-        device: Where this process computes.
+        device: The device of this process.
         weight: The exchange of a window's total weight.
         compare_each: Whether every call of a unit is compared between the processes.
         comparison: Compares cut layers with whole ones before the first step. Default: None.

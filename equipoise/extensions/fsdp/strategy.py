@@ -89,7 +89,7 @@ class FSDPStrategy(ProcessStrategy):
         tensor: Number of processes of a machine over which layers are cut, which compute each batch together. "auto":
             what `data` and `context` leave of all processes, or of a machine where `data` is "auto" as well.
             Default: 1.
-        tensor_plan: How layers are cut where `configure_model` cuts none: by names, with * and ** as in `units`,
+        tensor_plan: Plan by which layers are cut if `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
             what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module, else

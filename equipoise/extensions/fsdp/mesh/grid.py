@@ -137,7 +137,7 @@ def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:
     Args:
         together: The number of processes that compute a batch together.
         context: The number of parts of its sequences.
-        cells: What stands at the place of each process, by rank.
+        cells: The text for each process, by rank.
 
     Example:
         >>> grid_rows(2, 1, ["a", "b", "c", "d"])

@@ -113,7 +113,7 @@ class LayerComparison:
 
     Args:
         module: The user's module, before its layers are cut.
-        sides: What is compared. Default: cut layers, with whole ones.
+        sides: Names of the compared sides. Default: cut layers, with whole ones.
     """
 
     def __init__(self, module: LightningModule, sides: Sides = CUT_LAYERS) -> None:
@@ -399,7 +399,7 @@ def is_other_value(value: Tensor | None, expected: Tensor, tolerance: _Tolerance
     Args:
         value: The value; None if there is none.
         expected: The value that is expected.
-        tolerance: What rounding may cause.
+        tolerance: The difference that rounding may cause.
     """
     if value is None or value.shape != expected.shape:
         return True

@@ -17,7 +17,7 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     Args:
         module: The module, or a copy of it.
         state: The state, which is to be loaded.
-        prefix: How the names of the module's tensors begin in it.
+        prefix: The prefix of the names of the module's tensors in it.
     """
     name = prefix.removesuffix(".")
     present: dict[str, Tensor] = dict(module.named_parameters(name, remove_duplicate=False))

@@ -43,7 +43,7 @@ class RowMode(TorchFunctionMode):
 
     Attributes:
         counts_labels: Whether a mean has counted the labels of all processes.
-        answers: What is computed in the place of functions of torch.
+        answers: For functions of torch, those that are called in their place.
     """
 
     def __init__(self, row: SequenceRow, *, draws: bool = True) -> None:

@@ -167,7 +167,7 @@ class SequenceRow:
         """Return the sum over the processes of what they have for this one, without a graph.
 
         Args:
-            parts: What this process has for each of them.
+            parts: The tensors that this process has for each of them.
         """
         summed = torch.empty_like(parts[0])
         dist.reduce_scatter(summed, list(parts), group=self.group)

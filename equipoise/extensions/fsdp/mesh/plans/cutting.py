@@ -141,7 +141,7 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
     Args:
         module: The module.
         plan: The plan.
-        reasons: Why layers stay whole, by their names.
+        reasons: Reasons why layers stay whole, by the names of the layers.
         row: The processes that compute a batch together.
     """
     # 1. The layers.
@@ -190,7 +190,7 @@ def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
     Args:
         module: The module, before it is cut.
         plan: The plan.
-        reasons: Why layers stay whole, by their names.
+        reasons: Reasons why layers stay whole, by the names of the layers.
     """
     lines = [("layer", "number", "style", "reason")]
     counts = Counter(_rows(module, plan, reasons))

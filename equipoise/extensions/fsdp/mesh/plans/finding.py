@@ -40,7 +40,7 @@ def cut_by_plan(
         mesh: The mesh of the run.
         option: The plan of the strategy; None: that of the module, or of a model of transformers in it, else one that
             is found.
-        device: Where this process computes.
+        device: The device of this process.
         training: Whether the run trains. In evaluations no plan is found, and layers without one stay whole.
 
     Raises:
@@ -88,7 +88,7 @@ def find_plan(module: LightningModule, row: DeviceMesh, device: torch.device) ->
     Args:
         module: The user's module, in a fit, after its `configure_model`.
         row: The processes that compute a batch together.
-        device: Where this process computes.
+        device: The device of this process.
 
     Raises:
         ConfigurationError: In all processes, if nothing can be tried.

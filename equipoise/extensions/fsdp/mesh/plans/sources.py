@@ -18,10 +18,10 @@ class Plan(NamedTuple):
     """A plan for one module.
 
     Attributes:
-        origin: Where it comes from, for messages.
+        origin: The origin of the plan, for messages.
         styles: The style of each layer, by its full name, in the order of the module.
         divided: Full names of attributes that are divided by the number of processes.
-        reasons: Why layers stay whole that the origin names as well.
+        reasons: Reasons why layers stay whole that the origin names as well.
     """
 
     origin: str

@@ -53,7 +53,7 @@ def check_plan(plan: Any, name: str) -> None:
 
     Args:
         plan: The plan.
-        name: What an error calls it.
+        name: Its name in errors.
 
     Raises:
         ConfigurationError: If it is no mapping of names to styles.
@@ -129,7 +129,7 @@ def cut_layer(layer: nn.Module, row: DeviceMesh, style: Style) -> None:
     Args:
         layer: The layer.
         row: The processes that compute a batch together.
-        style: How it is cut.
+        style: The style in which it is cut.
     """
     torch_style = style_of(style)
     if _is_transposed(layer) and isinstance(torch_style, ColwiseParallel | RowwiseParallel):

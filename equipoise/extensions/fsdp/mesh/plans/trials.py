@@ -52,7 +52,7 @@ class Trials:
     Args:
         module: The user's module, in a run.
         row: The processes that compute a batch together.
-        device: Where this process computes.
+        device: The device of this process.
         batch: A batch, on the CPU.
     """
 
@@ -215,7 +215,7 @@ class _Failure(NamedTuple):
 
     Attributes:
         follows: Whether it follows from the end of another process.
-        text: What went wrong.
+        text: A description of the error.
     """
 
     follows: bool

@@ -72,7 +72,7 @@ class LayerUses:
         """Return the groups of layers, in the order of their first calls.
 
         Args:
-            loss: What the forward has returned.
+            loss: The value that the forward has returned.
         """
         # 1. The layers that each layer, and the loss, receives something from.
         suppliers = {}
