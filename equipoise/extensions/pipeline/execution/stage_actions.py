@@ -61,7 +61,7 @@ def run_action(
         graphs: The graphs of the stage.
         stage: The stage.
         action: The action.
-        received: What the stage before or after has passed on; None if the action needs nothing.
+        received: The values from the stage before or after; None if the action needs none.
         forward: Computes a stage.
         loss_backward: For the last stage the backward of a micro-batch's loss; None for others.
     """

@@ -56,7 +56,7 @@ class Traced:
         graph: The calls. Its output is a tuple of tensors.
         opaque: For each submodule that stayed whole the reason.
         output: Builds the network's output from these tensors.
-        conditions: What must hold for the tensors of another call, so that it makes the same calls.
+        conditions: Conditions on the tensors of another call, under which it makes the same calls.
         changes: For each call that changed arguments in place when it ran, the values that it changed.
     """
 

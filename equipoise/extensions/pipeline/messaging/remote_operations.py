@@ -246,7 +246,7 @@ def compute_operations(
     """Compute operations in the process where their tensors are.
 
     Args:
-        operations: What `RemoteOperations.take` has returned for this process.
+        operations: The operations that `RemoteOperations.take` has returned for this process.
         tensor_of: Returns the tensor with a key.
         results: Earlier results by their numbers; receives the new ones.
         device: The device that stands for that of the main process.

@@ -241,7 +241,7 @@ class Recorder(_Base):  # type: ignore[misc]
         """Note that the forward does something that its calls would not do.
 
         Args:
-            reason: What that is, as a predicate.
+            reason: The effect, as a predicate.
         """
         if not self._is_off:
             self._note_obstacle(reason)

@@ -193,7 +193,7 @@ def check_structure(value: Any, structure: Any) -> None:
     """Check that a submodule that stays whole returns the same structure as when the forward was recorded.
 
     Args:
-        value: What it returns.
+        value: The value that it returns.
         structure: The description of what it returned.
 
     Raises:
