@@ -91,7 +91,7 @@ class StrategyPlan:
         devices: The devices that it uses, in order; empty if there is no prediction.
         largest_batch: The largest batch of the loader with which every device fits; 0 if there is none.
         batches: Batches of the loader that a step takes, such as one for each process.
-        note: What the figures rest on, if they are estimates.
+        note: The basis of the figures, if they are estimates.
         reason: The reason why there is no prediction; None if there is one.
         peaks: The peaks with other batches; None if there is no prediction.
     """

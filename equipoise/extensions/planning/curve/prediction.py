@@ -22,7 +22,7 @@ class MemoryPrediction:
             smallest first. Between these sizes lie straight lines.
         method: "traced" (two traces without memory), "traced at several sizes" (the step differs from size to size, so
             values between them are estimates) or "measured" (real steps with parts of the batch).
-        notes: What was guessed, with the lines of the user's code.
+        notes: Guesses that were made, with the lines of the user's code.
         accumulate_grad_batches: Batches of an accumulation window. Default: 1.
         of_part: Predicts the step of a part of each sample; see `PlannedLoads`. Default: None, it was not traced.
     """

@@ -140,7 +140,7 @@ class DeviceLoad:
         samples: Returns its samples of a batch of that size. Default: all.
         factors: For each category the share of it that the device holds, such as 0 for an optimiser's state that is
             elsewhere; by phase where it differs. Default: 1.
-        additions: What it holds beside the step.
+        additions: Memory that it holds beside the step.
         momentary: Categories whose storages exist for a moment when they are created, even if it holds none of them:
             gradients that go into a bucket immediately. Default: none.
         units: Units of weights in shards, the root last; they are gathered one after the other. Default: none.
