@@ -122,7 +122,7 @@ def check_has_values(name: str, weight: Tensor, callback: str) -> None:
     Args:
         name: Its name.
         weight: The weight.
-        callback: Who needs the values.
+        callback: The name of the callback that needs the values.
 
     Raises:
         ConfigurationError: If it is on the meta device.

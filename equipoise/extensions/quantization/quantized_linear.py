@@ -77,8 +77,8 @@ class QuantizedLinear(nn.Linear):
     Args:
         layer: The other layer. The bias is shared.
         quantize: Stores the weight, which is on `device`.
-        device: Where the weight is quantised; it is stored where it was.
-        digest: What tells the weight from others.
+        device: The device on which the weight is quantised; it is stored on the device where it was.
+        digest: A digest of the weight, which tells it from others.
 
     Attributes:
         digest: The same.
