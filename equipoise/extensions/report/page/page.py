@@ -114,7 +114,7 @@ def html_page(
 
     Args:
         title: Title of the window.
-        header: What stands above the sections.
+        header: The content above the sections.
         sections: The sections; None is left out.
         style: Rules after those of the reports. Default: none.
         script: JavaScript after that of the reports, which may run as well. Default: none.
@@ -202,7 +202,7 @@ def page_header(kind: str, title: str, time: str = "", outcome: str = "") -> Mar
         kind: The kind of page, in two words.
         title: Name of the module.
         time: A sentence on times. Default: the present time.
-        outcome: How it ended, which is a CSS class as well. Default: nothing is said of it.
+        outcome: The outcome in a word, which is a CSS class as well. Default: none.
     """
     if not time:
         time = f"{datetime.now():%d %b %Y, %H:%M}"
