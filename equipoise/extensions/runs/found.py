@@ -58,7 +58,7 @@ def folders_of(names: Sequence[str], takes: str) -> list[Path]:
 
     Args:
         names: Names of folders.
-        takes: What the command takes, for the message.
+        takes: A phrase that says what the command takes, for the message.
 
     Raises:
         ConfigurationError: If a folder does not exist.

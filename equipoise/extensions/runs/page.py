@@ -50,7 +50,7 @@ def runs_page(
         runs: The runs in their order, of which the first 200 are shown.
         unreadable: Files that could not be read.
         folder: The folder in which the page will lie, for links to reports.
-        time: What the page says of its time. Default: the present time.
+        time: A sentence on its time. Default: the present time.
         script: JavaScript that runs after that of the page, and may ask the page's server. Default: none.
     """
     shown = runs[:_MOST_RUNS]

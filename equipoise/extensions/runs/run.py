@@ -24,7 +24,7 @@ class Unreadable:
 
     Attributes:
         path: The file or folder.
-        reason: Why, in a line.
+        reason: The reason, in a line.
     """
 
     path: Path
