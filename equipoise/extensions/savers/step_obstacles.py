@@ -72,7 +72,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Check that an optimiser treats each parameter by itself.
 
     Args:
-        optimizer: What `configure_optimizers` has returned.
+        optimizer: The value that `configure_optimizers` has returned.
 
     Raises:
         ConfigurationError: If that is not certain.
