@@ -69,8 +69,8 @@ class Limit:
     Attributes:
         part: Its name among the parts of the times, `SHORT_STEPS` or `SLOW_PROCESS`.
         share: Its share of the time.
-        statement: What takes this share.
-        remedy: What to do.
+        statement: A phrase that says what takes this share.
+        remedy: The remedy, as a phrase.
         settings: Arguments of the trainer that are the remedy, if it is one of these alone. Default: none.
     """
 

@@ -92,9 +92,9 @@ class Rounds:
     Attributes:
         rows: The run as it is, then the candidates.
         steps: Number of steps that were timed in each trial.
-        first: What the first trial has measured: "seconds", "steps", "shares" and "device".
+        first: Measurements of the first trial: "seconds", "steps", "shares" and "device".
         facts: Facts on which remedies depend.
-        limit: What limits the run; None if nothing does.
+        limit: The limit of the run; None if there is none.
         left_out: Names of loggers that trials leave out.
     """
 
