@@ -39,7 +39,7 @@ class PackedCollate:
     Args:
         max_tokens: Largest length of a row. Default: None, a batch is one row.
         pad_to: Length of every row, for shapes that stay the same. Default: None, the longest row of the batch.
-        attention: How the model learns which tokens belong together. Default: "mask".
+        attention: The way in which the model learns which tokens belong together. Default: "mask".
             "mask": "attention_mask", (rows, 1, tokens, tokens), which is added to the scores: 0 where a token attends
             to another, else -inf. For the implementations "sdpa" and "eager" of transformers.
             "boolean": the same as booleans, in a quarter of the memory. For "sdpa" only: "eager" would add them.

@@ -34,8 +34,8 @@ class TokenBatchSampler(Sampler[list[int]]):
     Args:
         lengths: Number of tokens of each sample, in the order of the data set. A sequence, a tensor or an array.
         max_tokens: The budget of a batch.
-        padded: What the budget limits. True: the longest sample times the number of samples, for a collate function
-            that pads. False: the sum of the lengths, for one that packs or keeps sequences as they are. Default: True.
+        padded: True: the budget limits the longest sample times the number of samples, for a collate function that
+            pads. False: the sum of the lengths, for one that packs or keeps sequences as they are. Default: True.
         row_tokens: With `padded=False`, the `max_tokens` of a `PackedCollate`. The budget then limits its rows, padding
             included. Default: None, one row.
         shuffle: Draw another order in each epoch. False: the longest samples come first. Default: True.
