@@ -96,7 +96,7 @@ def open_loaders(request: Request, trainer: Any) -> Any:
 
     Args:
         request: The fit.
-        trainer: What module and data module have as `trainer` in the copy.
+        trainer: The object that module and data module have as `trainer` in the copy.
     """
     request.module.trainer = trainer
     loaders = request.loaders.get("train")
