@@ -34,14 +34,14 @@ class Turns:
 
     Args:
         threads: A thread for each part but the first.
-        views: What each part sees at its beginning.
-        shared: What parts have in common after a call.
+        views: The state that each part sees at its beginning.
+        shared: The state that parts have in common after a call.
         meeting: Function that makes a call once all parts wait. It receives the call of each part, None if the part has
             ended, and returns the result.
 
     Attributes:
         running: The index of the part that runs.
-        shared: What parts have in common after a call.
+        shared: The state that parts have in common after a call.
         is_acting: True while something is done for all parts.
     """
 

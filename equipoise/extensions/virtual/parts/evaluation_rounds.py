@@ -37,7 +37,7 @@ class EvaluationRounds:
     Args:
         module: The user's module.
         processes: The processes.
-        device: Where this process computes.
+        device: The device of this process.
         size_of: Function that returns the number of samples of a batch; None if it is unknown.
         metrics: The metrics of the module.
     """

@@ -98,7 +98,7 @@ class MetricExchange:
         """Add the states of parts, in their order, to those that `begin` has put aside.
 
         Args:
-            parts: What `take` returned for each part, in any process.
+            parts: The states that `take` returned for each part, in any process.
             weights: The weight of each part in a mean.
         """
         if not self._metrics or not parts:

@@ -54,7 +54,7 @@ class Part(NamedTuple):
     Attributes:
         batch: Its batch.
         size: The number of its samples.
-        key: What its random numbers depend on.
+        key: The values that its random numbers depend on.
         place: Index of the device that computes it, among those of its process.
     """
 
@@ -73,7 +73,7 @@ class _Keyed(list[Any]):
 
     Args:
         indices: The indices.
-        key: What their random numbers depend on.
+        key: The values that their random numbers depend on.
     """
 
     def __init__(self, indices: Sequence[Any], *key: Any) -> None:

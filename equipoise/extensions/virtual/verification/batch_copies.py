@@ -38,7 +38,7 @@ def packed_parts(parts: dict[int, Part], purpose: str, remedy: str) -> bytes:
     Args:
         parts: The parts.
         purpose: Sentence that says why batches are sent, for an error.
-        remedy: How this is avoided, as the end of a sentence.
+        remedy: A way to avoid this, as the end of a sentence.
 
     Raises:
         StepError: If a batch cannot be pickled.
@@ -140,7 +140,7 @@ def unpacked_parts(packed: bytes, devices: Sequence[torch.device], *, moved_by: 
     Args:
         packed: The parts.
         devices: The devices of this process.
-        moved_by: How many devices further each part is placed. Default: 0, as it was.
+        moved_by: Number of devices by which each part is moved. Default: 0, none is moved.
     """
     parts = {}
     for number, (part, identities, memories) in loads(packed).items():

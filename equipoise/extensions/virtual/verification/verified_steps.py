@@ -45,7 +45,7 @@ class _Repeat(NamedTuple):
     Attributes:
         digests: The digests.
         shown: The tensors that were asked for, on the CPU.
-        events: What was between modules.
+        events: Events between modules.
         place: Name of the process or of the device that has computed it.
     """
 
@@ -135,7 +135,7 @@ class VerifiedSteps(PartSteps):
         Args:
             step: The user's training step.
             packed: The parts of each process, by rank.
-            originals: What the parts of this process have computed.
+            originals: The results of the parts of this process.
             state: The parameters with gradients, and the buffers at the step's beginning.
         """
         # 1. The parts of the next process.
