@@ -23,7 +23,7 @@ class Adapter:
         package: The package, as pip knows it.
         names: The names, with their modules, such as "torch.autograd.graph._engine_run_backward".
         features: Keys of `FEATURES` that use them.
-        fallback: What happens without them. Empty: the features are refused.
+        fallback: A phrase that says what happens without them. Empty: the features are refused.
     """
 
     package: str

@@ -239,7 +239,7 @@ class MetricCopy:
     """A state of a metric, as `merge_metric_states` reads that of a copy of the metric.
 
     Args:
-        state: What `take_metric_state` returned.
+        state: The state that `take_metric_state` returned.
     """
 
     def __init__(self, state: MetricState) -> None:
@@ -268,7 +268,7 @@ def merge_metric_states(
 
     Args:
         metrics: The metrics.
-        before: What `take_metric_state` returned for each before the batch.
+        before: The states that `take_metric_state` returned for each before the batch.
         parts: The copies of each, in the order of the parts: metrics, or a `MetricCopy` for each.
         weights: The weights of the parts.
 
@@ -426,7 +426,7 @@ def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) 
 
     Args:
         metrics: A metric or a collection; the same in all processes.
-        of_processes: What `states_to_send` returned in each process, in the order of ranks.
+        of_processes: The states that `states_to_send` returned in each process, in the order of ranks.
     """
     # The lists of processes become lists of metrics.
     states_by_metric = zip(*of_processes, strict=True)
@@ -506,7 +506,7 @@ def merge_saved_states(
 
     Args:
         module: The user's module, whose metrics declare how their states are reduced.
-        of_processes: What `metric_states` returned in each process, in the order of ranks.
+        of_processes: The states that `metric_states` returned in each process, in the order of ranks.
         rank: The rank of this process.
         count: The number of processes now.
         left_out: Names of metrics that are left out if their states cannot be merged. Default: none.

@@ -14,7 +14,7 @@ def refusal(feature: str, package: str, missing: Iterable[str], remedy: str = ""
     Args:
         feature: The feature, in the user's words.
         package: The package, as pip knows it.
-        missing: What the package lacks, with names that are found by behaviour described in words.
+        missing: Names that the package lacks; those that are found by behaviour are described in words.
         remedy: A way without the feature, as a sentence. Default: none.
 
     Example:

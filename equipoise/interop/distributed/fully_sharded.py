@@ -193,7 +193,7 @@ def copy_in_shards(units: Sequence[nn.Module], root: nn.Module, memo: dict[int, 
     Args:
         units: The modules to which `fully_shard` was applied.
         root: The module that contains all of them.
-        memo: What `copy.deepcopy` has copied already.
+        memo: The memo of `copy.deepcopy`.
     """
     # 1. What torch keeps of a unit stands for itself, and each shard is copied.
     states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]

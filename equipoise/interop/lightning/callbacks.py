@@ -207,7 +207,7 @@ def files_written_after(
     Args:
         path: The checkpoint.
         callbacks: The callbacks of the run.
-        states: What `saving_states` returned for the checkpoint.
+        states: The states that `saving_states` returned for the checkpoint.
         time_of: Returns the time at which a checkpoint was written; None for one that is not complete, which counts as
             newer.
     """

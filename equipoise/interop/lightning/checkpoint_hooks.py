@@ -90,7 +90,7 @@ def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any
         callback: The callback.
         trainer: The trainer.
         fit: The fit.
-        state: What the file says of its writer; see `saving_states`.
+        state: The state of its writer in the file; see `saving_states`.
     """
     if not isinstance(callback, ModelCheckpoint) or state.get("dirpath") != callback.dirpath:
         return

@@ -186,7 +186,7 @@ def suggested_rate(results: Any) -> float | None:
     """Return the rate that a search suggests; None after too few steps.
 
     Args:
-        results: What `results_of` has returned.
+        results: The results that `results_of` has returned.
     """
     # Lightning logs an error in this case, which a report or a search need not repeat.
     if len(results.results["lr"]) < _FEWEST_STEPS:

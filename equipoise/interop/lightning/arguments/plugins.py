@@ -39,7 +39,7 @@ class PluginsInUse:
     Attributes:
         checkpoint_io: Writes and reads checkpoints.
         precision: Lightning's plugin for a precision.
-        environment: Where Lightning would find the rank of a process.
+        environment: Lightning's plugin for the rank of a process.
         sync_batchnorm: Whether layers compute batch statistics over all processes.
     """
 
