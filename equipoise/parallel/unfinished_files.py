@@ -88,7 +88,7 @@ def clear_unfinished(folder: Path) -> None:
     """Remove the temporary files and folders of this machine whose writers have ended.
 
     Args:
-        folder: Where they lie.
+        folder: The folder in which they lie.
     """
     if not HAS_LOCKS:
         return

@@ -114,7 +114,7 @@ class StepThread:
         """Wait with a call of a network, and return the reply of `resume`.
 
         Args:
-            call: What the caller needs to know of it, such as its arguments; not None.
+            call: A description of it for the caller, such as its arguments; not None.
         """
         self._sent.put((call, None, None))
         reply = self._received.get()

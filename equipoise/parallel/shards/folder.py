@@ -35,7 +35,7 @@ class UnfinishedFolder:
         CheckpointError: By the check.
 
     Attributes:
-        path: Where it lies until then.
+        path: The path of the folder until then.
     """
 
     def __init__(self, target: Path, check: Callable[[Path], None] | None = None) -> None:
@@ -90,7 +90,7 @@ class RemoteFolder:
         """Check that this process sees the files of all.
 
         Args:
-            index: What is to be written.
+            index: The files and tensors that are to be written.
 
         Raises:
             CheckpointError: If it does not.
@@ -146,7 +146,7 @@ def put_in_place(path: Path, target: Path) -> None:
     """Give a file or folder its name; an earlier checkpoint of that name is removed afterwards.
 
     Args:
-        path: Where it lies, in the folder of the target.
+        path: Its path before, in the folder of the target.
         target: Its path from now on.
     """
     are_folders = path.is_dir() or (target.is_dir() and not target.is_symlink())

@@ -70,7 +70,7 @@ def file_of_rank(rank: int, token: str = "") -> str:
 
     Args:
         rank: The number of the process.
-        token: What tells the save from others into the same folder. Default: empty, the folder is its own.
+        token: Text that tells the save from others into the same folder. Default: empty, the folder is its own.
     """
     return f"rank-{rank:05d}{token}.shards"
 
@@ -177,7 +177,7 @@ def write_index(index: Index) -> bytes:
     """Return the content of the file.
 
     Args:
-        index: What the checkpoint consists of.
+        index: The files and tensors of the checkpoint.
     """
     files = {name: {"size": file.size, "crc32": file.crc32} for name, file in index.files.items()}
     tensors = {name: _describe(tensor) for name, tensor in index.tensors.items()}

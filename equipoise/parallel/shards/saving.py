@@ -80,7 +80,7 @@ def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
     After a crash at any moment the path holds the complete folder or what was there before.
 
     Args:
-        content: What this process writes.
+        content: The content that this process writes.
         rank: The number of this process.
         exchange: Returns the values of all processes; called equally often in each.
 
@@ -103,8 +103,8 @@ class _PartOfProcess:
     """The part of one process in a save.
 
     Attributes:
-        folder: Where all processes write.
-        token: What the names of their files hold.
+        folder: The folder to which all processes write.
+        token: A token in the names of their files.
     """
 
     folder: AnyPath

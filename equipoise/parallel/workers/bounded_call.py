@@ -41,7 +41,7 @@ class CallError(Exception):
         reason: The reason.
         is_raised: Whether the function has raised an error; otherwise its process did not get as far. Default: False.
         is_wrong_input: Whether that error is a `ConfigurationError`. Default: False.
-        output: What the process has printed. Default: nothing.
+        output: Text that the process has printed. Default: none.
     """
 
     def __init__(self, reason: str, *, is_raised: bool = False, is_wrong_input: bool = False, output: str = "") -> None:
@@ -56,7 +56,7 @@ class _Result:
     """The message of the process at its end.
 
     Attributes:
-        value: What the function has returned.
+        value: The value that the function has returned.
         reason: The error that it has raised instead, in one line; None if it has returned.
         is_wrong_input: Whether that is a `ConfigurationError`.
     """

@@ -48,7 +48,7 @@ class Task:
         result: Receives the result of the first worker.
         key: Secret with which the processes of the run sign their objects.
         threads: Number of threads that torch uses for an operation in the parent; its workers share them.
-        start_method: How multiprocessing starts processes in the parent: "fork", "spawn" or "forkserver".
+        start_method: The start method of multiprocessing in the parent: "fork", "spawn" or "forkserver".
         levels: Levels of the parent's loggers by name.
     """
 
@@ -114,7 +114,7 @@ def run_worker(rank: int, task: Task, stack: Connection, parent: Connection) -> 
 
     Args:
         rank: Number of the worker, from 0.
-        task: What all workers receive.
+        task: The task that all workers receive.
         stack: Connection to which a worker writes its stack when it hangs or aborts.
         parent: Connection for log records and the report.
     """

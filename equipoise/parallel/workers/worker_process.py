@@ -52,7 +52,7 @@ class WorkerProcess:
         Args:
             context: Context of multiprocessing that starts it.
             rank: Its number, from 0.
-            task: What all workers receive.
+            task: The task that all workers receive.
         """
         # 1. Connections, of which the worker receives the other ends.
         parent_end, worker_end = context.Pipe()
