@@ -73,7 +73,7 @@ class ProcessShares:
         shares: A number for each process, "auto" to measure them, or None for even shares.
         processes: The number of processes.
         rank: The rank of this process.
-        device: Where this process computes.
+        device: The device of this process.
         simulated: Processes whose devices are to be slower or smaller than they are, by rank.
 
     Attributes:

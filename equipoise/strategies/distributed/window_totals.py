@@ -39,7 +39,7 @@ class Apart:
     window.
 
     Args:
-        device: Where this process computes.
+        device: The device of this process.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -55,7 +55,7 @@ class ReplicatedStrategy(Strategy):
 
     Args:
         parallelize: "step": the whole step runs on every device. "forward": only the module's forward does.
-        output_device: Where outputs of forward are gathered and the rest of the step runs: an index into the devices,
+        output_device: Device that gathers outputs of forward and runs the rest of the step: an index into the devices,
             or a device. Default: the first device. For "forward" only.
         dim: The dimension of the samples. Default: the first.
 
