@@ -15,7 +15,7 @@ class LiveTable:
 
     Args:
         table: Function that returns the table as it is now.
-        console: Where to draw.
+        console: The console to draw on.
         is_shown: True draws the table, on a terminal only. False draws nothing.
 
     Attributes:

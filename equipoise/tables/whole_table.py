@@ -115,7 +115,7 @@ def print_table(table: Table, console: Console | None = None, *, repeated: int =
 
     Args:
         table: The table. Columns with `overflow="fold"` may be wrapped, others may not.
-        console: Where to print. Default: None, the output.
+        console: The console to print to. Default: None, the output.
         repeated: Number of first columns that are repeated, if the columns follow in blocks. Default: 1.
     """
     console = console or Console()
