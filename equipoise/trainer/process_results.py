@@ -44,7 +44,7 @@ class ProcessResults:
     """The results of a run in one process.
 
     Attributes:
-        result: What the loop returned.
+        result: The value that the loop returned.
         process: The process; see `this_process`.
         tensors: The values of the module's parameters and buffers that the caller has as well.
         attributes: Those of each shared object, in order; None for an object without results.

@@ -79,7 +79,7 @@ class DataLoaderIter(Iterator[Pulled]):
 
         Args:
             step: The name of the step.
-            error: What it has raised.
+            error: The error that it has raised.
             fetched_before: Number of batches that were pulled before it.
 
         Raises:

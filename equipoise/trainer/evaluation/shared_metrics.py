@@ -25,8 +25,8 @@ def separated_metrics(
 
     Args:
         module: The user's module.
-        training: What the training has logged.
-        validation: What validations have logged.
+        training: Values that the training has logged.
+        validation: Values that validations have logged.
         earlier_names: Names of the metrics that the validation of an earlier process has logged.
     """
     shared = _shared(module, training, validation, earlier_names)

@@ -42,7 +42,7 @@ class LogReduction:
         """Compute the epoch's values of all that any process has logged, and that are not computed yet.
 
         Args:
-            collection: What this process has logged. Entries of other processes are added.
+            collection: The values that this process has logged. Entries of other processes are added.
             dataloader_idx: The loader whose values are reduced; None if there is one loader.
 
         Raises:

@@ -32,7 +32,7 @@ class FitState(SentState):
         validated: Names of the values that the validation of an earlier process has logged.
         validated_metrics: Names of the module's metrics that it has logged.
         kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
-        switches: What the training has turned in the module beside its weights.
+        switches: Switches that the training has turned in the module beside its weights.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
         waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
         left: State with which a later run continues the epoch that a limit has cut short; None if the last epoch was

@@ -102,7 +102,7 @@ class Resumption:
         position: The position that `position_of` returned; None for a checkpoint of Lightning.
         loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
         written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
-        saving_states: What the checkpoint callbacks had noted of their files, by their keys. Default: nothing.
+        saving_states: The states of the checkpoint callbacks about their files, by their keys. Default: none.
         number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
             this process. Default: 0.
 

@@ -47,7 +47,7 @@ def raise_with_advice(captured: CapturedError, event: OutOfMemoryEvent, advice: 
     Args:
         captured: The error.
         event: The event that callbacks received.
-        advice: What would help. Default: what helps in general.
+        advice: Advice on what would help. Default: general advice.
 
     Raises:
         OutOfMemoryError: Torch's.

@@ -202,7 +202,7 @@ class MicroBatcher:
             batch_idx: The number of the batch.
             parts: The batch, as the strategy has placed it.
             count: The number of micro-batches.
-            refusal: Why it cannot be repeated, whatever callbacks answer; empty if it can.
+            refusal: The reason why it cannot be repeated, whatever callbacks answer; empty if it can.
         """
         context = self._context
         size, most, obstacle = self.most(parts)

@@ -41,7 +41,7 @@ class _Batch:
     Attributes:
         parts: The batch, as the strategy has placed it.
         batch_idx: The number of the batch.
-        contents: What the batch held before the step.
+        contents: The contents of the batch before the step.
         count: The number of micro-batches. 0: the batch is left out.
         measure: Kind and size of the batch, if they are known.
         size: The number of samples, if it is computed in micro-batches.

@@ -114,7 +114,7 @@ class RepeatableOptimizer(StrategyOptimizer):
 
         Args:
             captured: The error.
-            refusal: Why the step cannot be repeated, whatever callbacks answer; empty if it can.
+            refusal: The reason why the step cannot be repeated, whatever callbacks answer; empty if it can.
 
         Raises:
             OutOfMemoryError: If the step is not repeated.

@@ -24,7 +24,7 @@ class StepChoices:
     Attributes:
         prefetch: Whether the next batch travels to the device ahead of its step.
         compiles_steps: Whether training steps are compiled. "auto": where that is faster.
-        block_options: How blocks of the network are compiled; None: as a strategy needs it.
+        block_options: Options with which blocks of the network are compiled; None: as a strategy needs it.
         captures_steps: Whether training steps are captured as CUDA graphs.
         fuses_optimizers: Whether optimisers step all parameters by one kernel.
         activation_checkpointing: Submodules that compute their activations again in the backward.

@@ -54,7 +54,7 @@ class RunState(SentState, Stages, Limits, StepChoices):
         metric_listeners: Functions that receive the values that go to loggers, also if there is no logger.
         optimizers: The optimisers that `configure_optimizers` returned.
         lr_scheduler_configs: The learning-rate schedulers that `configure_optimizers` returned.
-        summary_rows: What parts of the present run add to its summary: values by their names.
+        summary_rows: Rows that parts of the present run add to its summary: values by their names.
     """
 
     # Settings of the optimisation.

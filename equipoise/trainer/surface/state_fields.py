@@ -29,7 +29,7 @@ class Reads(property, Generic[T]):
 
     Args:
         path: The names from the owner to the value.
-        text: What the value is, for users; empty for names that only Lightning's objects read. Default: empty.
+        text: A description of the value, for users; empty for names that only Lightning's objects read. Default: empty.
 
     Example:
         >>> class Owner:

@@ -192,7 +192,7 @@ class StrategyView:
         """Copy a batch to a device, by the transfer hooks of the module or data module.
 
         Args:
-            batch: What a loader gave.
+            batch: A batch of a loader.
             device: The device. Default: the root device of this process.
             dataloader_idx: The number of the loader.
         """

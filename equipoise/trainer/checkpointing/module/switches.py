@@ -28,7 +28,7 @@ class Switches:
 
     Attributes:
         at_start: All switches when the training began; None before.
-        turned: What the run had turned from which this one continues, until the training begins.
+        turned: The switches that the resumed run had turned, until the training begins.
         modes: The modes of submodules before a validation, which changes them; None outside of one.
     """
 
