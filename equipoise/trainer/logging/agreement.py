@@ -14,7 +14,7 @@ from equipoise.trainer.logging.entry import Entry
 
 __all__ = ["LogAgreement"]
 
-# Where hooks give the batches of processes other weights, equal values have means that differ by rounding.
+# If hooks give the batches of processes different weights, means of equal values differ by rounding.
 _ROUNDING = 1e-6
 
 

@@ -45,7 +45,7 @@ def list_features(packages: Sequence[Package]) -> list[Feature]:
 
 
 def _check(key: str, untested: dict[str, str]) -> tuple[str, str]:
-    """Return the status of a feature and the reason; `untested` has packages of untested versions, with these."""
+    """Return the status of a feature and the reason; `untested`: "NAME VERSION" of untested packages, by name."""
     # 1. Names that it cannot do without.
     of_feature = [adapter for adapter in adapters.ADAPTERS if key in adapter.features]
     missing = adapters.missing_names(key)
