@@ -109,7 +109,7 @@ class RemoteOperations:
         return groups
 
     def _place_of(self, arguments: Any) -> Place:
-        """Return where an operation is computed; nothing if all tensors among its arguments are in this process."""
+        """Return the processes that compute an operation; none if all tensors among its arguments are in this one."""
         tensors = list(tensors_in(arguments))
         places = {self._place(tensor) for tensor in tensors if is_elsewhere(tensor)}
         if not places:

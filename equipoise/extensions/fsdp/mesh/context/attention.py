@@ -23,7 +23,7 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Return what `scaled_dot_product_attention` returns for the whole sequence, at the positions of this process.
+    """Return `scaled_dot_product_attention` over the whole sequence, for the queries at positions of this process.
 
     Args:
         row: The processes that have parts of the sequence.
@@ -120,7 +120,7 @@ def _attend_to_earlier(
 
 
 def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None]:
-    """Return whether a mask hides later positions, and a mask over all keys; None: all are seen.
+    """Return True if a mask hides later positions, and a mask over all keys; None: all are seen.
 
     Args:
         row: The processes that have parts of the sequence.
