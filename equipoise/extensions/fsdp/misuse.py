@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.extensions.fsdp.mesh.grid import is_cut
+from equipoise.extensions.fsdp.mesh.grid import TENSOR, is_cut
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.units import unit_of
 
@@ -46,13 +46,16 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
             name = _name_of_weight(error, sharded.module)
             raise StepError(_message(name, sharded)) from error
         is_about_sizes = any(word in str(error) for word in _SIZES)
-        if is_about_sizes and any(map(is_cut, sharded.module.parameters())):
-            _check_widths(error, sharded.module)
+        cut: Any = next(filter(is_cut, sharded.module.parameters()), None)
+        if is_about_sizes and cut is not None:
+            mesh = cut.device_mesh
+            parts = mesh.size(mesh.mesh_dim_names.index(TENSOR))
+            _check_widths(error, sharded.module, parts)
         raise
 
 
-def _check_widths(error: RuntimeError, module: nn.Module) -> None:
-    """Name the layer that has received another width than it takes; else note in an error where it was raised.
+def _check_widths(error: RuntimeError, module: nn.Module, parts: int) -> None:
+    """Name the layer that has received a part of its width, or as many widths; else note where an error was raised.
 
     Raises:
         ConfigurationError: If there is such a layer.
@@ -81,7 +84,7 @@ def _check_widths(error: RuntimeError, module: nn.Module) -> None:
         width = layer.nx
     received = arguments.get("input", arguments.get("x"))
     shape = received.shape if isinstance(received, Tensor) else ()
-    if width is None or not shape or shape[-1] == width:
+    if width is None or not shape or (shape[-1] * parts != width and width * parts != shape[-1]):
         error.add_note(
             f"This was in {name}, and layers of the module are cut. All layers that pass parts to one another are in"
             " the plan, and so are numbers that count these parts, as 'divided'."

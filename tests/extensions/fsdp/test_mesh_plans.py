@@ -111,6 +111,13 @@ class Mixing(Net):
         self.blocks = nn.ModuleList(MixingBlock(7) for _ in range(3))
 
 
+class OtherFeatures(Net):
+    """Receives fewer features than it takes."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features[:, :6])
+
+
 class OfTransformers(Net):
     """Has a plan as models of transformers have one."""
 
@@ -326,6 +333,7 @@ HALVES: dict[str, tuple[Any, dict[str, str], str]] = {
     "a norm between": (NormBetween, PLAN, "blocks.0.between (LayerNorm) takes 14 features"),
     "an input that is no tensor": (ListBetween, PLAN, "This was in blocks.0.between (TakesList)"),
     "a variable that is no input": (Mixing, {"blocks.*.up": "colwise"}, "This was in blocks.0 (FSDPMixingBlock)"),
+    "another fault": (OtherFeatures, PLAN, "This was in first (Linear)"),
     "one of three": (Planned, {"attention.query": "colwise"}, "This was in attention (SelfAttention)"),
 }
 
