@@ -435,10 +435,11 @@ def _may_shuffle(loader: DataLoader[Any]) -> bool:
 
 def _may_draw_other_batches(loader: DataLoader[Any]) -> bool:
     """Return True if a batch sampler may draw other batches in each pass; one that deals them says it itself."""
-    if _is_stream(loader):
-        return False
     batch_sampler: Any = loader.batch_sampler
-    if batch_sampler is None or isinstance(batch_sampler, list | tuple) or hasattr(batch_sampler, "deal_step"):
+    # The batch sampler of a stream yields no indices.
+    if _is_stream(loader) or batch_sampler is None:
+        return False
+    if isinstance(batch_sampler, list | tuple) or hasattr(batch_sampler, "deal_step"):
         return False
     return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
 
