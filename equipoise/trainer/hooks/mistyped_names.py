@@ -90,7 +90,9 @@ def similar_step(name: str) -> str | None:
 def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
     for parent in filter(_is_users, kind.__mro__):
         attributes = vars(parent)
-        yield from ((name, value) for name, value in attributes.items() if isinstance(value, FunctionType))
+        for name, value in attributes.items():
+            if isinstance(value, FunctionType):
+                yield name, value
 
 
 def _is_users(kind: type) -> bool:
