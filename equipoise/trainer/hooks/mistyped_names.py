@@ -64,17 +64,19 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
 
 def _meant(name: str, kind: type, base: type) -> str | None:
     """Return the hook that the name of a method resembles; None if it is one, or resembles none."""
-    # A library may call hooks that it defines.
-    of_libraries = [parent for parent in kind.__mro__ if not _is_users(parent)]
-    if hasattr(base, name) or any(name in vars(parent) for parent in of_libraries):
+    if hasattr(base, name):
         return None
+    similar = None
     if name.startswith("on_"):
         hooks = [hook for hook in dir(base) if hook.startswith("on_")]
-        similar = get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
-        return next(iter(similar), None)
-    if base is LightningModule:
-        return similar_step(name)
-    return None
+        similar = next(iter(get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)), None)
+    elif base is LightningModule:
+        similar = similar_step(name)
+    if similar is None:
+        return None
+    # A library may call hooks that it defines. This is asked last, since it reads every function of the classes.
+    of_libraries = [parent for parent in kind.__mro__ if not _is_users(parent)]
+    return None if any(name in vars(parent) for parent in of_libraries) else similar
 
 
 def similar_step(name: str) -> str | None:
