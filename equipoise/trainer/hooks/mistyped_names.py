@@ -40,19 +40,18 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     kinds += [(type(callback), Callback) for callback in context.state.callbacks]
 
     # 2. Methods that are named almost like a hook. Few runs have any.
-    suspects = [
-        (kind, method, hook)
-        for kind, base in kinds
-        for name, method in _methods_of_user(kind)
-        if (hook := _meant(name, kind, base)) is not None
-    ]
+    suspects: list[tuple[type, str, FunctionType, str]] = []
+    for kind, base in kinds:
+        for name, method in _methods_of_user(kind):
+            hook = _meant(name, kind, base)
+            if hook is not None:
+                suspects.append((kind, name, method, hook))
     if not suspects:
         return
 
     # 3. Those that nobody calls.
     used_names = set(_names_in(kind for kind, _ in kinds))
-    for kind, method, hook in suspects:
-        name = method.__name__
+    for kind, name, method, hook in suspects:
         if name not in used_names:
             warn_of_method(
                 method,
