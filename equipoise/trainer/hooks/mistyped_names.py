@@ -40,7 +40,7 @@ def warn_of_mistyped_hooks(context: "RunContext") -> None:
     kinds += [(type(callback), Callback) for callback in context.state.callbacks]
 
     # 2. Methods that are named almost like a hook. Few runs have any.
-    suspects: list[tuple[type, str, FunctionType, str]] = []
+    suspects = []
     for kind, base in kinds:
         for name, method in _methods_of_user(kind):
             hook = _meant(name, kind, base)
@@ -73,9 +73,11 @@ def _meant(name: str, kind: type, base: type) -> str | None:
         similar = similar_step(name)
     if similar is None:
         return None
-    # A library may call hooks that it defines. This is asked last, since it reads every function of the classes.
-    of_libraries = [parent for parent in kind.__mro__ if not _is_users(parent)]
-    return None if any(name in vars(parent) for parent in of_libraries) else similar
+    # A library may call hooks that it defines. This is asked last, since it reads every function of a class.
+    for parent in kind.__mro__:
+        if name in vars(parent) and not _is_users(parent):
+            return None
+    return similar
 
 
 def similar_step(name: str) -> str | None:
@@ -99,10 +101,16 @@ def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:
 def _is_users(kind: type) -> bool:
     if kind.__module__.partition(".")[0] in ("builtins", "equipoise"):
         return False
-    functions = [inspect.unwrap(value) for value in vars(kind).values() if isinstance(value, FunctionType)]
-    # A decorator may have wrapped another callable object.
-    files = [function.__code__.co_filename for function in functions if isinstance(function, FunctionType)]
-    return not any(folder in file for folder in _INSTALLED for file in files)
+    for value in vars(kind).values():
+        if not isinstance(value, FunctionType):
+            continue
+        # A decorator may have wrapped another callable object.
+        function = inspect.unwrap(value)
+        if isinstance(function, FunctionType):
+            file = function.__code__.co_filename
+            if any(folder in file for folder in _INSTALLED):
+                return False
+    return True
 
 
 def _names_in(kinds: Iterable[type]) -> Iterator[str]:
