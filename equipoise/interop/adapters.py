@@ -168,12 +168,6 @@ ADAPTERS: tuple[Adapter, ...] = (
     ),
     Adapter(
         "torch",
-        ("torch.distributed.distributed_c10d._set_pg_timeout",),
-        ("fsdp",),
-        "processes wait in the groups of a mesh for torch's own timeout",
-    ),
-    Adapter(
-        "torch",
         ("torch.autograd._get_sequence_nr", "torch._C._current_autograd_node"),
         ("profile", "plan"),
         "tensors of a backward count for the device of their arguments",

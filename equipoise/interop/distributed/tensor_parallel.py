@@ -12,11 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from equipoise.interop.adapters import find
-
 __all__ = ["forget_cuts", "leave_group", "set_device_mesh", "wait_as_default"]
-
-_set_pg_timeout: Callable[..., None] | None = find("torch.distributed.distributed_c10d._set_pg_timeout")
 
 # Functions of this package turn the inputs and outputs of a layer into parts, and back.
 _PACKAGE = "torch.distributed.tensor"
@@ -67,7 +63,7 @@ def leave_group(mesh: DeviceMesh) -> None:
 def wait_as_default(mesh: DeviceMesh) -> DeviceMesh:
     """Let processes wait in the groups of a mesh as long as in the default group, and return the mesh.
 
-    Torch gives these groups a timeout of its own, 30 minutes on the CPU. Nothing public reads or changes one.
+    Torch gives these groups a timeout of its own, 30 minutes on the CPU. Nothing public reads that of a group.
 
     Args:
         mesh: The mesh.
@@ -75,10 +71,11 @@ def wait_as_default(mesh: DeviceMesh) -> DeviceMesh:
     default: Any = dist.group.WORLD
     backend = default._get_backend(torch.device(mesh.device_type))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    if _set_pg_timeout is None or timeout is None:
+    if timeout is None:
         return mesh
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)
+    groups: list[Any] = mesh.get_all_groups()
+    for group in groups:
+        group.set_timeout(timeout)
     return mesh
 
 
