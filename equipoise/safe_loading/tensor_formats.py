@@ -202,6 +202,7 @@ def _rebuild_sparse_tensor(layout: torch.layout, data: Sequence[Any]) -> Tensor:
             _checked_tensor(indices),
             _checked_tensor(values),
             _checked_counts(size),
+            device=values.device,
             check_invariants=not values.is_meta,
         )
     compressed, plain, values, size = data
@@ -211,6 +212,7 @@ def _rebuild_sparse_tensor(layout: torch.layout, data: Sequence[Any]) -> Tensor:
         _checked_tensor(values),
         _checked_counts(size),
         layout=layout,
+        device=values.device,
         check_invariants=not values.is_meta,
     )
 

@@ -199,6 +199,15 @@ def test_tensors_are_read_on_the_cpu_whatever_the_default_device_is(tmp_path: Pa
     assert torch.equal(piece, saved.reshape(-1))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_read_on_the_cpu_whatever_the_default_device_is(layout: Any, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"weight": torch.eye(3).to_sparse(layout=layout)}}, tmp_path / "x.ckpt")
+    with torch.device("meta"):
+        read = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]["weight"]
+    assert torch.equal(read.to_dense(), torch.eye(3))
+
+
 def test_a_negated_tensor_is_not_larger_than_its_storage(tmp_path: Path) -> None:
     """Negating copies it, and its stride may be 0."""
     tensor = torch.zeros(1).expand(1 << 20)._neg_view()

@@ -101,7 +101,7 @@ class HostCopies:
             values = piece.tensor
             # A state of the optimiser may have changed its dtype since then.
             if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-                buffer = torch.empty(values.shape, dtype=values.dtype)
+                buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu")
             buffer.copy_(values)
             buffers[piece.name] = buffer
             copies.append(piece._replace(tensor=buffer))

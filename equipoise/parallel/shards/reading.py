@@ -112,7 +112,7 @@ class ShardReader(StorageReader):
             CheckpointError: If it is damaged.
         """
         saved = self.tensor(name)
-        tensor = torch.zeros(saved.shape, dtype=saved.dtype)
+        tensor = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
         self.fill(name, tensor)
         return tensor
 

@@ -24,7 +24,7 @@ from equipoise.parallel.shards import folder as folder_module
 from equipoise.parallel.shards.background import InBackground
 from equipoise.parallel.shards.folder import remove_folder
 from equipoise.parallel.shards.index import can_be_saved
-from equipoise.parallel.shards.pieces import pieces_of
+from equipoise.parallel.shards.pieces import HostCopies, Piece, pieces_of
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader
 from equipoise.trainer.checkpointing.reading import load_checkpoint
@@ -42,6 +42,15 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
         shape = [draw.randrange(6) for _ in range(draw.randrange(1, 4))]
         tensors[f"{number}/ö"] = torch.randint(0, 2, shape).to(dtype)
     return tensors
+
+
+def test_read_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    save(tmp_path / "x.ckpt", {"weight": tensor}, {"state_dict": {}}, 2)
+    with torch.device("meta"):
+        copies = HostCopies().take([Piece("weight", tensor, (2, 3), (0, 0))])
+        assert torch.equal(ShardReader(tmp_path / "x.ckpt").whole("weight"), tensor)
+    assert torch.equal(copies[0].tensor, tensor)
 
 
 def test_read_in_any_pieces(tmp_path: Path) -> None:
