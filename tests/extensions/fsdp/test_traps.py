@@ -483,6 +483,7 @@ class WithOtherTensors(Net):
         self.register_buffer("scale", torch.full((), 2.0), persistent=False)
         self.shift = torch.tensor(0.5)
         self.mean = MeanMetric()
+        self.last.weight.data = torch.ones_like(self.last.weight)
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch) * self.scale + self.shift
