@@ -125,15 +125,20 @@ def test_the_largest_size_that_fits(settings: dict[str, Any], expected: int, roo
     assert module.seen == [expected] * 2
 
 
-def test_hyperparameters_that_are_no_attributes_are_left_alone(room: Any) -> None:
-    class Described(Sized):
+def test_hyperparameters_in_a_plain_dictionary(room: Any) -> None:
+    """They are set as those of Lightning, whose entries are attributes as well."""
+
+    class Described(Ordinary):
         hparams = {"batch_size": 3}
+
+        def train_dataloader(self) -> Any:
+            return made_loader(self.hparams["batch_size"])
 
     room(bytes_for(50))
     module = Described()
     Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module)
-    assert module.batch_size == 32
-    assert module.hparams == {"batch_size": 3}
+    assert module.hparams == {"batch_size": 32}
+    assert module.seen == [32] * 2
 
 
 def test_a_data_module(room: Any) -> None:

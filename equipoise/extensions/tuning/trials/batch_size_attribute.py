@@ -30,30 +30,43 @@ class BatchSizeAttribute:
     def set(self, module: LightningModule, size: int) -> None:
         """Set the batch size."""
         for holder in self._holders(module):
-            setattr(holder, self._name, size)
+            self._set_in(holder, size)
 
     @contextmanager
     def set_for_trial(self, module: LightningModule, size: int) -> Iterator[None]:
         """Set the batch size of a copy of the module; at the end the data module has its own again."""
         holders = self._holders_in(self._datamodule)
-        before = [getattr(holder, self._name) for holder in holders]
+        before = [self._value_in(holder) for holder in holders]
         self.set(module, size)
         try:
             yield
         finally:
             for holder, value in zip(holders, before, strict=True):
-                setattr(holder, self._name, value)
+                self._set_in(holder, value)
 
     def _holders(self, module: LightningModule) -> list[Any]:
         return [*self._holders_in(module), *self._holders_in(self._datamodule)]
 
     def _holders_in(self, owner: Any) -> list[Any]:
-        """Return an object itself and its hyperparameters, as far as they have the attribute."""
+        """Return an object itself and its hyperparameters, as far as they have the batch size."""
         holders = []
         if hasattr(owner, self._name):
             holders.append(owner)
-        # A dictionary whose entries are attributes as well.
         hyperparameters = getattr(owner, "hparams", None)
-        if hasattr(hyperparameters, self._name):
+        has_name = hasattr(hyperparameters, self._name)
+        if isinstance(hyperparameters, dict):
+            has_name = self._name in hyperparameters
+        if has_name:
             holders.append(hyperparameters)
         return holders
+
+    def _value_in(self, holder: Any) -> Any:
+        if isinstance(holder, dict):
+            return holder[self._name]
+        return getattr(holder, self._name)
+
+    def _set_in(self, holder: Any, size: Any) -> None:
+        if isinstance(holder, dict):
+            holder[self._name] = size
+        else:
+            setattr(holder, self._name, size)
