@@ -219,6 +219,22 @@ class TestServer:
         assert b"1,000" in runs.page().html
         assert sorted(read[3:]) == ["ended", "under_way"]
 
+    def test_a_file_that_could_not_be_read_is_read_again(self, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch):
+        path = write_run("ended") / "run.json"
+        monkeypatch.setattr(watched_runs, "_SILENCE", 0.0)
+        runs = WatchedRuns([])
+        read_text = Path.read_text
+        with monkeypatch.context() as network:
+
+            def fail(self: Path, *args: Any, **options: Any) -> str:
+                if self.name == path.name:
+                    raise OSError("Stale file handle")
+                return read_text(self, *args, **options)
+
+            network.setattr(Path, "read_text", fail)
+            assert b"Stale file handle" in runs.page().html
+        assert b"Stale file handle" not in runs.page().html
+
     def test_reports_are_served_without_access_to_other_pages(self, served: WatchServer):
         link = parse(ask(served)[2]).one("table", "runs").one("a").attributes["href"]
         status, headers, text = ask(served, f"/{link}")

@@ -71,12 +71,13 @@ class WatchedRuns:
             return self._page
 
     def _read(self, run_files: FoundRun) -> Reading:
-        """Read a run, unless it had ended before and none of its files has changed."""
+        """Read a run, unless it had ended before, all of it could be read, and none of its files has changed."""
         stamps = _stamps_of(run_files)
         earlier, reading = self._readings.get(run_files.folder, ((), (None, [])))
-        run, _ = reading
+        run, unreadable = reading
         is_under_way = run is not None and run.state == "running"
-        if is_under_way or stamps != earlier:
+        # An error may pass without a change of the file, such as one of a network.
+        if is_under_way or unreadable or stamps != earlier:
             reading = read_run(run_files)
             self._readings[run_files.folder] = stamps, reading
         return reading
