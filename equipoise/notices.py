@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 __all__ = ["is_of_library", "rank_zero_warn", "warn", "warn_of_method"]
@@ -60,7 +60,11 @@ def warn_of_method(method: Callable[..., Any], message: str) -> None:
     if method in _warned or not _is_first_process():
         return
     _warned.add(method)
-    code = inspect.unwrap(method).__code__
+    function: Any = inspect.unwrap(method)
+    if not isinstance(function, FunctionType):
+        # A decorator has wrapped another callable object. The line is that of the decorator.
+        function = method
+    code = function.__code__
     warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno, module=method.__module__)
 
 

@@ -106,6 +106,14 @@ def test_a_method_is_warned_of_once():
     assert [len(fit(kind())) for _ in range(3)] == [1, 0, 0]
 
 
+def test_a_decorated_method_that_is_no_function():
+    class Wrapped(Small):
+        on_training_epoch_end = torch.no_grad()(functools.partial(print))
+
+    (found,) = fit(Wrapped())
+    assert "`Wrapped.on_training_epoch_end`" in str(found.message)
+
+
 class CallsItself(Small):
     def on_training_epoch_end(self):
         """Called by this class."""
