@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ class _ParametersOnMeta(TorchFunctionMode):
     """
 
     def __enter__(self) -> "_ParametersOnMeta":
-        self._hook = register_module_parameter_registration_hook(_take_memory)
+        # Such a hook is called in all threads, but other threads are not within this context.
+        self._thread = get_ident()
+        self._hook = register_module_parameter_registration_hook(self._take_memory)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -122,14 +125,13 @@ class _ParametersOnMeta(TorchFunctionMode):
         arguments, options = map_leaves(_on_meta, (arguments, options))
         return function(*arguments, **options)
 
-
-def _take_memory(module: nn.Module, name: str, parameter: Any) -> None:
-    """Move a new parameter to the meta device."""
-    if type(parameter) is not nn.Parameter or parameter.is_meta:
-        return
-    # Torch exchanges no tensor that has views or weak references. Such a parameter keeps its memory.
-    with suppress(RuntimeError):
-        give_memory(parameter, parameter.to("meta"))
+    def _take_memory(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Move a new parameter to the meta device."""
+        if type(parameter) is not nn.Parameter or parameter.is_meta or get_ident() != self._thread:
+            return
+        # Torch exchanges no tensor that has views or weak references. Such a parameter keeps its memory.
+        with suppress(RuntimeError):
+            give_memory(parameter, parameter.to("meta"))
 
 
 def _changes_values(function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:

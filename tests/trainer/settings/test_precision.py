@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,8 +98,9 @@ class Unusual(torch.nn.Module):
 
 def test_parameters_without_memory_in_a_module_that_computes_with_them() -> None:
     strategy = SimpleNamespace(root_device=torch.device("cpu"), device_of_empty_modules=torch.device("meta"))
-    with module_init_context(strategy, make_precision(None, "cpu"), empty=True):
+    with ThreadPoolExecutor(1) as other_thread, module_init_context(strategy, make_precision(None, "cpu"), empty=True):
         module = Unusual()
+        layer = other_thread.submit(torch.nn.Linear, 2, 2).result()
     assert {name for name, parameter in module.named_parameters() if parameter.is_meta} == {
         "layer.weight",
         "layer.bias",
@@ -108,4 +110,5 @@ def test_parameters_without_memory_in_a_module_that_computes_with_them() -> None
     # Torch does not exchange it while it has a view.
     assert torch.equal(module.viewed, torch.ones(4))
     assert torch.equal(module.steps, torch.arange(3.0))
+    assert not layer.weight.is_meta
     assert not torch.nn.Linear(2, 2).weight.is_meta
