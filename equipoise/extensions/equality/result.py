@@ -19,7 +19,7 @@ class RunComparison:
         atol: The absolute tolerance.
         rtol: The relative tolerance.
         logged_values: Number of compared pairs of logged values.
-        steps: At how many steps.
+        steps: Number of steps at which logged values were compared.
         checkpoints: Number of compared pairs of checkpoints.
         tensors: Number of pairs of tensors, in all of them.
         differences: The differences, each name at its first step; sorted by step, at a step logged values first.

@@ -55,7 +55,12 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
 
 
 def _check_widths(error: RuntimeError, module: nn.Module, parts: int) -> None:
-    """Name the layer that has received a part of its width, or as many widths; else note where an error was raised.
+    """Name the layer that has received a part of its width, or its width from each process; else note where it was.
+
+    Args:
+        error: The error.
+        module: The module.
+        parts: The number of processes over which layers are cut.
 
     Raises:
         ConfigurationError: If there is such a layer.

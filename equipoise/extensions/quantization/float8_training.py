@@ -48,7 +48,7 @@ class Float8Training(Callback):
     The numbers are others, and they depend on how a batch is split, since all of its values share a scale.
 
     Args:
-        recipe: Parts with a scale each: "tensorwise": each tensor, the quickest. "rowwise": each row, more exact.
+        recipe: The part that has a scale of its own. "tensorwise": a tensor, quickest. "rowwise": a row, more exact.
             "rowwise_with_gw_hp": the same, with gradients of weights in the dtype of the input. Default: "tensorwise".
         layers: Names of layers or of submodules that contain them, or patterns, in which * stands for anything.
             Default: None, all linear layers.

@@ -80,7 +80,7 @@ class CurveHistory:
         curves: For every metric's name its values, by epochs done.
         validation_names: Names of the metrics that validation adds.
         batches_done: Number of batches done in the present epoch.
-        observer: Receives the step, and values by name, when they are recorded by step. None: nobody does.
+        observer: Function that receives the step, and values by name, when they are recorded by step. Default: None.
     """
 
     def __init__(self) -> None:

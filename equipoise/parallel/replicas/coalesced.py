@@ -113,7 +113,7 @@ def _as_sent(received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]
 
 
 def _are_distinct(devices: Sequence[torch.device]) -> bool:
-    """Return True if these are CUDA devices, of which none is there twice."""
+    """Return True if these are CUDA devices that all differ."""
     types = {device.type for device in devices}
     if types != {"cuda"}:
         return False

@@ -39,7 +39,7 @@ _REMOVED = {
 
 
 class _Entry(NamedTuple):
-    """Needs of an entry point: the stage of its loaders, methods of the module; and the steps that it may run."""
+    """Requirements of an entry point: the stage of its loaders, methods of the module, the steps that it may run."""
 
     stage: str
     needed: tuple[str, ...]

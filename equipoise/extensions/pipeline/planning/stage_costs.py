@@ -227,7 +227,7 @@ class Costs:
         )
 
     def least_memory(self, stage: int, first: int, end: int) -> int:
-        """Return bytes that a stage needs at least. With more blocks they are no fewer."""
+        """Return a lower bound of the bytes that a stage needs; it does not fall with more blocks."""
         parameters = self._parameters.between(first, end)
         trained = self._trained.between(first, end)
         saved = self._saved.between(first, end)

@@ -120,7 +120,7 @@ def _attend_to_earlier(
 
 
 def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None]:
-    """Return True if a mask hides later positions, and a mask over all keys; None: all are seen.
+    """Return a flag, True if a mask hides later positions, and a mask over all keys; None: all keys are seen.
 
     Args:
         row: The processes that have parts of the sequence.
