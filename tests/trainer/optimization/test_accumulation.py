@@ -259,6 +259,23 @@ def test_a_loss_that_differs_from_others_does_not_change_their_gradients(name: s
     assert_close(changing, expected)
 
 
+def test_a_hook_on_the_loss_may_write_into_its_gradient_without_a_trace() -> None:
+    class Writing(Net):
+        def on_before_backward(self, loss: Tensor) -> None:
+            loss.register_hook(lambda gradient: gradient.data.mul_(2))
+
+    class Expected(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * 2.0
+
+    torch.manual_seed(0)
+    writing, expected = Writing(optimizer="sgd"), Expected(optimizer="sgd")
+    expected.load_state_dict(writing.state_dict())
+    for module in (writing, expected):
+        train(module, make_batches([4] * 3), accumulate_grad_batches=1)
+    assert_close(writing, expected)
+
+
 class Clips(Callback):
     """Sets the limit of the gradients in the second batch."""
 

@@ -92,16 +92,20 @@ class Backward:
             loss = _shared(loss, share, parts)
             share = None
 
-        # 2. The tensor's own backward, with the seed of the last part if it is the same.
+        # 2. The tensor's own backward.
         if self._is_plain and not loss.ndim and loss.is_floating_point():
-            if share is None:
-                share = 1.0
-            last_share, dtype, device, seed = self._last_seed
-            is_same_share = type(share) is float and share == last_share
-            if not is_same_share or dtype is not loss.dtype or device != loss.device or is_changed(seed):
-                seed = self._seed(loss, share)
             if self._before is not None:
                 self._before(loss)
+                # Always a new one: a hook on the loss may write into it without a trace.
+                seed = torch.ones_like(loss, requires_grad=False)
+            else:
+                # The seed of the last part, if it is the same.
+                if share is None:
+                    share = 1.0
+                last_share, dtype, device, seed = self._last_seed
+                is_same_share = type(share) is float and share == last_share
+                if not is_same_share or dtype is not loss.dtype or device != loss.device or is_changed(seed):
+                    seed = self._seed(loss, share)
             try:
                 self._plain_backward(loss, seed)
             except RuntimeError as error:
