@@ -1,7 +1,7 @@
 """FSDPStrategy: a process for each device, over which parameters, gradients and optimiser states are sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -29,6 +29,7 @@ from equipoise.extensions.fsdp.mesh.layer_comparison import CUT_LAYERS, LayerCom
 from equipoise.extensions.fsdp.planned_loads import sharded_loads
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
+from equipoise.extensions.fsdp.state.empty_modules import ParametersOnMeta
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
 from equipoise.extensions.fsdp.state.stepped_by_hand import SteppedByHand
@@ -229,12 +230,14 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.processes_per_batch > 1:
             self.processes.data_view = DataProcesses
 
-    @property
-    def device_of_empty_modules(self) -> torch.device:
-        """The device of parameters for which a checkpoint will be loaded: "meta" where units are filled one by one."""
+    def empty_module_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made whose values will be loaded or drawn, unit by unit.
+
+        Their parameters have no memory, except in one process, and where layers are cut.
+        """
         if self.processes.world_size == 1 or self._columns > 1:
-            return self.root_device
-        return torch.device("meta")
+            return nullcontext()
+        return ParametersOnMeta()
 
     def begin_configuration(self, module: nn.Module) -> None:
         """Give the module a `device_mesh`, which its `configure_model` reads."""

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,38 +76,3 @@ def test_modules_are_made_where_they_will_be(precision: str, empty: bool) -> Non
     ):
         assert torch.nn.Linear(2, 2).weight.device.type == "meta"
     assert torch.get_default_dtype() is torch.float32
-
-
-class Unusual(torch.nn.Module):
-    """Computes with its parameters as it is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-        self.layer.weight.data = torch.eye(2)
-        self.scaled = self.layer.weight.detach() * torch.tensor([1.0, 2.0])
-        self.kept = torch.nn.Parameter(torch.ones(3))
-        viewed = torch.nn.Parameter(torch.ones(4))
-        self.view = viewed.view(2, 2)
-        self.viewed = viewed
-        self.register_buffer("steps", torch.arange(3.0))
-        with torch.no_grad(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-            self.steps.copy_(self.kept)
-
-
-def test_parameters_without_memory_in_a_module_that_computes_with_them() -> None:
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), device_of_empty_modules=torch.device("meta"))
-    with ThreadPoolExecutor(1) as other_thread, module_init_context(strategy, make_precision(None, "cpu"), empty=True):
-        module = Unusual()
-        layer = other_thread.submit(torch.nn.Linear, 2, 2).result()
-    assert {name for name, parameter in module.named_parameters() if parameter.is_meta} == {
-        "layer.weight",
-        "layer.bias",
-        "kept",
-    }
-    assert module.scaled.is_meta
-    # Torch does not exchange it while it has a view.
-    assert torch.equal(module.viewed, torch.ones(4))
-    assert torch.equal(module.steps, torch.arange(3.0))
-    assert not layer.weight.is_meta
-    assert not torch.nn.Linear(2, 2).weight.is_meta
