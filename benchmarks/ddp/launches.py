@@ -17,6 +17,10 @@ import torch.distributed as dist
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, joined
 from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.launch import launch
+from equipoise.parallel.workers.preloading import preload
+
+# As strategies of several processes do: their workers need not import these.
+preload("equipoise.parallel.communication.process_group")
 
 
 def work(port: int, processes: int, rank: int) -> float:
