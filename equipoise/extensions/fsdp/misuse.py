@@ -88,8 +88,13 @@ def _check_widths(error: RuntimeError, module: nn.Module, parts: int) -> None:
     elif vars(layer).keys() >= {"nf", "nx"}:
         width = layer.nx
     received = arguments.get("input", arguments.get("x"))
-    shape = received.shape if isinstance(received, Tensor) else ()
-    if width is None or not shape or (shape[-1] * parts != width and width * parts != shape[-1]):
+    received_width = None
+    if isinstance(received, Tensor) and received.ndim:
+        received_width = received.shape[-1]
+    is_cut_width = False
+    if width is not None and received_width is not None:
+        is_cut_width = received_width * parts == width or width * parts == received_width
+    if not is_cut_width:
         error.add_note(
             f"This was in {name}, and layers of the module are cut. All layers that pass parts to one another are in"
             " the plan, and so are numbers that count these parts, as 'divided'."
@@ -105,7 +110,7 @@ def _check_widths(error: RuntimeError, module: nn.Module, parts: int) -> None:
             " such as 'colwise', or let this one take whole inputs: 'rowwise_split_input'."
         )
     raise ConfigurationError(
-        f"{name} takes {width} features in the last dimension, and has received {shape[-1]}: {rule}"
+        f"{name} takes {width} features in the last dimension, and has received {received_width}: {rule}"
     ) from error
 
 
