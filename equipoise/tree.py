@@ -125,11 +125,12 @@ def rebuild(like: Any, values: Sequence[Any]) -> Any:
     if isinstance(like, Mapping):
         return _rebuild_mapping(like, values)
     if isinstance(like, (tuple, list)):
-        kind = type(like)
-        # A named tuple takes its fields as arguments.
-        if hasattr(like, "_fields"):
-            return kind(*values)
-        return kind(values)
+        # The constructor of a named tuple, such as a `PackedSequence`, may refuse what stands for tensors.
+        make = getattr(like, "_make", type(like))
+        made = make(values)
+        if hasattr(made, "__dict__"):
+            vars(made).update(vars(like))
+        return made
     result = copy.copy(like)
     pairs = zip(fields(like), values, strict=True)
     for field, value in pairs:

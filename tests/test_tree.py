@@ -21,7 +21,7 @@ from equipoise.tree import (
     rebuild,
     tensors_in,
 )
-from tests.support.nested import Frozen, Pair, Sample
+from tests.support.nested import Checked, Frozen, Pair, Sample
 
 
 class Named(dict[str, Any]):
@@ -53,6 +53,10 @@ def test_a_rebuilt_container_keeps_what_it_is() -> None:
     assert rebuild(Frozen(1), [2]) == Frozen(2)
     assert rebuild(MappingProxyType({"a": 1}), [2]) == {"a": 2}  # cannot be written to
     assert type(rebuild(torch.zeros(2).sort(), [1, 2])) is torch.return_types.sort
+    checked = Checked(torch.ones(2))
+    checked.note = "here"
+    made = rebuild(checked, [None, "y"])
+    assert (type(made), tuple(made), made.note) == (Checked, (None, "y"), "here")
 
 
 def test_leaves_are_mapped_in_place_of_others() -> None:

@@ -4,9 +4,20 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Frozen", "Pair", "Sample"]
+from torch import Tensor
+
+__all__ = ["Checked", "Frozen", "Pair", "Sample"]
 
 Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Checked(namedtuple("Checked", ["values", "signs"])):
+    """A named tuple whose constructor takes tensors alone, as that of a packed sequence does."""
+
+    def __new__(cls, values: Tensor, signs: Tensor | None = None) -> "Checked":
+        if signs is None:
+            signs = values.sign()
+        return super().__new__(cls, values.clone(), signs.clone())
 
 
 @dataclass

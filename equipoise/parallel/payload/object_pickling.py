@@ -81,6 +81,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is CodeType:
             # Cloudpickle leaves out the file, which tracebacks and warnings show.
             return marshal.loads, (marshal.dumps(value),)
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            # Not by its constructor, which may refuse what stands for tensors.
+            return type(value)._make, (tuple(value),), getattr(value, "__dict__", None)
         if type(value) is Tensor and _is_plain(value):
             return self._reduce_tensor(value)
         if type(value) is nn.Parameter:

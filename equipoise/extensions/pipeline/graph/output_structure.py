@@ -75,7 +75,7 @@ class OutputStructure:
         places = [_Place() for _ in tensors]
         memo = _by_identity(tensors, places)
         memo |= _by_identity(others, others)
-        template = copy.deepcopy(value, memo)
+        template = _copied(value, memo)
         return cls(template, places, others), tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
@@ -86,7 +86,7 @@ class OutputStructure:
         """
         memo = _by_identity(self.places, tensors)
         memo |= _by_identity(self.others, self.others)
-        return copy.deepcopy(self.template, memo)
+        return _copied(self.template, memo)
 
 
 class _Place:
@@ -96,6 +96,16 @@ class _Place:
 def _by_identity(objects: Iterable[Any], values: Iterable[Any]) -> dict[int, Any]:
     identities = map(id, objects)
     return dict(zip(identities, values, strict=True))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, with named tuples made without their constructors, which may refuse what is no tensor."""
+    for item in tree.items_of(value) or ():
+        _copied(item, memo)
+    if isinstance(value, tuple) and hasattr(value, "_make") and id(value) not in memo:
+        items = [copy.deepcopy(item, memo) for item in value]
+        memo[id(value)] = tree.rebuild(value, items)
+    return copy.deepcopy(value, memo)
 
 
 def _tensors_in_attributes(value: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
-from equipoise.extensions.pipeline.graph.traced import STAGE_DEVICE
+from equipoise.extensions.pipeline.graph.traced import STAGE_DEVICE, STAYS
 from equipoise.extensions.pipeline.recording.targets import rebuilt
 from equipoise.extensions.pipeline.recording.tensor_nodes import Obstacle, TensorNodes
 
@@ -102,4 +102,7 @@ class Arguments:
         graph_args = tuple(map(self.of, arguments))
         node = self._graph.call_function(function, graph_args)
         self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
+        if any(argument.meta.get(STAYS) for argument in node.all_input_nodes):
+            # A packed sequence of a device has its sizes on the host.
+            node.meta[STAYS] = True
         return node

@@ -1,6 +1,6 @@
 """Outputs of any class: their tensors are taken out, and the same structure is built with others."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
-
-Pair = namedtuple("Pair", "one other")
+from tests.support.nested import Checked, Pair
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,17 @@ class Data:
 
 
 def test_containers_of_all_kinds():
-    tensors = [torch.rand(2) for _ in range(5)]
-    one, two, three, four, five = tensors
-    output = (one, [two, 3], OrderedDict(x=three, size=torch.Size([2])), Pair(four, None), Data(five, "x"))
+    checked = Checked(torch.rand(2))
+    tensors = [*(torch.rand(2) for _ in range(5)), *checked]
+    one, two, three, four, five, _, _ = tensors
+    output = (one, [two, 3], OrderedDict(x=three, size=torch.Size([2])), Pair(four, None), Data(five, "x"), [checked])
     structure, found = OutputStructure.of(output)
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in tensors]
-    filled = structure.fill("abcde")
-    assert filled == ("a", ["b", 3], OrderedDict(x="c", size=torch.Size([2])), Pair("d", None), Data("e", "x"))
-    assert [type(item) for item in filled[1:]] == [type(item) for item in output[1:]]
+    filled = structure.fill("abcdefg")
+    *plain, last = filled
+    assert plain == ["a", ["b", 3], OrderedDict(x="c", size=torch.Size([2])), Pair("d", None), Data("e", "x")]
+    assert last == [("f", "g")]
+    assert [type(item) for item in (*filled[1:], *last)] == [type(item) for item in (*output[1:], checked)]
     assert output[1][0] is two  # the output is as it was
 
 

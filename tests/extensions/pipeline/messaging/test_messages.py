@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from equipoise import StepError, WorkerError
 from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank
 from tests.parallel.communication.test_process_group import in_group, started
+from tests.support.nested import Checked
 
 
 class Pair(NamedTuple):
@@ -29,6 +31,7 @@ def values() -> list[Any]:
         *(torch.randn(3, 4, generator=draw).mul(5).to(kind) for kind in kinds),
         [torch.empty(0, 3), torch.tensor(2.5), torch.ones(2, requires_grad=True)],
         Pair(torch.ones(2, 3).t(), {"b": (torch.arange(4)[::2],)}),
+        [Checked(torch.ones(2)), pack_sequence([torch.ones(3), torch.ones(1)])],
         torch.randn(2, dtype=torch.complex64, generator=draw).conj(),
         torch.randn(1100, 1000, generator=draw),  # more than goes in one message
         torch.randn(1000, 1100, generator=draw).t(),

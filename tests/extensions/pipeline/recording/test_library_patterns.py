@@ -21,6 +21,7 @@ from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
 from equipoise.extensions.pipeline.graph.stages import make_stages, may_cut
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
+from tests.support.nested import Checked
 from tests.support.traces import run, run_stages, traced
 
 WIDTH = 6
@@ -485,6 +486,32 @@ def test_packed_sequences_of_other_lengths(total_length):
     assert made.opaque == {}
     # The longest sequence is shorter.
     assert_computes(made, network, source, torch.tensor([4, 4, 1, 2]), target)
+
+
+class Stacked(nn.Module):
+    """Recurrent layers with a packed sequence between them, which is also the output; and another named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = pack_padded_sequence(self.first(x), lengths.cpu(), enforce_sorted=False)
+        hidden, _ = self.lstm(packed)
+        hidden, state = self.gru(hidden)
+        return self.judged(Checked(self.last(state))), hidden
+
+    def judged(self, checked: Checked) -> Checked:
+        return Checked(self.last(checked.values) * checked.signs)
+
+
+def test_named_tuples_whose_constructors_check_pass_from_stage_to_stage():
+    made = assert_followed(Stacked().double(), values(4, 3, WIDTH), torch.tensor([2, 4, 1]))
+    assert made.opaque == {}
+    may = dict(zip((str(node.target) for node in made.calls[1:]), may_cut(made), strict=False))
+    assert may["network.lstm"]
+    assert may["network.gru"]
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
