@@ -37,6 +37,9 @@ _OTHER_PART = "other entries"
 # An entry that one run lacks is a difference in these. Elsewhere, as of a callback, it is not compared.
 _COMPLETE_PARTS = ("optimisers", "schedulers")
 
+# The keys that lead to the number of processes which wrote a checkpoint.
+_NUMBER_OF_PROCESSES = (OUR_KEY, "steps", "processes")
+
 # Whole numbers below it are exact in float64.
 _LARGEST = 1 << 53
 
@@ -95,12 +98,17 @@ class _Pair:
 
     def compare(self, left: _Entries, right: _Entries, step: int) -> None:
         """Compare all parts."""
-        first_number = _number_of_processes(left)
-        second_number = _number_of_processes(right)
+        first_number = _entry(left, *_NUMBER_OF_PROCESSES)
+        second_number = _entry(right, *_NUMBER_OF_PROCESSES)
         if None not in (first_number, second_number) and first_number != second_number:
-            self.findings.not_compared(f"resumption: of {first_number} and {second_number} processes")
-            del left[OUR_KEY]
-            del right[OUR_KEY]
+            what = "resumption and validated batches"
+            self.findings.not_compared(f"{what}: of {first_number} and {second_number} processes")
+            for content in (left, right):
+                del content[OUR_KEY]
+                # Each process validates batches of its own, and the first has written its number.
+                counters = _entry(content, "loops", "fit_loop")
+                if isinstance(counters, dict):
+                    counters.pop("epoch_loop.val_loop.batch_progress", None)
         for key, part in _PARTS.items():
             if key in left or key in right:
                 self._compare_entry(left, right, key, Place(step, part))
@@ -198,10 +206,10 @@ def _shape(state: _Entries, name: str) -> Any:
     return getattr(state[name], "shape", None)
 
 
-def _number_of_processes(content: _Entries) -> Any:
-    """Return the number of processes that wrote a checkpoint; None if it does not say."""
+def _entry(content: _Entries, *keys: str) -> Any:
+    """Return what stands below some keys, one within the other; None if there is no such entry."""
     value: Any = content
-    for key in (OUR_KEY, "steps", "processes"):
+    for key in keys:
         if not isinstance(value, dict):
             return None
         value = value.get(key)

@@ -130,7 +130,7 @@ def test_other_numbers_of_processes(tmp_path: Path) -> None:
     positions = [{"equipoise": {"steps": {"processes": count}, "position": {"pos": count}}} for count in (1, 2)]
     result = compared(tmp_path, *positions)
     assert result.equal
-    assert result.not_compared == ["resumption: of 1 and 2 processes"]
+    assert result.not_compared == ["resumption and validated batches: of 1 and 2 processes"]
 
 
 def test_containers_that_hold_themselves(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from equipoise import CheckpointError, Trainer
+from equipoise import CheckpointError, Trainer, VirtualDevicesStrategy
 from equipoise.extensions.equality import compare_runs
 from tests.conftest import ignoring
 from tests.extensions.equality.runs import Nudge, run
@@ -44,6 +44,17 @@ def test_the_same_run_twice(first: Path, tmp_path: Path) -> None:
     assert result.tensors > 7 * (9 + 18)
     assert {"step_time", "time_elapsed", "dirpath", "hyper_parameters"} <= set(result.left_out)
     assert not {"train_loss", "val_loss"} & set(result.left_out)
+
+
+def test_virtual_devices_on_one_process_and_on_two(tmp_path: Path) -> None:
+    """Each process validates batches of its own."""
+    folders = []
+    for devices in (1, 2):
+        strategy = VirtualDevicesStrategy(count=2)
+        folders.append(run(tmp_path / str(devices), strategy=strategy, devices=devices))
+    result = compare_runs(*folders)
+    assert result.sentence.startswith("equal to the bit"), result.sentence
+    assert (result.logged_values, result.checkpoints) == (8, 7)
 
 
 def test_a_weight_that_differs(first: Path, tmp_path: Path) -> None:
