@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from equipoise import ConfigurationError, StepError, Trainer
 from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
@@ -58,7 +59,7 @@ def attended() -> tuple[float, int]:
         kept.append(tensor.untyped_storage().nbytes())
         return tensor
 
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attention = nn.functional.scaled_dot_product_attention
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), row.divided(), RowMode(row):
         output = attention(*part, is_causal=True)
     (output * row.own_part(weight, -2)).sum().backward()
@@ -74,6 +75,38 @@ def test_causal_attention_keeps_no_mask_of_pairs() -> None:
     assert difference < 1e-14
     # Keys of the whole sequence are the largest, where a mask would have 128 x 256 numbers.
     assert nbytes == 2 * 256 * 4 * 8
+
+
+def dropped() -> list[Any]:
+    """Return what dropout of parts leaves, and the host's numbers after it."""
+    row = SequenceRow(dist.distributed_c10d.GroupMember.WORLD)
+    found: list[Any] = []
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True, dtype=torch.float64).eval()
+    for function in (
+        nn.functional.dropout,
+        torch.dropout,
+        nn.functional.alpha_dropout,
+        nn.functional.feature_alpha_dropout,
+    ):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        ones = torch.ones(4, 8, 4, dtype=torch.float64)
+        row.begin(8)
+        with row.divided(), RowMode(row):
+            for options in ((0.0, True), (0.5, False)):
+                assert torch.equal(function(ones, *options), ones)
+            attention(ones[:, :4], ones[:, :4], ones[:, :4])
+            assert torch.equal(torch.get_rng_state(), before), function
+            left = function(ones, 0.5, True)
+        found.append((left, torch.get_rng_state()))
+    return of_all(found)
+
+
+def test_only_dropout_that_drops_draws_numbers() -> None:
+    """It draws others in each process, and all processes go on with the same."""
+    for (left, numbers), (left_there, numbers_there) in zip(*in_processes(2, dropped), strict=True):
+        assert not torch.equal(left, left_there)
+        assert torch.equal(numbers, numbers_there)
 
 
 def losses() -> list[tuple[float, float]]:
@@ -94,11 +127,11 @@ def losses() -> list[tuple[float, float]]:
     ]
     found = []
     for target, more in options:
-        expected = torch.nn.functional.cross_entropy(logits[0], target[0], **more)
+        expected = nn.functional.cross_entropy(logits[0], target[0], **more)
         here, there = divide({"input_ids": logits, "target": target}, row, MODULE).values()
         here.requires_grad_()
         with row.divided(), RowMode(row) as mode:
-            mean = torch.nn.functional.cross_entropy(here[0], there[0], **more)
+            mean = nn.functional.cross_entropy(here[0], there[0], **more)
         assert mode.counts_labels
         mean.backward()
         assert here.grad is not None

@@ -5,6 +5,7 @@ batch.
 """
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,12 +92,23 @@ class RowMode(TorchFunctionMode):
         arguments = inspect.signature(func).bind(*args, **kwargs).arguments
         if arguments["key"].size(0) != self._row.part:
             return func(*args, **kwargs)
-        with self._numbers_of_process(arguments["dropout_p"]):
+        with self._numbers_of_process(arguments["dropout_p"] * arguments.get("training", True)):
             return attend_in_heads(self._row, arguments)
 
-    def _dropout(self, func: Answer, *args: Any, **kwargs: Any) -> Any:
-        with self._numbers_of_process(1.0):
-            return func(*args, **kwargs)
+    def _dropout(
+        self,
+        func: Answer,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if training is None:
+            # The function of `torch` itself has another name for it.
+            training = kwargs.pop("train", func is not functional.feature_alpha_dropout)
+        with self._numbers_of_process(p * training):
+            return func(input, p, training, *args, **kwargs)
 
     @contextmanager
     def _numbers_of_process(self, probability: float) -> Iterator[None]:
@@ -104,10 +116,14 @@ class RowMode(TorchFunctionMode):
         if not probability or not self._draws:
             yield
             return
-        seed = int(torch.randint(2**62, (), device="cpu"))
         devices = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             devices.append(torch.cuda.current_device())
+            # The host's numbers, such as the order of data, are those of a run on one device. The state is on the host.
+            seed = zlib.crc32(torch.cuda.get_rng_state().numpy())
+            torch.empty((), device="cuda").uniform_()
+        else:
+            seed = int(torch.randint(2**62, (), device="cpu"))
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed + self._row.place)
             yield
