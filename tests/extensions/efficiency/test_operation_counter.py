@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -113,3 +115,27 @@ def test_it_counts_as_the_counter_of_torch(context: Any):
     with context(), FlopCounterMode(display=False) as expected:
         net(inputs)
     assert counter.count == expected.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_of_a_cpu_counts_as_its_products(is_causal: bool):
+    """Torch's counter knows no formula of the kernel that a CPU takes, but those of the products that it replaces."""
+    queries, keys, values = (torch.randn(3, 2, 5, 8, requires_grad=True) for _ in range(3))
+    counts = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend), OperationCounter() as counter:
+            attended = scaled_dot_product_attention(queries, keys, values, is_causal=is_causal)
+            forward = counter.count
+            attended.sum().backward()
+        assert not counter.why_not
+        counts.append((forward, counter.count))
+    # Two products in the forward; the kernel's backward computes the first of them again.
+    product = 2 * 3 * 2 * 5 * 5 * 8
+    assert counts == [(2 * product, 7 * product), (2 * product, 6 * product)]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="Recurrent layers are products of matrices.")
+def test_products_without_a_formula_are_named():
+    with OperationCounter() as counter:
+        nn.LSTM(4, 4)(torch.randn(3, 2, 4))
+    assert counter.why_not == "the step computes 'mkldnn_rnn_layer', of which torch has no formula"
