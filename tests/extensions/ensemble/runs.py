@@ -1,5 +1,6 @@
 """A module that saves its hyperparameters, and the runs that an ensemble is compared with."""
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -65,22 +66,33 @@ def trainer(strategy: Any = "single_device", **options: Any) -> Trainer:
     return Trainer(strategy=strategy, devices=["cpu"], **{**QUIET, "max_epochs": 2, **options})
 
 
-def alone(seed: int, module: Any = Classifier, data: Any = loader, **options: Any) -> tuple[Any, Trainer]:
+_in_order = partial(loader, shuffle=False)
+
+
+def alone(
+    seed: int, module: Any = Classifier, data: Any = loader, validation: Any = _in_order, **options: Any
+) -> tuple[Any, Trainer]:
     """A run of its own: what a member is to be equal to."""
     seed_everything(seed, verbose=False)
     model, run = module(), trainer(**options)
-    run.fit(model, data(), loader(shuffle=False))
+    run.fit(model, data(), validation())
     return model, run
 
 
 def ensemble(
-    seed: int, module: Any = Classifier, data: Any = loader, members: int = 3, mode: Any = "together", **options: Any
+    seed: int,
+    module: Any = Classifier,
+    data: Any = loader,
+    members: int = 3,
+    mode: Any = "together",
+    validation: Any = _in_order,
+    **options: Any,
 ) -> tuple[EnsembleStrategy, Trainer, Any]:
     """The same as an ensemble, whose members have this seed and the next ones."""
     seed_everything(seed, verbose=False)
     strategy = EnsembleStrategy(members=members, mode=mode)
     model, run = module(), trainer(strategy, **options)
-    run.fit(model, data(), loader(shuffle=False))
+    run.fit(model, data(), validation())
     return strategy, run, model
 
 

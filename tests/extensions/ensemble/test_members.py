@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from equipoise import EnsembleStrategy
 from tests.conftest import ignoring
@@ -380,6 +382,47 @@ def test_loaders(options: dict[str, Any], seed: int) -> None:
     data = partial(loader, **options)
     strategy, _, _ = ensemble(seed, data=data)
     assert difference(strategy, states_alone(seed, 3, data=data)) <= CLOSE
+
+
+def sampled(sampler: Any) -> DataLoader[Any]:
+    """Samples in the order of a sampler, which may shuffle."""
+    return loader(shuffle=False, sampler=sampler(range(43)))
+
+
+class Drawing(Sampler[int]):
+    """Draws a number for each sample, when it is asked for."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.samples:
+            yield (index + int(torch.randint(2, ()))) % len(self)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def private(samples: Any) -> Any:
+    return RandomSampler(samples, generator=torch.Generator().manual_seed(3))
+
+
+SAMPLERS = {
+    "shuffled": RandomSampler,
+    "with replacement": partial(RandomSampler, replacement=True),
+    "when it is asked": Drawing,
+    "from its own numbers": private,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The val loader shuffles")
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_validation_that_shuffles(sampler: Any, seed: int) -> None:
+    """It draws numbers, before the order of the next epoch, and those of dropout, are drawn."""
+    module = partial(Classifier, dropout=0.3)
+    options: Any = {"validation": partial(sampled, sampler)}
+    strategy, _, _ = ensemble(seed, module, mode="one_by_one", **options)
+    assert difference(strategy, states_alone(seed, 3, module, **options)) <= CLOSE
 
 
 def test_one_order_for_all_members(seed: int) -> None:

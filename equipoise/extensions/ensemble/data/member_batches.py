@@ -8,6 +8,7 @@
 The workers, the dataset and the collate function are those of the loader.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -256,7 +257,7 @@ def with_member_order(loader: Any, streams: RandomStreams, members: int) -> Any:
 
 
 class _SeedDrawing:
-    """A batch sampler that lets each stream draw the number that the opening of its loader draws.
+    """A batch sampler that lets each stream draw the numbers that a pass of its loader draws.
 
     Args:
         batches: The batch sampler of the loader.
@@ -269,15 +270,25 @@ class _SeedDrawing:
         self._streams = streams
 
     def __iter__(self) -> Iterator[Any]:
-        self._streams.draw_seeds()
+        self._streams.draw(self._draw)
         return iter(self.batch_sampler)
+
+    def _draw(self) -> None:
+        # 1. The seed of workers.
+        torch.empty((), dtype=torch.int64).random_()
+        # 2. The order, unless it comes from a private generator. Batches are those of the first member.
+        if getattr(self.sampler, "generator", None) is None:
+            batches = iter(self.batch_sampler)
+            next(batches, None)
+            if not _draws_at_once(self.batch_sampler):
+                deque(batches, maxlen=0)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
 
 def draws_seeds(loader: Any, streams: RandomStreams) -> Any:
-    """Return a loader of an evaluation, whose opening moves the streams of the members as their own runs would.
+    """Return a loader of an evaluation, each pass of which moves the streams of the members as their own runs would.
 
     Args:
         loader: The loader.

@@ -81,12 +81,16 @@ class RandomStreams(torch.Generator):
             self._private_states = [_state_of_seed(seed) for seed in self._seeds]
         return self._private_states[index]
 
-    def draw_seeds(self) -> None:
-        """Draw the number of each stream that the opening of a loader draws in each run."""
+    def draw(self, function: Callable[[], object]) -> None:
+        """Run a function with the numbers of each stream, if a training has begun.
+
+        Args:
+            function: Draws what a validation draws in each run.
+        """
         if not self.is_training:
             return
         for member in range(1, len(self._states) + 1):
-            self.run(member, lambda: torch.empty((), dtype=torch.int64).random_())
+            self.run(member, function)
 
     def begin_training(self) -> None:
         """Note that an order of a training is drawn."""

@@ -100,11 +100,17 @@ def _by_identity(objects: Iterable[Any], values: Iterable[Any]) -> dict[int, Any
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy, with named tuples made without their constructors, which may refuse what is no tensor."""
-    for item in tree.items_of(value) or ():
-        _copied(item, memo)
-    if isinstance(value, tuple) and hasattr(value, "_make") and id(value) not in memo:
-        items = [copy.deepcopy(item, memo) for item in value]
-        memo[id(value)] = tree.rebuild(value, items)
+    contents = tree.items_of(value)
+    if contents is None:
+        return copy.deepcopy(value, memo)
+    items = []
+    for item in contents:
+        copied = _copied(item, memo)
+        items.append(copied)
+    if hasattr(value, "_make"):
+        # A deep copy takes it from here.
+        named = tree.rebuild(value, items)
+        memo.setdefault(id(value), named)
     return copy.deepcopy(value, memo)
 
 
