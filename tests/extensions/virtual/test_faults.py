@@ -39,11 +39,13 @@ class FirstPartSkipped(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        first = self.trainer.global_step == 0 and self.parts_seen == 0
-        self.parts_seen += 1
+        first = self.trainer.global_step == 0 and not self.parts_seen
+        self.parts_seen.append(None)
         return None if first and self.trainer.global_rank == 0 else {"loss": loss, "loss_weight": 3 * len(batch[0])}
 
-    parts_seen = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts_seen: list[None] = []
 
 
 @pytest.mark.slow
@@ -67,6 +69,31 @@ class Averaging(Noisy):
 @pytest.mark.slow
 def test_replaced_buffers() -> None:
     assert_equal(run(Averaging, 3), run(Averaging, 1))
+
+
+class Stateful(Noisy):
+    """Attributes that the step reads and changes: a number, a tensor, one of a layer, and a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.average = torch.zeros(6)
+        self.net[0].factor = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        self.average = 0.9 * self.average + batch[0].mean(0)
+        self.net[0].factor *= 0.99
+        self.last = super().training_step(batch, batch_idx)
+        return self.last * self.net[0].factor / self.count + (self.average * self.net[0].weight).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert self.count == self.trainer.global_step
+
+
+@pytest.mark.parametrize("options", [pytest.param({"devices": 2}, marks=pytest.mark.slow), {"one_process": True}], ids=str)
+def test_attributes_are_those_of_the_first_part(options: dict[str, Any]) -> None:
+    assert_equal(run(Stateful, **{"devices": 2, **options}), run(Stateful, 1))
 
 
 class Growing(Noisy):
@@ -246,7 +273,9 @@ class Failing(Noisy):
             raise ArithmeticError("in a part")
         return loss
 
-    parts_seen = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts_seen: list[None] = []
 
 
 def test_an_error_leaves_the_state_before_the_batch() -> None:

@@ -209,6 +209,18 @@ class NewMomentum(Momentum):
     way = "new data"
 
 
+class Queue(Noisy):
+    """A tensor that is no buffer and is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = torch.zeros(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.queue.mul_(0.9).add_(batch[0].mean(0))
+        return super().training_step(batch, batch_idx)
+
+
 class CountsEvaluations(Noisy):
     """Counts evaluated batches in a buffer."""
 
@@ -226,12 +238,19 @@ class CountsEvaluations(Noisy):
     [
         (Momentum, "`training_step` changes 'target.weight'"),
         (NewMomentum, "`training_step` changes 'target.weight'"),
+        (Queue, "changes the tensor 'queue' in place, which is no buffer.*Register it"),
         (CountsEvaluations, "An evaluation step changes 'evaluated'"),
     ],
 )
 def test_changes_in_steps_are_refused(kind: type[Noisy], message: str) -> None:
     with pytest.raises(StepError, match=message):
         run(kind, 1)
+
+
+def test_parts_of_one_sample_are_named() -> None:
+    message = "Part 0 of the step has one sample.*BatchNorm.*into 8 parts.*at least 16 samples.*smaller `count`"
+    with pytest.raises(StepError, match=message):
+        run(Noisy, 1, batch_size=8)
 
 
 class GathersInEvaluation(Noisy):

@@ -17,9 +17,10 @@ from equipoise.extensions.virtual.parts.gradient_tree import (
     take_gradients,
 )
 from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
+from equipoise.extensions.virtual.parts.part_attributes import PartAttributes
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
-from equipoise.extensions.virtual.parts.refusals import checking_part, is_other_option
+from equipoise.extensions.virtual.parts.refusals import checking_part, explained_sizes, is_other_option
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -82,6 +83,7 @@ class PartSteps:
         self._processes = processes
         self._device = modules.devices[0]
         self._metrics = metrics
+        self._count = count
         self._tree = GradientTree(count, processes)
 
     def close(self) -> None:
@@ -112,13 +114,16 @@ class PartSteps:
         self._modules.begin_step()
         self._metrics.begin()
         try:
-            outputs, reports = self._run_parts(step, parts, parameters, buffers)
-            exchanged = self._processes.gather_objects((self._tree.forms(), reports))
+            attributes = PartAttributes(self._module)
+            outputs, reports = self._run_parts(step, parts, parameters, buffers, attributes)
+            exchanged = self._processes.gather_objects((self._tree.forms(), reports, attributes.end_step()))
             all_forms = []
             all_reports = []
-            for forms, reports_of_process in exchanged:
+            for forms, reports_of_process, _ in exchanged:
                 all_forms.append(forms)
                 all_reports.extend(reports_of_process)
+            if self._processes.rank:
+                attributes.receive(exchanged[0][2], self._device)
             total = self._tree.total(parameters, all_forms)
             result = self._merge(step, outputs, all_reports, weights_before)
         except BaseException:
@@ -136,7 +141,12 @@ class PartSteps:
         return result
 
     def _run_parts(
-        self, step: TrainingStep, parts: Sequence[Part], parameters: Sequence[nn.Parameter], buffers: Buffers
+        self,
+        step: TrainingStep,
+        parts: Sequence[Part],
+        parameters: Sequence[nn.Parameter],
+        buffers: Buffers,
+        attributes: PartAttributes,
     ) -> tuple[Any, list[_PartReport]]:
         """Compute the parts of this process, and put their gradients into the tree.
 
@@ -163,8 +173,9 @@ class PartSteps:
                 if not index:
                     outputs = result.outputs
 
-                # 2. Buffers are those of the first part, and each part begins with the same.
+                # 2. Buffers and attributes are those of the first part, and each part begins with the same.
                 self._tree.add(number, gradients)
+                attributes.end_part(is_first=not index)
                 if number == 0:
                     after_first_part = self._buffers_like(buffers)
                 buffers.restore()
@@ -201,7 +212,7 @@ class PartSteps:
         """Compute a part with random numbers of its own. Return its result, its number of samples and its gradients."""
         seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)
         size = self._weight_of(part)
-        with self._modules.computing(part.place) as module:
+        with self._modules.computing(part.place) as module, explained_sizes(part.size, number, self._count):
             result = self._run_part(step, module, part.batch, size, is_first=is_first)
         return result, size, take_gradients(parameters)
 

@@ -11,7 +11,10 @@ from equipoise.errors import StepError
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.interop.torch.modules import versions
 
-__all__ = ["checking_part", "is_other_option"]
+__all__ = ["checking_part", "explained_sizes", "is_other_option"]
+
+# What torch says of a single sample in a layer such as BatchNorm1d.
+_TOO_FEW_VALUES = "more than 1 value per channel"
 
 
 @contextmanager
@@ -43,6 +46,30 @@ def checking_part(module: nn.Module, step: str, *, buffers: bool) -> Iterator[No
             " devices or batches, and others have another number of them. Change it in a hook, such as"
             " `on_train_batch_end`."
         )
+
+
+@contextmanager
+def explained_sizes(size: int, number: int, count: int) -> Iterator[None]:
+    """Explain the error of a layer that needs several samples, in a part with one.
+
+    Args:
+        size: The number of samples of the part.
+        number: The number of the part.
+        count: The number of parts of a step.
+
+    Raises:
+        StepError: In its place.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if size > 1 or _TOO_FEW_VALUES not in str(error):
+            raise
+        raise StepError(
+            f"Part {number} of the step has one sample, of which a layer such as BatchNorm makes no statistics: {error}."
+            f" The batch is divided into {count} parts. Let each batch have at least {2 * count} samples (with"
+            " drop_last=True also the last one), or take VirtualDevicesStrategy with a smaller `count`."
+        ) from error
 
 
 def is_other_option(value: Any, before: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.parts.gradient_tree import Gradients
+from equipoise.extensions.virtual.parts.part_attributes import PartAttributes
 from equipoise.extensions.virtual.parts.part_batches import Part
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.extensions.virtual.verification.batch_copies import packed_parts, unpacked_parts
@@ -78,6 +79,7 @@ class VerifiedSteps(PartSteps):
         parts: Sequence[Part],
         parameters: Sequence[nn.Parameter],
         buffers: Buffers,
+        attributes: PartAttributes,
     ) -> Any:
         """Compute the parts of this process, and verify them; see `PartSteps`.
 
@@ -87,7 +89,7 @@ class VerifiedSteps(PartSteps):
         is_verified = self._steps % self._every == 0
         self._steps += 1
         if not is_verified:
-            return super()._run_parts(step, parts, parameters, buffers)
+            return super()._run_parts(step, parts, parameters, buffers, attributes)
         # Before steps freeze parameters, or change their batches.
         self._trained = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         numbered = dict(enumerate(parts, self._first))
@@ -95,7 +97,7 @@ class VerifiedSteps(PartSteps):
         originals: dict[int, Digests] = {}
         self._originals = originals
         try:
-            outcome = super()._run_parts(step, parts, parameters, buffers)
+            outcome = super()._run_parts(step, parts, parameters, buffers, attributes)
         finally:
             self._originals = None
         of_all = self._processes.gather_objects(packed)
