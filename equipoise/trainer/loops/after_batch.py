@@ -69,7 +69,7 @@ class AfterBatch:
             self.validate(last)
         if last:
             if self.scheduled:
-                self.schedulers.after_validation(index)
+                self.schedulers.after_validation()
             progress.batches_that_stepped += 1
         # 3. Reasons to stop.
         done = ends or 0 <= state.max_steps <= self.steps.completed

@@ -116,7 +116,7 @@ class FitLoop:
         hooks = context.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.context = context
-        self.schedulers = Schedulers(context, self.fit.progress.scheduler, self._awaits_validation)
+        self.schedulers = Schedulers(context, self.fit.progress, self._awaits_validation)
         self.stopping = Stopping(context, self.fit)
         splitter = splitter_of(context.strategy, context.module)
         self.weight = BatchWeight(splitter, context.strategy.processes.data.world_size)

@@ -137,6 +137,7 @@ class FitState(SentState):
             position: The position of the checkpoint; see `trainer/loops/position.py`.
         """
         self.window.load_state_dict(position["window"])
+        self.progress.skipped_steps = position.get("skipped_steps", 0)
         self.has_ended = position.get("has_ended", False)
         self.has_ended_early = position.get("has_ended_early", False)
         self.has_validated_in_epoch = position.get("has_validated_in_epoch", False)

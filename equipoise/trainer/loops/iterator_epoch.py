@@ -82,7 +82,7 @@ class IteratorEpoch(TrainingEpoch):
         self.progress.batch.mark_last(False)
         self.logs.begin_batch(iterator)
         if self.batch_start is not None and self.batch_start(iterator.batch, iterator.batch_idx) == -1:
-            self.skip_rest(index)
+            self.skip_rest()
             return True
         counts.start()
         # 2. Compute it. The step pulls its batches meanwhile.
@@ -100,7 +100,7 @@ class IteratorEpoch(TrainingEpoch):
         if self.watch is not None:
             self.watch(result, iterator.batch, iterator.batch_idx, last)
         if last:
-            self.schedulers.after_batch(index, ends=ends)
+            self.schedulers.after_batch(ends=ends, skipped=self.optimization.has_skipped)
         # 4. Let hooks, loggers and validation follow.
         outputs = self.optimization.outputs(result) if self.uses_outputs else {}
         # Its graph goes before hooks look at what is alive, and before the next batch is read.

@@ -43,6 +43,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "epoch_random_state": data.epoch_random_state,
         "order_drawn": data.stream is not None,
         "pulled": pulled,
+        "skipped_steps": fit.progress.skipped_steps,
         "ahead": _storable_ahead(data.stream),
         "window": fit.window.state_dict(),
         # Those of an unfinished window, in the order of the optimisers' parameters.

@@ -112,7 +112,7 @@ class TrainingEpoch:
             batch = parts[0] if len(parts) == 1 else batch
             logs.begin_batch(batch)
             if skips is not None and skips(batch, index, has_batch):
-                self.skip_rest(index)
+                self.skip_rest()
                 return
             counts.started = index + 1
             # 2. Compute, and step the optimiser at the end of a window.
@@ -124,7 +124,7 @@ class TrainingEpoch:
                 watch(result, batch, index, last)
             # 3. Step the schedulers.
             if last and scheduled:
-                self.schedulers.after_batch(index, ends=ends, skipped=self.optimization.has_skipped)
+                self.schedulers.after_batch(ends=ends, skipped=self.optimization.has_skipped)
             # 4. Let hooks see the outputs. The graph goes before they look at what is alive.
             outputs = read_outputs(result) if read_outputs is not None and has_batch else {}
             del result
@@ -176,7 +176,7 @@ class TrainingEpoch:
             # A checkpoint of the step belongs to a batch that is not completed.
             progress.current.reopen()
             self.optimization.end_window(index)
-            self.schedulers.after_batch(index, ends=True, skipped=self.optimization.has_skipped)
+            self.schedulers.after_batch(ends=True, skipped=self.optimization.has_skipped)
             if self._idle_end is not None:
                 self._idle_end({}, None, index)
             progress.current.complete()
@@ -194,8 +194,8 @@ class TrainingEpoch:
         """Return True if a hook of the epoch's start has asked training to stop."""
         return self.state.should_stop and self.after_batch.stopping.may_stop()
 
-    def skip_rest(self, index: int) -> None:
+    def skip_rest(self) -> None:
         """End the epoch before a batch for which `on_train_batch_start` returned -1."""
         self.progress.batch.mark_last(True)
         self.progress.batch.current.process()
-        self.schedulers.after_batch(index, ends=True)
+        self.schedulers.end_batches()

@@ -171,6 +171,8 @@ class FitProgress:
         scheduler: Steps of learning-rate schedulers.
         val_batch: Batches of the validation inside the fit.
         batches_that_stepped: The x-axis of logged values: batches at the end of which an optimiser stepped.
+        skipped_steps: Optimiser steps that a scaler has skipped, where schedulers count steps; not in the `fit_loop`
+            entry.
     """
 
     # Counters of batches and epochs.
@@ -187,6 +189,7 @@ class FitProgress:
     # Counters for validations and loggers.
     val_batch: BatchProgress = field(default_factory=BatchProgress)
     batches_that_stepped: int = 0
+    skipped_steps: int = 0
 
     def steps(self, *, automatic: bool) -> Progress:
         """Return the counter of optimiser steps for automatic or manual optimisation."""

@@ -60,9 +60,10 @@ def test_gradients_that_are_clipped_by_hand_are_unscaled(order: str, precision: 
 class Overflowing(Small):
     """Its loss is too large for float16 in the first steps."""
 
-    def __init__(self, interval: str) -> None:
+    def __init__(self, interval: str, frequency: int = 1) -> None:
         super().__init__()
         self.interval = interval
+        self.frequency = frequency
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -75,13 +76,24 @@ class Overflowing(Small):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval, "frequency": self.frequency}]
 
 
 def test_a_step_that_the_scaler_skips_moves_no_schedule() -> None:
     module = Overflowing("step")
     trainer(precision="16-mixed", detect_nonfinite=False).fit(module, loader(5))
     assert module.rates == [1.0, 1.0, 1.0, 0.5, 0.25]
+
+
+def test_a_frequency_counts_no_step_that_the_scaler_skips(tmp_path: Path) -> None:
+    run = trainer(precision="16-mixed", detect_nonfinite=False, max_steps=3)
+    module = Overflowing("step", 3)
+    run.fit(module, loader(8))
+    run.save_checkpoint(tmp_path / "three.ckpt")
+    resumed = Overflowing("step", 3)
+    resumed.rates = list(module.rates)
+    trainer(precision="16-mixed", detect_nonfinite=False).fit(resumed, loader(8), ckpt_path=tmp_path / "three.ckpt")
+    assert resumed.rates == [1.0] * 5 + [0.5] * 3
 
 
 def test_an_epoch_whose_last_step_is_skipped_moves_the_schedule_of_epochs() -> None:

@@ -10,7 +10,7 @@ from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.state.progress import Progress
+    from equipoise.trainer.state.progress import FitProgress
 
 __all__ = ["Schedulers"]
 
@@ -19,60 +19,65 @@ class Schedulers:
     """Step learning-rate schedulers when they are due, in automatic optimisation.
 
     Schedulers of a plateau watch a logged value, so they step after validation. All others step with the batches.
+    The frequency of those that step with the optimiser counts its steps in all epochs.
 
     Args:
         context: The run, whose state holds the configurations, which callbacks may exchange.
-        progress: Counts the steps.
+        progress: The counters of the training.
         awaits: Function that returns whether a validation that is still to come will log a new value of a name.
     """
 
-    def __init__(self, context: "RunContext", progress: "Progress", awaits: Callable[[str], bool]) -> None:
+    def __init__(self, context: "RunContext", progress: "FitProgress", awaits: Callable[[str], bool]) -> None:
         self._awaits = awaits
         self._state = context.state
         self._logs = context.logs
         self._processes = context.strategy.processes
         self._progress = progress
+        self._has_skipped = False
         self._is_automatic = context.module.automatic_optimization
         self._user_step = context.hooks.bind_module("lr_scheduler_step")
 
-    def after_batch(self, index: int, *, ends: bool, skipped: bool = False) -> None:
+    def after_batch(self, *, ends: bool, skipped: bool = False) -> None:
         """Step the schedulers that watch no value, at the end of a window.
 
         Args:
-            index: The number of the batch.
             ends: Whether it is the last batch of the epoch.
             skipped: Whether the optimiser has not stepped, because a scaler found gradients that are not finite.
                 Default: False.
         """
         if self._state.lr_scheduler_configs:
-            if not skipped:
-                self._step("step", index, plateau=False)
+            self._has_skipped = skipped
+            if skipped:
+                self._progress.skipped_steps += 1
+            self._step("step", plateau=False)
             if ends:
                 self.end_batches()
 
     def end_batches(self) -> None:
         """Step the schedulers of epochs that watch no value."""
-        self._step("epoch", self._state.current_epoch, plateau=False)
+        self._step("epoch", plateau=False)
 
-    def after_validation(self, index: int) -> None:
+    def after_validation(self) -> None:
         """Step the schedulers of batches that watch a value."""
         if self._state.lr_scheduler_configs:
-            self._step("step", index, plateau=True)
+            self._step("step", plateau=True)
 
     def after_epoch(self) -> None:
         """Step the schedulers of epochs that watch a value."""
-        self._step("epoch", self._state.current_epoch, plateau=True)
+        self._step("epoch", plateau=True)
 
-    def _step(self, interval: str, index: int, *, plateau: bool) -> None:
+    def _step(self, interval: str, *, plateau: bool) -> None:
         """Step the schedulers of an interval that are due."""
-        if not self._is_automatic:
+        if not self._is_automatic or (interval == "step" and self._has_skipped):
             return
+        count = self._state.current_epoch + 1
+        if interval == "step":
+            count = self._progress.optimizer_step.completed - self._progress.skipped_steps
         for config in self._state.lr_scheduler_configs:
             # 1. Whether the scheduler is due.
             if config.reduce_on_plateau != plateau or config.interval != interval:
                 continue
-            is_due = (index + 1) % config.frequency == 0
-            if not is_due:
+            if count % config.frequency != 0:
                 continue
             # 2. The value that it watches. Without one the learning rate stays as it is.
             watched = None
@@ -87,7 +92,7 @@ class Schedulers:
                 config.scheduler.step()  # type: ignore[call-arg]
             else:
                 config.scheduler.step(watched)
-            self._progress.count()
+            self._progress.scheduler.count()
 
     def _watched(self, config: LRSchedulerConfig) -> Any:
         """Return the value that a scheduler watches; None if it is still to come, or is missing and may be."""

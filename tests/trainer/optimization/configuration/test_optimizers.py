@@ -1,7 +1,10 @@
 """Every form that `configure_optimizers` may return, and when learning-rate schedulers step."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -184,7 +187,7 @@ def test_a_foreign_scheduler_is_stepped_by_the_module() -> None:
             scheduler.seen.append((self.global_step, metric))
 
     trainer(max_epochs=2).fit(Module(), loader())
-    assert warmup.seen == [(2, None), (5, None)]  # the frequency counts batches within the epoch, as in Lightning
+    assert warmup.seen == [(2, None), (4, None), (6, None)]
     with pytest.raises(ConfigurationError, match=r"Warmup does not follow torch's LRScheduler.*lr_scheduler_step"):
         trainer().fit(with_optimizers(lambda m: ([sgd(m)], [Warmup()])), loader())
 
@@ -211,9 +214,10 @@ class Counting(StepLR):
     batches=st.integers(1, 5),
     epochs=st.integers(1, 4),
 )
-def test_schedulers_step_when_lightnings_do(
+def test_schedulers_step_when_they_are_due(
     interval: str, frequency: int, accumulate: int, batches: int, epochs: int
 ) -> None:
+    """Those of epochs as in Lightning; those of steps with every so many optimiser steps of the run."""
     seen = []
     for cls in (L.Trainer, Trainer):
         made: list[Counting] = []
@@ -226,7 +230,51 @@ def test_schedulers_step_when_lightnings_do(
         run = trainer(cls, max_epochs=epochs, accumulate_grad_batches=accumulate)
         run.fit(with_optimizers(configure), loader(batches))
         seen.append(made[0].at)
-    assert seen[0] == seen[1]
+    windows = math.ceil(batches / accumulate)
+    by_steps = [((step - 1) // windows, step) for step in range(frequency, epochs * windows + 1, frequency)]
+    assert seen[1] == (by_steps if interval == "step" else seen[0])
+
+
+@pytest.mark.parametrize("plateau", [False, True])
+@pytest.mark.parametrize("cls", [Trainer, L.Trainer])
+def test_a_frequency_beyond_the_epoch_counts_on_in_a_resumed_run(cls: Any, plateau: bool, tmp_path: Path) -> None:
+    class Module(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            self.log("one", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            make = partial(ReduceLROnPlateau, patience=0) if plateau else None
+            return as_dictionary(self, make, interval="step", frequency=5, monitor="one")
+
+    first, second = trainer(cls, max_epochs=1), Module()
+    first.fit(Module(), loader(3))
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    trainer(max_epochs=5).fit(second, loader(3), ckpt_path=tmp_path / "three.ckpt")
+    # The first value that a plateau sees is its best.
+    powers = [1] * 7 + [2] * 5 if plateau else [1] * 2 + [2] * 5 + [3] * 5
+    assert second.rates == pytest.approx([0.1**power for power in powers])
+
+
+def test_an_epoch_that_is_left_steps_no_schedule_of_steps() -> None:
+    class Module(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    made: list[Counting] = []
+
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        made.append(Counting(optimizer, module))
+        return [optimizer], [{"scheduler": made[0], "interval": "step"}]
+
+    trainer(max_epochs=2).fit(with_optimizers(configure, Module), loader(4))
+    assert made[0].at == [(0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 def test_the_state_of_an_optimiser_moves() -> None:
