@@ -31,6 +31,7 @@ __all__ = [
     "load_saving_states",
     "looks_after_training_epochs",
     "saving_states",
+    "with_average_begun",
     "with_buffers_kept",
     "without_skipped_steps",
 ]
@@ -83,6 +84,33 @@ def without_skipped_steps(
         method(trainer, *args)
 
     return average
+
+
+def with_average_begun(callback: Callback, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook of a callback as it is to be called; an average is that of the trained weights from the beginning.
+
+    Before its first update, WeightAveraging would validate, save and leave the weights with which training began. The
+    average itself has only a private name; without it, it does so, as in Lightning.
+
+    Args:
+        callback: Any callback.
+        hook: The hook's name.
+        method: The hook.
+    """
+    if hook not in ("on_validation_epoch_start", "on_save_checkpoint", "on_train_end"):
+        return method
+    if not is_a(callback, WeightAveraging):
+        return method
+
+    def use_average(trainer: Any, module: nn.Module, *args: Any) -> None:
+        average = getattr(callback, "_average_model", None)
+        if average is not None and average.n_averaged == 0:
+            # The first update copies the weights. It counts as none: the next one is the first again.
+            average.update_parameters(module)
+            average.n_averaged.zero_()
+        method(trainer, module, *args)
+
+    return use_average
 
 
 def copies_weights(callback: Any) -> bool:

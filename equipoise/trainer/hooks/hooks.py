@@ -14,7 +14,13 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from equipoise.callbacks.callback import Callback
-from equipoise.interop.lightning.callbacks import cannot_fire, copies_weights, with_buffers_kept, without_skipped_steps
+from equipoise.interop.lightning.callbacks import (
+    cannot_fire,
+    copies_weights,
+    with_average_begun,
+    with_buffers_kept,
+    without_skipped_steps,
+)
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
 from equipoise.interop.lightning.classes import base_of, is_a, with_index
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
@@ -316,6 +322,7 @@ class Hooks:
                 continue
             method = with_true_values(callback, name, getattr(callback, name), self.fit)
             method = without_skipped_steps(callback, name, method, self.fit)
+            method = with_average_begun(callback, name, method)
             method = with_buffers_kept(callback, name, method)
             if self._averaging is not None and copies_weights(callback):
                 method = _within(self._averaging, method)

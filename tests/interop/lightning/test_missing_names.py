@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from equipoise import ConfigurationError
@@ -27,6 +28,7 @@ from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import (
     last_checkpoints,
     looks_after_training_epochs,
+    with_average_begun,
     without_skipped_steps,
 )
 from equipoise.interop.lightning.checkpoint_hooks import finish_save, with_true_values
@@ -191,6 +193,14 @@ def test_averaging_that_notes_no_step_is_called_as_it_is(monkeypatch: pytest.Mon
     assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) != hook
     hide(monkeypatch, WeightAveraging, "_latest_update_step")
     assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) == hook
+
+
+def test_averaging_without_its_average_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaging = WeightAveraging()
+    hide(monkeypatch, WeightAveraging, "_average_model")
+    calls: list[Any] = []
+    with_average_begun(averaging, "on_train_end", lambda *args: calls.append(args))("trainer", nn.Linear(1, 1))
+    assert len(calls) == 1
 
 
 def test_early_stopping_without_a_value_to_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
