@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
 from equipoise.interop.lightning.checkpoint_hooks import Fit
@@ -33,6 +33,7 @@ __all__ = [
     "saving_states",
     "with_average_begun",
     "with_buffers_kept",
+    "with_latest_answer",
     "without_skipped_steps",
 ]
 
@@ -147,6 +148,40 @@ def with_buffers_kept(callback: Callback, hook: str, method: Callable[..., Any])
             setattr(part, name, buffer)
 
     return start
+
+
+def with_latest_answer(
+    callback: Callback, hook: str, method: Callable[..., Any], stop_requests: set[str]
+) -> Callable[..., Any]:
+    """Return a hook of a callback as it is to be called; EarlyStopping withdraws a request once its value recovers.
+
+    The request may wait for `min_epochs` or `min_steps`, and EarlyStopping can only make one.
+
+    Args:
+        callback: Any callback.
+        hook: The hook's name.
+        method: The hook.
+        stop_requests: The keys of those who have asked training to stop; the hook changes it.
+    """
+    if hook not in ("on_validation_end", "on_train_epoch_end") or not isinstance(callback, EarlyStopping):
+        return method
+    key = callback.state_key
+
+    def check(trainer: Any, module: nn.Module) -> None:
+        requests = set(stop_requests)
+        count = callback.wait_count
+        best = callback.best_score
+        # Without the requests of others, the answer is its own.
+        stop_requests.clear()
+        method(trainer, module)
+        if stop_requests:
+            requests.add(key)
+        elif callback.wait_count != count or callback.best_score is not best:
+            requests.discard(key)
+        stop_requests.clear()
+        stop_requests.update(requests)
+
+    return check
 
 
 def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from equipoise.interop.lightning.callbacks import (
     copies_weights,
     with_average_begun,
     with_buffers_kept,
+    with_latest_answer,
     without_skipped_steps,
 )
 from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
@@ -324,6 +325,7 @@ class Hooks:
             method = without_skipped_steps(callback, name, method, self.fit)
             method = with_average_begun(callback, name, method)
             method = with_buffers_kept(callback, name, method)
+            method = with_latest_answer(callback, name, method, self.state.stop_requests)
             if self._averaging is not None and copies_weights(callback):
                 method = _within(self._averaging, method)
             hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")

@@ -84,5 +84,6 @@ class AfterBatch:
     def _share_request(self) -> None:
         """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
         self.fit.mark_uneven(False)
-        if is_true_in_any(self.state.should_stop, self.context.strategy.processes):
-            self.state.request_stop()
+        state = self.state
+        if is_true_in_any(state.should_stop, self.context.strategy.processes) and not state.should_stop:
+            state.should_stop = True

@@ -8,7 +8,6 @@ that the epoch has logged so far.
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from equipoise.interop.lightning.classes import takes_iterator
@@ -23,7 +22,6 @@ from equipoise.trainer.loops.fit_state import FitState
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["before_validation", "leave_epoch", "position_of"]
 
@@ -55,7 +53,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "before_validation": fit.before_validation,
         "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
         "val_loaders": val_loop.loaders_state(),
-        "stopped_by": _stopped_by(context.state),
+        "stopped_by": sorted(context.state.stop_requests - {""}),
         "has_ended": fit.has_ended,
         "has_ended_early": fit.has_ended_early,
         "has_validated_in_epoch": fit.has_validated_in_epoch,
@@ -67,13 +65,6 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
     if stream is None or stream.ahead is NOTHING or stream.ahead is NO_BATCH or not is_plain(stream.ahead):
         return []
     return [stream.ahead]
-
-
-def _stopped_by(state: "RunState") -> list[str]:
-    if not state.should_stop:
-        return []
-    stoppers = [callback for callback in state.callbacks if isinstance(callback, EarlyStopping)]
-    return [callback.state_key for callback in stoppers if callback.stopping_reason.name != "NOT_STOPPED"]
 
 
 def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:

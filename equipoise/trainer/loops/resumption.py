@@ -51,7 +51,7 @@ def resume(
     stopped_by = [] if position is None else position.get("stopped_by", [])
     # Early stopping had ended the run, and is still among the callbacks.
     if stopped_by and {state_key_of(callback) for callback in state.callbacks}.issuperset(stopped_by):
-        state.request_stop()
+        state.stop_requests.update(stopped_by)
     # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
     left = ours.get("left")
     fit.leave_epoch(left)

@@ -40,7 +40,8 @@ class RunState(SentState, Stages, Limits, StepChoices):
         root_dir: The folder of files for which the user names no folder, as it was passed.
         checkpoint_io: The user's CheckpointIO; None: files are written and read by ourselves.
         requeues_on_signal: Whether SIGUSR1 in a job of Slurm puts the job into the queue again.
-        should_stop: Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met.
+        stop_requests: Who has asked training to stop: the keys of callbacks that stop early, which may change their
+            minds until the minimum is met; "" for everyone else.
         received_sigterm: True if a SIGTERM came, or a SIGUSR1 in a job of Slurm.
         requeues: True if Slurm puts this job into the queue again when it ends, since SIGUSR1 came.
         number_of_fit: The number of this fit, from 1, among those in its folder; counted in a job of Slurm.
@@ -81,7 +82,7 @@ class RunState(SentState, Stages, Limits, StepChoices):
     requeues_on_signal: bool = True
 
     # Requests to end.
-    should_stop: bool = field(default=False, metadata=RESULT)
+    stop_requests: set[str] = field(default_factory=set, metadata=RESULT)
     received_sigterm: bool = field(default=False, metadata=RESULT)
     requeues: bool = False
 
@@ -104,7 +105,7 @@ class RunState(SentState, Stages, Limits, StepChoices):
     def begin(self, fn: TrainerFn) -> None:
         """Begin a run of an entry point."""
         super().begin(fn)
-        self.should_stop = False
+        self.stop_requests.clear()
         self.summary_rows = {}
 
     # The steps of a run.
@@ -132,9 +133,17 @@ class RunState(SentState, Stages, Limits, StepChoices):
 
     # Requests to end.
 
-    def request_stop(self) -> None:
-        """Let training end after the batch, as soon as `min_epochs` and `min_steps` are met."""
-        self.should_stop = True
+    @property
+    def should_stop(self) -> bool:
+        """Set it, and training ends after the batch, as soon as `min_epochs` and `min_steps` are met."""
+        return bool(self.stop_requests)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.stop_requests.add("")
+        else:
+            self.stop_requests.clear()
 
     def forget_signals(self) -> None:
         """Forget the signals of an earlier run."""

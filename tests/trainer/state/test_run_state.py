@@ -17,7 +17,7 @@ from tests.support.trainer_runs import Small, trainer
 
 def test_a_copy_of_the_state_has_no_optimisers_schedulers_and_listeners() -> None:
     optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    state = RunState(max_steps=7, should_stop=True, root_dir="runs")
+    state = RunState(max_steps=7, stop_requests={""}, root_dir="runs")
     state.optimizers = [optimizer]
     state.lr_scheduler_configs = [LRSchedulerConfig(ConstantLR(optimizer))]
     state.metric_listeners.append(print)
