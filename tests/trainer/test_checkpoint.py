@@ -291,25 +291,35 @@ def test_the_newest_of_all_last_checkpoints_is_meant(tmp_path: Path) -> None:
     assert run.ckpt_path == str(tmp_path / "b" / "last.ckpt")
 
 
-def test_a_run_that_failed_goes_on_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """OnExceptionCheckpoint asks for that."""
-
+def test_a_run_that_failed_goes_on_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_step == 4:
                 raise MemoryError("once")
             return super().training_step(batch, batch_idx)
 
-    def make() -> Trainer:
-        return trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=2)
+    def fit(module: Small, ckpt_path: str | None) -> Trainer:
+        run = trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=2)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run.fit(module, loader(), ckpt_path=ckpt_path)
+        return run
 
-    with pytest.raises(MemoryError), pytest.warns(UserWarning, match="there is no last checkpoint yet"):
-        make().fit(Failing(), loader())
+    with pytest.raises(MemoryError):
+        fit(Failing(), None)
+    assert "begins anew" not in caplog.text
     (path,) = tmp_path.iterdir()
     assert read(path)["global_step"] == 4
-    again, module = make(), Small()
-    with caplog.at_level(logging.INFO):
-        again.fit(module, loader())
+    # 1. Nothing is asked for: the file of an error is no order. The callback removes it at the end.
+    left = path.read_bytes()
+    module = Small()
+    fit(module, None)
+    assert f"The fit begins anew beside {path}" in caplog.text
+    assert module.ran == ["training"] * 6
+    path.write_bytes(left)
+    # 2. "last" is.
+    module = Small()
+    again = fit(module, "last")
     assert f"Restored all states from the checkpoint at {path}" in caplog.text
     assert module.ran == ["training"] * 2
     assert again.global_step == 6
@@ -324,7 +334,7 @@ def test_a_run_that_fails_before_it_begins(tmp_path: Path, hook: str) -> None:
 
     module = type("Failing", (Small,), {hook: fail})()
     run = trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
-    with pytest.raises(MemoryError, match="first cause"), pytest.warns(UserWarning, match="no last checkpoint yet"):
+    with pytest.raises(MemoryError, match="first cause"):
         run.fit(module, loader())
     assert [read(path)["global_step"] for path in tmp_path.iterdir()] == [0]
 

@@ -265,7 +265,7 @@ def files_written_after(
     states: dict[str, dict[str, Any]],
     time_of: Callable[[str | os.PathLike[str]], int | None],
 ) -> set[str]:
-    """Return the files that are newer than a checkpoint, in the folders where checkpoint callbacks continue.
+    """Return files that are newer than a checkpoint, and links, in the folders where checkpoint callbacks continue.
 
     Args:
         path: The checkpoint.
@@ -285,7 +285,9 @@ def files_written_after(
             written = time_of(path) or 0
             for file in to_path(callback.dirpath).glob(f"*{callback.FILE_EXTENSION}"):
                 time = time_of(file)
-                if time is None or time > written:
+                # A link to the checkpoint itself is as old, but was made behind it.
+                is_link = isinstance(file, Path) and file.is_symlink()
+                if time is None or time > written or is_link:
                     files.add(str(file))
     return files
 

@@ -5,6 +5,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.callbacks import last_checkpoints
@@ -12,7 +13,7 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
-from equipoise.trainer.checkpointing.file import newest_first
+from equipoise.trainer.checkpointing.file import newest_first, time_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -43,9 +44,14 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
     if ckpt_path is None:
         if state.managed_ckpt_path is not None:
             return state.managed_ckpt_path
-        ckpt_path = _default_choice(state, entry_point, module_given=module_given)
-        if ckpt_path is None:
+        if module_given:
+            _announce_checkpoint_of_error(state)
             return None
+        rank_zero_warn(
+            f"`{entry_point}` was called without a module: the best checkpoint of the last fit is used. Say so with"
+            " ckpt_path='best'."
+        )
+        ckpt_path = "best"
 
     # 2. A path.
     if not isinstance(ckpt_path, str | os.PathLike) or not os.fspath(ckpt_path):
@@ -61,18 +67,16 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
     return ckpt_path
 
 
-def _default_choice(state: "RunState", entry_point: str, *, module_given: bool) -> str | None:
-    """Return "best", "last" or None, if the user has chosen nothing."""
-    # A fit continues where an exception has ended the last one.
-    if state.fitting and any(is_a(callback, OnExceptionCheckpoint) for callback in state.callbacks):
-        return "last"
-    if module_given:
-        return None
-    rank_zero_warn(
-        f"`{entry_point}` was called without a module: the best checkpoint of the last fit is used. Say so with"
-        " ckpt_path='best'."
-    )
-    return "best"
+def _announce_checkpoint_of_error(state: "RunState") -> None:
+    """Say that a fit begins anew beside the checkpoint of an earlier error, from which Lightning would continue."""
+    for callback in state.callbacks:
+        if not state.fitting or not is_a(callback, OnExceptionCheckpoint):
+            continue
+        if time_of(callback.ckpt_path) is not None:
+            rank_zero_info(
+                f"The fit begins anew beside {callback.ckpt_path}, which an earlier error has left: ckpt_path='last'"
+                " continues from it. OnExceptionCheckpoint removes it when a run ends without an error."
+            )
 
 
 def _best(state: "RunState", entry_point: str) -> str:

@@ -379,3 +379,30 @@ def test_a_file_is_replaced_once(tmp_path: Path) -> None:
     _, result = fit(keepers, folder, folder / "same.ckpt")
     assert result == expected
     assert len(result["steps"]) == 3
+
+
+def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -> None:
+    """The link is no older than the file that it names, from which the run resumes."""
+
+    def keepers(folder: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last="link")]
+
+    folder = tmp_path / "files"
+    run, expected = fit(keepers, folder)
+    shutil.rmtree(folder)
+    # Behind the second write the first link was there; the killed run makes the second before it ends.
+    shutil.copytree(run.copies[1][1], folder, symlinks=True)
+    (folder / "last.ckpt").unlink(missing_ok=True)
+    (folder / "last.ckpt").symlink_to("epoch=1.ckpt")
+    _, result = fit(keepers, folder, folder / "last.ckpt")
+    assert result == expected
+    assert os.readlink(folder / "last.ckpt") == "epoch=2.ckpt"
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_a_run_in_development_leaves_no_file(tmp_path: Path, save_last: Any) -> None:
+    keepers = [ModelCheckpoint(tmp_path, monitor=name, save_last=save_last) for name in (None, "value")]
+    run = trainer(callbacks=keepers, enable_checkpointing=True, fast_dev_run=2)
+    run.fit(Moving(), **data())
+    assert run.global_step == 2
+    assert not list(tmp_path.iterdir())

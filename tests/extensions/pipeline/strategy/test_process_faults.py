@@ -145,7 +145,6 @@ class HangsAtTheEnd(Faulty):
         hangs()
 
 
-@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint yet")
 def test_what_an_exception_leaves(tmp_path: Path) -> None:
     """A checkpoint of the whole module, in the midst of which everything is still there."""
     keeper = OnExceptionCheckpoint(tmp_path, "left")
