@@ -390,10 +390,9 @@ def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -
     folder = tmp_path / "files"
     run, expected = fit(keepers, folder)
     shutil.rmtree(folder)
-    # Behind the second write the first link was there; the killed run makes the second before it ends.
-    shutil.copytree(run.copies[1][1], folder, symlinks=True)
-    (folder / "last.ckpt").unlink(missing_ok=True)
-    (folder / "last.ckpt").symlink_to("epoch=1.ckpt")
+    # The first file does not know of the first link.
+    shutil.copytree(run.copies[0][1], folder)
+    (folder / "last.ckpt").symlink_to("epoch=0.ckpt")
     _, result = fit(keepers, folder, folder / "last.ckpt")
     assert result == expected
     assert os.readlink(folder / "last.ckpt") == "epoch=2.ckpt"
