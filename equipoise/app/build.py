@@ -8,13 +8,11 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.checks import check_keys, check_targets
-from equipoise.app.output import find_checkpoint, is_job_of_sweep
 from equipoise.errors import ConfigurationError
 from equipoise.interop.remote.paths import is_remote, to_path
-from equipoise.parallel.communication.rank import find_rank, slurm_job
-from equipoise.trainer.checkpointing.file import check_is_file
+from equipoise.parallel.communication.rank import find_rank
 
-__all__ = ["build", "build_trainer", "check_loggers", "check_values", "chosen_checkpoint", "overrides", "plain_values"]
+__all__ = ["build", "build_trainer", "check_loggers", "check_values", "overrides", "plain_values"]
 
 # Arguments of the trainer that are groups of their own in the configuration, with the way to choose them.
 _GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
@@ -185,40 +183,6 @@ def _in_this_rank(node: Mapping[str, Any]) -> Mapping[str, Any]:
     if not address.startswith(_DATABASE):
         return node
     return {**node, "tracking_uri": "sqlite:///:memory:"}
-
-
-def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint that a run begins from.
-
-    "best" and "last" mean checkpoints of an earlier run, as this one has none yet.
-
-    Returns:
-        A path; None for no checkpoint; "last" if there is no earlier run of a job that a launcher may start again.
-
-    Raises:
-        ConfigurationError: If no earlier run left a checkpoint.
-        CheckpointError: If the path is not that of a file.
-    """
-    choice: str | None = values["ckpt_path"]
-    if choice in ("best", "last"):
-        path = find_checkpoint(choice, values)
-        if path is not None:
-            return str(path)
-        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time. A sweep
-        # that continues has jobs that had not begun.
-        is_started_again = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
-        may_be_repeated = is_started_again or is_job_of_sweep()
-        if values["stage"] == "fit" and choice == "last" and may_be_repeated:
-            return choice
-        way_out = "Give a path."
-        if values["stage"] == "fit":
-            way_out = "Leave ckpt_path out to begin a new run, or give a path."
-        raise ConfigurationError(
-            f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. {way_out}"
-        )
-    if isinstance(choice, str):
-        check_is_file(choice)
-    return choice
 
 
 def overrides(instance: Any, base: type[Any], name: str) -> bool:

@@ -9,7 +9,7 @@ Where torchrun or Slurm has started several processes, each of them calls `run`,
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.batch_size import with_batch_size
@@ -26,12 +26,12 @@ from equipoise.app.build import (
     build_trainer,
     check_loggers,
     check_values,
-    chosen_checkpoint,
     overrides,
     plain_values,
 )
+from equipoise.app.earlier_runs.checkpoints import announce_changes, chosen_checkpoint
 from equipoise.app.hydra_errors import explain
-from equipoise.app.output import keep_metrics, remove_if_empty, without_empty_folder
+from equipoise.app.output import begun_folder, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
@@ -68,48 +68,60 @@ def run(config: DictConfig, stage: str | None = None) -> dict[str, float]:
         ... def main(config):
         ...     run(config)
     """
-    # 1. Check all values, and begin the folder.
-    try:
-        values = _plain_values(config, stage)
-        output = to_path(values.get("output_dir") or ".")
-        launcher = None
-        with without_empty_folder(_made_by_hydra(output)):
-            check_values(with_batch_size(values)[0])
-            check_loggers(values)
-            rank = launched_rank(values)
-            if rank is not None:
-                check_can_share(values, rank)
-            values["ckpt_path"] = chosen_checkpoint(values)
-            if values.get("launcher"):
-                _check_is_local(output)
-                launcher = build(values["launcher"], "launcher")
-                launcher.check_run(values)
-        if is_first(values):
-            _begin_folder(output, values)
+    values = _plain_values(config, stage)
+    output = to_path(values.get("output_dir") or ".")
+    with without_empty_folder(_made_by_hydra(output)):
+        return _run_in_folder(config, values, output)
+
+
+def _run_in_folder(config: DictConfig, values: dict[str, Any], output: AnyPath) -> dict[str, float]:
+    """Run a configuration whose folder Hydra has made, which is removed if nothing comes into it."""
+    # 1. Check all values.
+    launcher = None
+    with _explained():
+        check_values(with_batch_size(values)[0])
+        check_loggers(values)
+        rank = launched_rank(values)
+        if rank is not None:
+            check_can_share(values, rank)
+        values["ckpt_path"] = chosen_checkpoint(values)
+        if values["ckpt_path"] not in (None, "last"):
+            announce_changes(values["ckpt_path"], values)
+        if values.get("launcher"):
+            _check_is_local(output)
+            launcher = build(values["launcher"], "launcher")
+            launcher.check_run(values)
+
+    # 2. Run here, or where the launcher says, in the folder of the first process.
+    with begun_folder(output, values) if is_first(values) else nullcontext():
         if rank is not None:
             agreed = agree_with_first(config, values, rank)
             # Other values may contain the folder.
-            values = _plain_values(config, stage) | agreed
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
-
-    # 2. Run here, or where the launcher says.
-    if launcher is not None:
-        metrics: dict[str, float] = launcher.run(run_values, values)
-    else:
-        metrics = run_values(values, callbacks_of_job())
-    if not isinstance(output, Path):
-        remove_if_empty(_made_by_hydra(output))
+            values = _plain_values(config, values["stage"]) | agreed
+        if launcher is not None:
+            metrics: dict[str, float] = launcher.run(run_values, values)
+        else:
+            metrics = run_values(values, callbacks_of_job())
     report_metrics(metrics)
     return metrics
 
 
 def _plain_values(config: DictConfig, stage: str | None) -> dict[str, Any]:
     """Return a configuration as plain values, with the stage that the command has chosen."""
-    values = plain_values(config)
+    with _explained():
+        values = plain_values(config)
     if stage is not None:
         values["stage"] = stage
     return values
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn errors of Hydra in a block into one message."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(explain(error)) from error
 
 
 def _made_by_hydra(output: AnyPath) -> Path:
@@ -126,15 +138,6 @@ def _check_is_local(output: AnyPath) -> None:
             f"With a launcher, output_dir is a folder that all machines share, not {str(output)!r}. Leave launcher out,"
             " or leave output_dir out and write checkpoints elsewhere by callbacks.model_checkpoint.dirpath."
         )
-
-
-def _begin_folder(output: AnyPath, values: Mapping[str, Any]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    # A resumed run appends to the metrics of the earlier one; all others begin a new file.
-    if values["stage"] != "fit" or values["ckpt_path"] in (None, "last", "best"):
-        keep_metrics(output)
-    config = OmegaConf.create(dict(values))
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
 
 
 def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -155,24 +158,18 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
     data = None
     if values["seed"] is not None:
         seed_everything(values["seed"], workers=True)
-    try:
+    with _explained():
         if values.get("data"):
             data = build(values["data"], "data")
         module = build(values["module"], "module")
         trainer = build_trainer(values, [*callbacks, *finders])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
     loader = _LOADERS[values["stage"]]
     if data is None and not overrides(module, LightningModule, loader):
         raise ConfigurationError(f"There are no data: choose some with data=NAME, or define {loader} in the module.")
 
-    # 2. Run them, without two of Lightning's warnings.
+    # 2. Run them, without a warning of Lightning: the folder is this run's own.
     with warnings.catch_warnings(), _wandb_finished():
-        # The folder is this run's own.
         warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
-        if values["stage"] != "fit":
-            # Nothing is saved there.
-            warnings.filterwarnings("ignore", "The dirpath has changed")
         return _run_stages(trainer, module, data, values, finders)
 
 
@@ -223,8 +220,10 @@ def _run_stages(
         if _has_test(module, data):
             for finder in finders:
                 trainer.callbacks.remove(finder)
-            best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-            trainer.test(module, datamodule=data, ckpt_path=best or None)
+            # The best of a callback that monitors a value comes first.
+            keepers = sorted(trainer.checkpoint_callbacks, key=lambda each: getattr(each, "monitor", None) is None)
+            paths = [getattr(keeper, "best_model_path", "") for keeper in keepers]
+            trainer.test(module, datamodule=data, ckpt_path=next(filter(None, paths), None))
             metrics.update(trainer.callback_metrics)
         else:
             warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,8 +15,10 @@ from equipoise.interop.lightning.callbacks import (
     kept_files,
     load_saving_states,
 )
+from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
+from equipoise.trainer.checkpointing.best_files import in_present_folder
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import time_of
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
@@ -143,7 +146,17 @@ def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], *, copyi
         callback_state = states.get(key)
         if callback_state:
             with loading(f"callbacks[{key!r}]", callback):
-                callback.load_state_dict(deepcopy(callback_state))
+                callback.load_state_dict(_present_state(context, callback, deepcopy(callback_state)))
+
+
+def _present_state(context: RunContext, callback: Any, callback_state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that a callback continues with: files of an earlier folder are those of the run."""
+    if not is_a(callback, ModelCheckpoint):
+        return callback_state
+    state = context.state
+    return in_present_folder(
+        callback, callback_state, state.loaded_ckpt_path, state.checkpoint_io, context.strategy.processes
+    )
 
 
 def check_fits(module: nn.Module, state: dict[str, Any]) -> None:

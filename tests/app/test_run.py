@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -185,7 +186,6 @@ def test_fresh_weights_are_announced(project, equipoise):
     assert "ckpt_path is null" not in equipoise("test", "ckpt_path=last")[2]
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's best is that of one folder
 def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     equipoise("fit", "seed=0", "trainer.max_epochs=4")
     whole = torch.load(next((newest_run(project) / "checkpoints").iterdir()), weights_only=True)
@@ -194,6 +194,54 @@ def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     resumed = torch.load(next((newest_run(project) / "checkpoints").iterdir()), weights_only=True)
     assert resumed["global_step"] == whole["global_step"] == 8
     torch.testing.assert_close(resumed["state_dict"], whole["state_dict"], rtol=0, atol=0)
+
+
+@pytest.mark.whole_package
+def test_a_resumed_run_keeps_its_best(project, equipoise, caplog):
+    """Table, record, test and `ckpt_path=best` of a run in another folder mean the same file."""
+    monitoring = ["callbacks=[model_checkpoint]", "callbacks.model_checkpoint={monitor: val_loss, mode: max}"]
+    monitoring.append("+callbacks.last={_target_: lightning.pytorch.callbacks.ModelCheckpoint, filename: last}")
+    equipoise("fit", *monitoring, "trainer.max_epochs=2")
+    first = only_run(project)
+    # The loss falls, so the first epoch stays the best.
+    best = next(path for path in (first / "checkpoints").iterdir() if path.name.startswith("epoch=0"))
+    score = next(float(row["val_loss"]) for row in rows(first) if row["val_loss"])
+    caplog.set_level(logging.INFO)
+    _, out, err = equipoise("fit", *monitoring, "trainer.max_epochs=3", "test=true", "ckpt_path=last")
+    assert "  trainer.max_epochs: 2 -> 3\n" in err
+    assert f"Best checkpoint: {best.relative_to(project)}" in out
+    assert f"Restoring states from the checkpoint path at {best}" in caplog.text
+    shown = next(line for line in out.splitlines() if "best val_loss" in line)
+    assert float(shown.split()[-1]) == pytest.approx(score, rel=1e-3)
+    report = (newest_run(project) / "report.html").read_text()
+    assert str(best.relative_to(project)) in report
+    caplog.clear()
+    assert equipoise("validate", *monitoring, "ckpt_path=best")[0] == 0
+    assert f"Restoring states from the checkpoint path at {best}" in caplog.text
+
+
+def test_a_smoke_test_is_no_run_to_go_on_from(project, equipoise, caplog):
+    equipoise("fit")
+    (trained,) = (only_run(project) / "checkpoints").iterdir()
+    saving = ["callbacks=[model_checkpoint]", "callbacks.model_checkpoint={save_last: true}"]
+    equipoise("fit", "trainer.fast_dev_run=1", *saving)
+    assert list(project.rglob("*.ckpt")) == [trained]
+    caplog.set_level(logging.INFO)
+    for choice in ("last", "best"):
+        caplog.clear()
+        assert equipoise("validate", f"ckpt_path={choice}")[0] == 0
+        assert str(trained.relative_to(project)) in caplog.text
+
+
+def test_a_sweep_is_passed_over_aloud(project, equipoise):
+    equipoise("fit", "module.lr=0.1,0.2", "--multirun")
+    job = next(project.glob("multirun/*/*/1/checkpoints/*")).relative_to(project)
+    code, _, err = equipoise("fit", "ckpt_path=last")
+    assert code == 2
+    assert f"The newest of a job of a sweep is '{job}'." in err
+    code, _, err = equipoise("fit", f"ckpt_path='{job}'", "trainer.max_epochs=2")
+    assert code == 0
+    assert "  module.lr: 0.2 -> 0.1\n" in err
 
 
 @pytest.mark.parametrize("choice", ["last", "best"])
@@ -231,6 +279,27 @@ def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(proje
         earlier = list(csv.DictReader(file))
     steps = [[row["step"] for row in table if row["train_loss"]] for table in (earlier, rows(project / "here"))]
     assert steps[0] == steps[1] != []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "trainer.devices=cuda:0",  # refused by the constructor of the trainer
+        "callbacks=[model_checkpoint] callbacks.model_checkpoint.filename=../x",  # by the fit
+        "module.sizes=[1,0.5]",  # an error of the module's own constructor
+        "+trainer.gradient_clip_val=-1",
+        "data=null",
+    ],
+)
+def test_a_configuration_that_is_refused_leaves_no_run(project, equipoise, overrides):
+    with suppress(TypeError):
+        assert equipoise("fit", *overrides.split())[0] == 2
+    assert not (project / "outputs").exists()
+    equipoise("fit", "hydra.run.dir=here")
+    before = {path: path.read_bytes() for path in (project / "here").rglob("*.*") if path.is_file()}
+    with suppress(TypeError):
+        assert equipoise("fit", *overrides.split(), "hydra.run.dir=here")[0] == 2
+    assert {path: path.read_bytes() for path in (project / "here").rglob("*.*") if path.is_file()} == before
 
 
 def test_an_experiment_changes_groups_and_values(project, equipoise):

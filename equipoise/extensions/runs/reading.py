@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
+from equipoise.app.earlier_runs.configurations import flat_configuration
 from equipoise.extensions.report.page.scales import thin
 from equipoise.extensions.report.run_file.live_values import LIVE_FILE
-from equipoise.extensions.runs.configuration import flat_configuration
 from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import format_path, printable
@@ -173,8 +173,10 @@ def _is_needless(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _is_fit(values: Mapping[str, Any]) -> bool:
-    """Return whether the files of a folder are those of a fit: other stages leave a configuration, too."""
+    """Return whether the files of a folder are those of a fit in earnest: others leave a configuration, too."""
     configuration = values.get("configuration", {})
+    if configuration.get("trainer.fast_dev_run", "false") not in ("false", "0", "null"):
+        return False
     if "state" in values:
         return True
     if "stage" in configuration:

@@ -82,6 +82,8 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
             method = hooks.at_validation_end(method)
     if fit.later_files:
         method = hooks.replacing_files(method)
+    if "://" in str(callback.dirpath):
+        method = hooks.sparing_other_folders(method)
     return method
 
 
@@ -100,7 +102,7 @@ def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any
         return
     for path in state["replaced"]:
         is_ours: bool = trainer.strategy.broadcast(trainer.is_global_zero and fit.is_of_this_run(path))
-        if is_ours and callback._should_remove_checkpoint(trainer, path, ""):
+        if is_ours and _CheckpointHooks(callback, fit).may_remove(trainer, path, ""):
             callback._remove_checkpoint(trainer, path)
     if callback.save_last and not state["is_last"]:
         save_last = _CheckpointHooks(callback, fit).replacing_files(callback._save_last_checkpoint)
@@ -193,6 +195,24 @@ class _CheckpointHooks:
                 callback._save_on_train_epoch_end = chosen
 
         return save_what_waits
+
+    # Files of a run that was resumed in another folder.
+
+    def sparing_other_folders(self, method: Hook) -> Hook:
+        """Return a hook that removes files of its own folder only; of other machines Lightning removes all."""
+
+        def save(*args: Any) -> None:
+            with _replaced(self._callback, "_should_remove_checkpoint", self.may_remove):
+                method(*args)
+
+        return save
+
+    def may_remove(self, trainer: Any, previous: str, current: str) -> bool:
+        """Return True if a file that is kept no more is to be removed."""
+        callback = self._callback
+        if not str(previous).startswith(str(callback.dirpath)):
+            return False
+        return bool(type(callback)._should_remove_checkpoint(callback, trainer, previous, current))
 
     # Files that the run wrote before it was resumed.
 

@@ -516,7 +516,6 @@ def test_an_error_of_memory_in_the_program(lowering: Lowering) -> None:
     assert lowering.calls == 3
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_resumed_in_the_midst_of_an_epoch(lowering: Lowering, tmp_path: Path) -> None:
     eager = fit(Network(), accumulate_grad_batches=2)
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)

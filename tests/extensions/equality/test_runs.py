@@ -14,7 +14,7 @@ from tests.conftest import ignoring
 from tests.extensions.equality.runs import Nudge, run
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("Checkpoint directory", "Experiment logs directory", "The dirpath has changed")
+pytestmark = ignoring("Checkpoint directory", "Experiment logs directory")
 
 
 @pytest.fixture(scope="module")

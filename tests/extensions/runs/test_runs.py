@@ -18,8 +18,8 @@ from rich.console import Console
 import equipoise
 from equipoise import RunReport
 from equipoise.__main__ import main
+from equipoise.app.earlier_runs.configurations import flat_configuration
 from equipoise.extensions.runs.command import page_of_sweep
-from equipoise.extensions.runs.configuration import flat_configuration
 from tests.extensions.runs.conftest import WriteRun
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
 
@@ -135,6 +135,9 @@ class TestFound:
         evaluated = tmp_path / "outputs" / "evaluated"
         evaluated.mkdir()
         (evaluated / "config.yaml").write_text("stage: test\n")
+        smoke = tmp_path / "outputs" / "smoke"
+        smoke.mkdir()
+        (smoke / "config.yaml").write_text("stage: fit\ntrainer: {fast_dev_run: 2}\n")
         (tmp_path / "outputs" / "link").symlink_to(tmp_path / "outputs" / "a")
         assert names(listed(capsys)) == ["a"]
         assert names(listed(capsys, "outputs", "outputs/a")) == ["a"]

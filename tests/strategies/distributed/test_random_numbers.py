@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, random_split
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring("The dirpath has changed", "Checkpoint directory .* exists and is not empty")
+pytestmark = ignoring("Checkpoint directory .* exists and is not empty")
 
 
 class Noisy(Dataset[Tensor]):

@@ -334,7 +334,6 @@ def test_every_row_stands_in_the_file_once(at: int, tmp_path: Path) -> None:
     assert not list(folder.glob("metrics_*.csv"))
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_file_of_another_run_is_put_aside(tmp_path: Path) -> None:
     make = LOADERS["shuffled"]
     fit(make(), **logged(tmp_path / "a", keeper(tmp_path / "a")), max_epochs=2)

@@ -1,0 +1,1 @@
+"""Runs before the present one: their checkpoints, and what they were configured with."""
