@@ -1,5 +1,6 @@
 """Build the objects that a composed configuration names, after all its values are checked."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -8,11 +9,25 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.checks import check_keys, check_targets
+from equipoise.app.earlier_runs.checkpoints import changed_values, find_checkpoint
+from equipoise.app.output import is_job_of_sweep
+from equipoise.app.torchrun import is_first
 from equipoise.errors import ConfigurationError
+from equipoise.formats import format_path
 from equipoise.interop.remote.paths import is_remote, to_path
-from equipoise.parallel.communication.rank import find_rank
+from equipoise.parallel.communication.rank import find_rank, slurm_job
+from equipoise.trainer.checkpointing.file import check_is_file
 
-__all__ = ["build", "build_trainer", "check_loggers", "check_values", "overrides", "plain_values"]
+__all__ = [
+    "announce_changes",
+    "build",
+    "build_trainer",
+    "check_loggers",
+    "check_values",
+    "chosen_checkpoint",
+    "overrides",
+    "plain_values",
+]
 
 # Arguments of the trainer that are groups of their own in the configuration, with the way to choose them.
 _GROUPS_OF_THE_TRAINER = {"callbacks": "callbacks=[NAME]", "logger": "logger=[NAME]", "strategy": "strategy=NAME"}
@@ -24,6 +39,8 @@ _PACKAGES_OF_LOGGERS = {
     "WandbLogger": ("wandb", ["wandb"]),
 }
 _DATABASE = "sqlite:///"
+# Lines about values that differ from those of a checkpoint's run.
+_MOST_CHANGES = 20
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
@@ -183,6 +200,67 @@ def _in_this_rank(node: Mapping[str, Any]) -> Mapping[str, Any]:
     if not address.startswith(_DATABASE):
         return node
     return {**node, "tracking_uri": "sqlite:///:memory:"}
+
+
+def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that a run begins from.
+
+    "best" and "last" mean checkpoints of an earlier run, as this one has none yet.
+
+    Returns:
+        A path; None for no checkpoint; "last" if there is no earlier run of a job that a launcher may start again.
+
+    Raises:
+        ConfigurationError: If no earlier run left a checkpoint.
+        CheckpointError: If the path is not that of a file.
+    """
+    choice: str | None = values["ckpt_path"]
+    if choice in ("best", "last"):
+        # A fit of a sweep continues nothing but its own folder.
+        earlier = find_checkpoint(choice, values, here_only=is_job_of_sweep() and values["stage"] == "fit")
+        job = "" if earlier.newer_job is None else format_path(str(earlier.newer_job))
+        if earlier.path is not None:
+            if job:
+                announce(
+                    f"ckpt_path={choice} passes over jobs of sweeps, though {job} is newer; ckpt_path='{job}' takes it"
+                )
+            return str(earlier.path)
+        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time. A sweep
+        # that continues has jobs that had not begun.
+        is_started_again = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
+        may_be_repeated = is_started_again or is_job_of_sweep()
+        if values["stage"] == "fit" and choice == "last" and may_be_repeated:
+            return choice
+        way_out = "Give a path."
+        if values["stage"] == "fit":
+            way_out = "Leave ckpt_path out to begin a new run, or give a path."
+        if job:
+            way_out += f" The newest of a job of a sweep is '{job}'."
+        raise ConfigurationError(
+            f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. {way_out}"
+        )
+    if isinstance(choice, str):
+        check_is_file(choice)
+    return choice
+
+
+def announce_changes(checkpoint: str, values: Mapping[str, Any]) -> None:
+    """Name each value that differs from those of the run that wrote a checkpoint."""
+    changes = changed_values(checkpoint, values)
+    if not changes:
+        return
+    lines = [f"  {key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    if len(lines) > _MOST_CHANGES:
+        lines[_MOST_CHANGES:] = [f"  and {len(lines) - _MOST_CHANGES} more"]
+    if values["stage"] == "fit":
+        lines.append("  Optimisers and schedulers continue as they were, with the learning rate of the checkpoint.")
+    announce("\n".join([f"other values than those of the run that wrote {format_path(checkpoint)}:", *lines]))
+
+
+def announce(message: str) -> None:
+    """Print a line about the run to the error output, in the process that writes its files."""
+    if is_first():
+        print(f"equipoise: {message}", file=sys.stderr)
 
 
 def overrides(instance: Any, base: type[Any], name: str) -> bool:

@@ -22,14 +22,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import (
+    announce_changes,
     build,
     build_trainer,
     check_loggers,
     check_values,
+    chosen_checkpoint,
     overrides,
     plain_values,
 )
-from equipoise.app.earlier_runs.checkpoints import announce_changes, chosen_checkpoint
 from equipoise.app.hydra_errors import explain
 from equipoise.app.output import begun_folder, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics

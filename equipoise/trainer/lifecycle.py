@@ -31,6 +31,7 @@ from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
+from equipoise.trainer.diagnostics.monitors import check_monitors_of_validation
 from equipoise.trainer.diagnostics.run_notes import add_run_notes
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
@@ -320,6 +321,7 @@ def _check_sanity(parts: TrainerParts, context: RunContext) -> None:
     context.hooks.call_callbacks("on_sanity_check_start")
     loop.run(context)
     context.hooks.call_callbacks("on_sanity_check_end")
+    check_monitors_of_validation(context, loop.collection.names())
 
     # 3. Values and counters begin anew.
     context.logs.reset()

@@ -18,7 +18,6 @@ from equipoise.interop.lightning.callbacks import (
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.checkpointing.best_files import in_present_folder
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import time_of
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
@@ -28,6 +27,7 @@ from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.optimization.configuration.fused_optimizers import with_present_choice
+from equipoise.trainer.runtime.best_files import in_present_folder
 from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts

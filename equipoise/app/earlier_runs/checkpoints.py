@@ -1,6 +1,5 @@
 """The checkpoint of an earlier run from which a run begins, and how that one was configured."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,86 +7,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from equipoise.app.earlier_runs.configurations import differences, flat_configuration
-from equipoise.app.output import is_job_of_sweep
-from equipoise.app.torchrun import is_first
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath, to_path
-from equipoise.parallel.communication.rank import find_rank, slurm_job
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
-from equipoise.trainer.checkpointing.best_files import present_place
-from equipoise.trainer.checkpointing.file import check_is_file, newest_first, read_checkpoint
+from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint
+from equipoise.trainer.runtime.best_files import present_place
 
-__all__ = ["Found", "announce_changes", "changed_values", "chosen_checkpoint", "find_checkpoint"]
+__all__ = ["EarlierCheckpoint", "changed_values", "find_checkpoint"]
 
 # Parts of a configuration that an evaluation reads, and those that change nothing of what a fit computes.
 _EVALUATED = ("data", "module")
 _OUTPUT = ("ckpt_path", "hydra", "launcher", "logger", "objective", "output_dir", "stage", "test")
-# Lines about values that differ.
-_MOST_CHANGES = 20
 
 
-def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint that a run begins from.
-
-    "best" and "last" mean checkpoints of an earlier run, as this one has none yet.
-
-    Returns:
-        A path; None for no checkpoint; "last" if there is no earlier run of a job that a launcher may start again.
-
-    Raises:
-        ConfigurationError: If no earlier run left a checkpoint.
-        CheckpointError: If the path is not that of a file.
-    """
-    choice: str | None = values["ckpt_path"]
-    if choice in ("best", "last"):
-        found = find_checkpoint(choice, values)
-        job = "" if found.newer_job is None else format_path(str(found.newer_job))
-        if found.path is not None:
-            if job:
-                announce(
-                    f"ckpt_path={choice} passes over jobs of sweeps, though {job} is newer; ckpt_path='{job}' takes it"
-                )
-            return str(found.path)
-        # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time. A sweep
-        # that continues has jobs that had not begun.
-        is_started_again = find_rank() is not None or slurm_job() is not None or bool(values.get("launcher"))
-        may_be_repeated = is_started_again or is_job_of_sweep()
-        if values["stage"] == "fit" and choice == "last" and may_be_repeated:
-            return choice
-        way_out = "Give a path."
-        if values["stage"] == "fit":
-            way_out = "Leave ckpt_path out to begin a new run, or give a path."
-        if job:
-            way_out += f" The newest of a job of a sweep is '{job}'."
-        raise ConfigurationError(
-            f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. {way_out}"
-        )
-    if isinstance(choice, str):
-        check_is_file(choice)
-    return choice
-
-
-def announce_changes(checkpoint: str, values: Mapping[str, Any]) -> None:
-    """Name each value that differs from those of the run that wrote a checkpoint."""
-    changes = changed_values(checkpoint, values)
-    if not changes:
-        return
-    lines = [f"  {key}: {before} -> {after}" for key, (before, after) in changes.items()]
-    if len(lines) > _MOST_CHANGES:
-        lines[_MOST_CHANGES:] = [f"  and {len(lines) - _MOST_CHANGES} more"]
-    if values["stage"] == "fit":
-        lines.append("  Optimisers and schedulers continue as they were, with the learning rate of the checkpoint.")
-    announce("\n".join([f"other values than those of the run that wrote {format_path(checkpoint)}:", *lines]))
-
-
-def announce(message: str) -> None:
-    """Print a line about the run to the error output, in the process that writes its files."""
-    if is_first():
-        print(f"equipoise: {message}", file=sys.stderr)
-
-
-class Found(NamedTuple):
+class EarlierCheckpoint(NamedTuple):
     """Checkpoint of an earlier run.
 
     Attributes:
@@ -99,35 +33,36 @@ class Found(NamedTuple):
     newer_job: AnyPath | None = None
 
 
-def find_checkpoint(which: str, values: Mapping[str, Any]) -> Found:
+def find_checkpoint(which: str, values: Mapping[str, Any], *, here_only: bool = False) -> EarlierCheckpoint:
     """Return the newest checkpoint of an earlier run, or the best one of that run.
 
     The run's folder comes first: it holds checkpoints if the user named it and has used it before. Then come the runs
     in `outputs` in the working folder, without those of another module and those of a `fast_dev_run`. Jobs of sweeps
-    are passed over: nobody has chosen their values. A fit of a sweep continues nothing but its own folder.
+    are passed over: nobody has chosen their values.
 
     Args:
         which: "last" or "best".
         values: The configuration of the present run, resolved.
+        here_only: Look in the run's folder alone. Default: False.
 
     Raises:
         ConfigurationError: If the run has no best checkpoint.
     """
-    found = _newest_checkpoint(values)
-    if found.path is None or which == "last":
-        return found
-    return Found(_best_of_run(found.path), found.newer_job)
+    newest = _newest_checkpoint(values, here_only=here_only)
+    if newest.path is None or which == "last":
+        return newest
+    best = _best_of_run(newest.path)
+    return EarlierCheckpoint(best, newest.newer_job)
 
 
-def _newest_checkpoint(values: Mapping[str, Any]) -> Found:
+def _newest_checkpoint(values: Mapping[str, Any], *, here_only: bool) -> EarlierCheckpoint:
     # 1. In the run's folder.
     output = to_path(values["output_dir"])
-    own: list[AnyPath] = [*output.glob("**/*.ckpt")]
-    checkpoints = newest_first(own)
-    if checkpoints:
-        return Found(checkpoints[0])
-    if is_job_of_sweep() and values["stage"] == "fit":
-        return Found(None)
+    in_folder: list[AnyPath] = [*output.glob("**/*.ckpt")]
+    for newest in newest_first(in_folder):
+        return EarlierCheckpoint(newest)
+    if here_only:
+        return EarlierCheckpoint(None)
 
     # 2. In the folders of all runs.
     earlier: list[AnyPath] = []
@@ -139,9 +74,9 @@ def _newest_checkpoint(values: Mapping[str, Any]) -> Found:
         if run is None or not _may_continue(run.configuration, values):
             continue
         if not run.is_job:
-            return Found(checkpoint, newer_job)
+            return EarlierCheckpoint(checkpoint, newer_job)
         newer_job = newer_job or checkpoint
-    return Found(None, newer_job)
+    return EarlierCheckpoint(None, newer_job)
 
 
 class _Run(NamedTuple):
@@ -165,7 +100,9 @@ def _run_of(checkpoint: AnyPath) -> _Run | None:
             return None
         if not isinstance(configuration, dict):
             return None
-        is_job = Path("multirun") in checkpoint.parents or (folder.parent / "results.csv").is_file()
+        # Only the default of `hydra.sweep.dir` tells a job by its path.
+        results_of_sweep = folder.parent / "results.csv"
+        is_job = Path("multirun") in checkpoint.parents or results_of_sweep.is_file()
         return _Run(configuration, is_job)
     return None
 
@@ -173,10 +110,15 @@ def _run_of(checkpoint: AnyPath) -> _Run | None:
 def _may_continue(configuration: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Return True if a run is of the present module, and trained in earnest."""
     module = configuration.get("module")
-    if not isinstance(module, dict) or module.get("_target_") != values["module"]["_target_"]:
+    if not isinstance(module, dict):
         return False
+    target: str = values["module"]["_target_"]
+    if module.get("_target_") != target:
+        return False
+    # The user's own callbacks may have written a checkpoint of a few steps.
     trainer = configuration.get("trainer")
-    return not (isinstance(trainer, dict) and trainer.get("fast_dev_run"))
+    is_in_development = isinstance(trainer, dict) and trainer.get("fast_dev_run")
+    return not is_in_development
 
 
 def _best_of_run(checkpoint: AnyPath) -> AnyPath:
@@ -190,19 +132,22 @@ def _best_of_run(checkpoint: AnyPath) -> AnyPath:
         file = ShardReader(checkpoint).rest
     content = read_checkpoint(file, values=False)
     reason = "no ModelCheckpoint has noted one"
-    callbacks = (content.get("callbacks") or {}).items()
     # Callbacks that monitor a value come first.
-    for key, state in sorted(callbacks, key=lambda item: item[1].get("monitor") is None):
+    callbacks = content.get("callbacks") or {}
+    ordered = sorted(callbacks.items(), key=lambda item: item[1].get("monitor") is None)
+    for key, state in ordered:
         best_path = state.get("best_model_path")
         if not key.startswith("ModelCheckpoint") or not best_path:
             continue
-        place = present_place(best_path, state.get("dirpath"), checkpoint)
+        folder = state.get("dirpath")
+        place = present_place(best_path, folder, checkpoint)
         if place is not None:
             return to_path(place)
         reason = f"{format_path(best_path)} is gone"
         break
+    newest = format_path(str(checkpoint))
     raise ConfigurationError(
-        f"ckpt_path=best, but the run that wrote {format_path(str(checkpoint))} has no best checkpoint: {reason}."
+        f"ckpt_path=best, but the run that wrote {newest} has no best checkpoint: {reason}."
         " ckpt_path=last takes that file, or give a path."
     )
 
@@ -219,12 +164,16 @@ def changed_values(checkpoint: str, values: Mapping[str, Any]) -> dict[str, tupl
     run = _run_of(to_path(checkpoint))
     if run is None:
         return {}
-    flat = [flat_configuration(configuration) for configuration in (run.configuration, values)]
+    is_fit = values["stage"] == "fit"
+    before = flat_configuration(run.configuration)
+    now = flat_configuration(values)
     changes = {}
-    for key, (before, after) in differences(*flat).items():
+    for key, change in differences(before, now).items():
         part = key.partition(".")[0]
-        counts = part in _EVALUATED if values["stage"] != "fit" else part not in _OUTPUT
+        counts = part in _EVALUATED
+        if is_fit:
+            counts = part not in _OUTPUT
         # A key that another version has in addition is null there.
-        if counts and {before, after} != {"-", "null"}:
-            changes[key] = (before, after)
+        if counts and set(change) != {"-", "null"}:
+            changes[key] = change
     return changes

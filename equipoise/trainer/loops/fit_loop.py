@@ -20,6 +20,7 @@ from equipoise.interop.lightning.callbacks import begin_again
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
+from equipoise.trainer.diagnostics.monitors import check_monitors
 from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.loops.after_batch import AfterBatch
@@ -32,7 +33,7 @@ from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
-from equipoise.trainer.runtime.preflight import check_monitors, warn_of_eval_mode
+from equipoise.trainer.runtime.preflight import warn_of_eval_mode
 from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:

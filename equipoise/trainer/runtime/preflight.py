@@ -5,20 +5,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
 from torch.utils.data import Dataset, IterableDataset
 
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, ConfigurationTypeError
-from equipoise.interop.lightning.callbacks import looks_after_training_epochs
-from equipoise.interop.lightning.classes import base_of, is_a, is_overridden, takes_iterator
+from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
@@ -28,7 +26,7 @@ from equipoise.trainer.optimization.steps.step_extension import step_extensions
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["as_module", "check_monitors", "check_run", "data_of", "placing", "refuse_lost_reports", "warn_of_eval_mode"]
+__all__ = ["as_module", "check_run", "data_of", "placing", "refuse_lost_reports", "warn_of_eval_mode"]
 
 # Hooks of Lightning 1.x, and their successors.
 _REMOVED = {
@@ -275,49 +273,6 @@ def placing(module: LightningModule) -> Iterator[None]:
                     " it on a real device, or initialise it after `module.to_empty(device=...)` in `configure_model`."
                 ) from error
         raise
-
-
-def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
-    """Check that what early stopping monitors has been logged; called with the first values of an epoch.
-
-    A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
-    run without any.
-
-    Args:
-        context: The run.
-        has_validated: Whether a validation of this fit has begun, after the sanity check.
-
-    Raises:
-        ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
-    """
-    validates = context.enable_validation
-    if validates and not has_validated:
-        return
-    # Early stopping does not look, and a program in development may log less.
-    if context.state.fast_dev_run:
-        return
-    for callback in context.state.callbacks:
-        if not is_a(callback, EarlyStopping):
-            continue
-        # A derived class may look at other times.
-        if type(callback) is not base_of(callback, EarlyStopping):
-            continue
-        if not validates and not looks_after_training_epochs(callback):
-            continue
-        # The values are read only here, since that computes metrics.
-        logged = sorted(map(str, context.logs.callback_metrics))
-        if callback.strict and callback.monitor not in logged:
-            raise _nothing_to_monitor(callback, logged)
-
-
-def _nothing_to_monitor(callback: EarlyStopping, logged: list[str]) -> ConfigurationRuntimeError:
-    near = get_close_matches(str(callback.monitor), logged, n=1)
-    hint = f"; there are: {', '.join(logged) or 'none'}."
-    if near:
-        hint = f"; did you mean {near[0]!r}?"
-    return ConfigurationRuntimeError(
-        f"{type(callback).__name__} monitors {callback.monitor!r}, but no such value was logged{hint}"
-    )
 
 
 def _warn_of_lost_validation(context: "RunContext") -> None:

@@ -137,7 +137,9 @@ def test_steps_wait_for_the_first_value_alone(strict: bool) -> None:
 
 def test_a_value_that_no_validation_logs_is_an_error_after_the_first() -> None:
     run = trainer(max_epochs=6, check_val_every_n_epoch=2, num_sanity_val_steps=0)
-    with pytest.raises(ConfigurationError, match="watches 'valeu', which was never logged"):
+    with pytest.raises(
+        ConfigurationError, match="monitors 'valeu', but no such value was logged; did you mean 'value'"
+    ):
         run.fit(Watching("valeu"), loader(2), loader(1))
     assert run.current_epoch == 1
 

@@ -1,15 +1,13 @@
 """A module, optimisers or data that cannot work are refused in one message, before a training step runs."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -336,44 +334,3 @@ def test_modes_of_combined_loaders() -> None:
     refuses_fit(Small(), "'sequential'", "cannot train", "'max_size_cycle'", data=sequential)
     together = CombinedLoader([loader(), loader()], "max_size")
     refuses(lambda: trainer().predict(Small(), together), "one after the other", "CombinedLoader(mode='sequential')")
-
-
-# Monitored values
-
-
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_reduce_on_plateau_watches_what_was_never_logged(interval: str) -> None:
-    module = with_optimizers(lambda m: scheduled(m, ReduceLROnPlateau, monitor="val_los", interval=interval), Validated)
-    parts = ["ReduceLROnPlateau watches 'val_los'", "never logged", "'loss'", "'strict': False"]
-    refuses(lambda: trainer().fit(module, loader(), loader()), *parts)
-
-
-def test_reduce_on_plateau_may_pass_it_over() -> None:
-    module = with_optimizers(lambda m: scheduled(m, ReduceLROnPlateau, monitor="los", strict=False))
-    with pytest.warns(RuntimeWarning, match="watches 'los'.*Logged so far: 'loss'.*stays as it is"):
-        trainer().fit(module, loader())
-
-
-def test_early_stopping_watches_what_was_never_logged() -> None:
-    run = trainer(callbacks=[EarlyStopping("val_los")])
-    refuses(lambda: run.fit(Validated(), loader(), loader()), "monitors 'val_los'", "did you mean 'val_loss'?")
-    run = trainer(callbacks=[EarlyStopping("accuracy")])
-    refuses(lambda: run.fit(Validated(), loader(), loader()), "monitors 'accuracy'", "there are: loss, val_loss.")
-
-
-def test_early_stopping_that_does_not_look_yet() -> None:
-    class Patient(EarlyStopping):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
-
-    run = trainer(callbacks=[Patient("accuracy")])
-    run.fit(Validated(), loader(), loader())
-    run = trainer(callbacks=[EarlyStopping("val_loss")], limit_val_batches=0, check_val_every_n_epoch=5)
-    run.fit(Validated(), loader(), loader())  # it would look after a validation
-    assert run.global_step > 0
-
-
-def test_model_checkpoint_watches_what_was_never_logged(tmp_path: Path) -> None:
-    keeper = ModelCheckpoint(tmp_path, monitor="val_los")
-    with pytest.raises(MisconfigurationException, match=r"'val_los'.*\['loss', 'val_loss'"):
-        trainer(callbacks=[keeper], enable_checkpointing=True).fit(Validated(), loader(), loader())
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.lightning.checkpoint_hooks import nothing_to_monitor
 from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -108,11 +109,10 @@ class Schedulers:
             value = self._processes.broadcast(value)
         if value is not None:
             return value
-        names = ", ".join(map(repr, metrics)) or "none"
-        message = f"ReduceLROnPlateau watches {config.monitor!r}, which was never logged. Logged so far: {names}."
+        error = nothing_to_monitor(type(config.scheduler).__name__, name, metrics)
         if config.strict:
             raise ConfigurationError(
-                f"{message} Log it, name another as 'monitor', or set 'strict': False to pass it over."
+                f"{error} Log it, name another as 'monitor', or set 'strict': False to pass it over."
             )
-        rank_zero_warn(f"{message} The learning rate stays as it is.", category=RuntimeWarning)
+        rank_zero_warn(f"{error} The learning rate stays as it is.", category=RuntimeWarning)
         return None

@@ -74,17 +74,17 @@ def in_present_folder(
 
     scores = state.get("best_k_models", {})
     best_path = state["best_model_path"]
-    found: tuple[str | None, list[str | None]] = (None, [])
+    places: list[str | None] = []
     if processes.is_main:
-        found = find(best_path), [find(path) for path in scores]
-    best_place, places = processes.broadcast(found)
+        places = [find(path) for path in (best_path, *scores)]
+    best_place, *places = processes.broadcast(places)
     present = {place: score for place, score in zip(places, scores.values(), strict=True) if place is not None}
 
     # 2. As many as this run keeps, the best first.
     ranked = sorted(present, key=lambda place: float(present[place]), reverse=callback.mode == "max")
     if callback.save_top_k > 0:
         ranked = ranked[: callback.save_top_k]
-    kept = {place: present[place] for place in ranked}
+    best_models = {place: present[place] for place in ranked}
     if scores and best_place is None:
         rank_zero_warn(
             f"The best checkpoint so far, {best_path!r} with {callback.monitor}={float(state['best_model_score']):.4g},"
@@ -95,9 +95,9 @@ def in_present_folder(
         **state,
         "dirpath": callback.dirpath,
         "best_model_path": ranked[0] if ranked else best_place or "",
-        "best_model_score": kept[ranked[0]] if ranked else None,
-        "best_k_models": kept,
+        "best_model_score": best_models[ranked[0]] if ranked else None,
+        "best_k_models": best_models,
         "kth_best_model_path": last,
-        "kth_value": kept.get(last, callback.kth_value),
+        "kth_value": best_models.get(last, callback.kth_value),
         "last_model_path": callback.last_model_path,
     }

@@ -1,0 +1,104 @@
+"""Values that callbacks and schedulers monitor, and that nobody logs, such as "val_loss" for "val/loss".
+
+After the sanity check the names of a validation are known, but training may log others. So a name is refused there only
+if it differs from one of them by its separators or by capitals; what looks like a slip is named in a warning. After the
+first epoch, when early stopping looks, a missing value is certain.
+"""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from equipoise.errors import ConfigurationRuntimeError
+from equipoise.interop.lightning.callbacks import looks_after_training_epochs
+from equipoise.interop.lightning.checkpoint_hooks import letters_of, nothing_to_monitor
+from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.notices import rank_zero_warn
+
+if TYPE_CHECKING:
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["check_monitors", "check_monitors_of_validation"]
+
+# How near a name is that was rather mistyped than meant: "val_los", but not "val_auc" for "val_acc".
+_SLIP = 0.9
+
+
+def check_monitors_of_validation(context: "RunContext", names: set[str]) -> None:
+    """Compare monitored names with those that the sanity check has logged; called in all processes together.
+
+    Args:
+        context: The run.
+        names: Names that this process has logged, of all loaders.
+
+    Raises:
+        ConfigurationError: If one differs from a logged name by separators or capitals alone; also a RuntimeError.
+    """
+    here = sorted(names.union(context.logs.callback_metrics))
+    logged = context.strategy.processes.broadcast(here)
+    for owner, name in _monitored(context):
+        if name in logged:
+            continue
+        same = [other for other in logged if letters_of(other) == letters_of(name)]
+        if same:
+            raise ConfigurationRuntimeError(
+                f"{owner} monitors {name!r}, which the validation has not logged; did you mean {same[0]!r}? If"
+                f" something logs {name!r} later, leave out the sanity check: num_sanity_val_steps=0."
+            )
+        for near in get_close_matches(name, logged, n=1, cutoff=_SLIP):
+            if near[0] == name[0] and re.findall(r"\d", near) == re.findall(r"\d", name):
+                rank_zero_warn(
+                    f"{owner} monitors {name!r}, which the validation has not logged; did you mean {near!r}? If nothing"
+                    " else logs it, the run will end after its first epoch."
+                )
+
+
+def _monitored(context: "RunContext") -> Iterator[tuple[str, str]]:
+    """Yield the names that must be logged, each with the class that monitors it."""
+    for callback in context.state.callbacks:
+        for kind in (EarlyStopping, ModelCheckpoint):
+            # A derived class may find its value elsewhere.
+            if is_a(callback, kind) and type(callback) is base_of(callback, kind):
+                must_exist = callback.strict if kind is EarlyStopping else callback.save_top_k != 0
+                if must_exist and callback.monitor not in (None, "epoch", "step"):
+                    yield type(callback).__name__, callback.monitor
+    if context.module.automatic_optimization:
+        for config in context.state.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.strict and config.monitor:
+                yield type(config.scheduler).__name__, config.monitor
+
+
+def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
+    """Check that what early stopping monitors has been logged; called with the first values of an epoch.
+
+    A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
+    run without any.
+
+    Args:
+        context: The run.
+        has_validated: Whether a validation of this fit has begun, after the sanity check.
+
+    Raises:
+        ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
+    """
+    validates = context.enable_validation
+    if validates and not has_validated:
+        return
+    # Early stopping does not look, and a program in development may log less.
+    if context.state.fast_dev_run:
+        return
+    for callback in context.state.callbacks:
+        if not is_a(callback, EarlyStopping):
+            continue
+        # A derived class may look at other times.
+        if type(callback) is not base_of(callback, EarlyStopping):
+            continue
+        if not validates and not looks_after_training_epochs(callback):
+            continue
+        # The values are read only here, since that computes metrics.
+        logged = sorted(map(str, context.logs.callback_metrics))
+        if callback.strict and callback.monitor not in logged:
+            raise nothing_to_monitor(type(callback).__name__, callback.monitor, logged)
