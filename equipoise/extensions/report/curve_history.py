@@ -112,6 +112,15 @@ class CurveHistory:
         """Return for every metric's name its values by step, thinned if there are many."""
         return {name: curve.points() for name, curve in self._by_step.items()}
 
+    def last_values(self) -> dict[str, float]:
+        """Return the last value of each metric: the end of the curve that a report draws."""
+        values = {}
+        for name, curve in self.curves.items():
+            points = self._by_step[name].points() if name in self._by_step else curve
+            if points:
+                values[name] = points[max(points)]
+        return values
+
     def epoch_ends(self) -> dict[int, int]:
         """Return the last step of each epoch, by epochs done; thinned if there are many."""
         points = self._epochs.points()
@@ -220,12 +229,21 @@ class CurveHistory:
         self._pending = (trainer.current_epoch, last_step)
         self._epochs.add(last_step, float(trainer.current_epoch + 1))
 
-    def take_epoch(self, trainer: Any) -> None:
-        """Record the present values of the epoch that ended last."""
+    def take_epoch(self, trainer: Any, *, is_last: bool = False) -> None:
+        """Record the present values of the epoch that ended last.
+
+        Args:
+            trainer: The trainer.
+            is_last: Whether the fit ends with it: curves of steps end with the last step then, even if loggers did not
+                receive its values. Default: False.
+        """
         if self._pending is None:
             return
         epoch, last_step = self._pending
         names = set(trainer.callback_metrics) - self.validation_names
+        if is_last:
+            ended = {name for name, curve in self._by_step.items() if last_step in curve.points()}
+            self._logged_names &= ended
         self._record(trainer, epoch + 1, last_step, names)
 
     def on_exception(self, trainer: Any) -> None:

@@ -209,7 +209,7 @@ class FitRecorder(Callback):
         if self._fit is None:
             return
         self._fit.throughput.pause(monotonic())
-        self.recorded.take_epoch(trainer)
+        self.recorded.take_epoch(trainer, is_last=True)
         if trainer.world_size > 1:
             self._fit.count_all_processes()
 

@@ -27,8 +27,9 @@ class RunSummary(FitRecorder):
     memory. The table of an interrupted fit holds the values up to then. A `RunReport` draws the curves. They are part
     of a checkpoint, so those of a resumed fit are complete.
 
-    A value that is logged for steps only appears in the table as it was in the epoch's last step; log it with
-    `on_epoch=True` to see the mean. Reading the values for the table waits for the device once an epoch.
+    A value that is logged for steps only appears in the table as it was in the last step, where its curve in the report
+    ends, too; log it with `on_epoch=True` to see the mean. Reading the values for the table waits for the device once
+    an epoch.
 
     Args:
         table: Print the table. Default: True.
@@ -109,13 +110,10 @@ class RunSummary(FitRecorder):
 
     def _metric_rows(self, trainer: Any) -> list[Row]:
         """Return the last value of each metric, those of validation last, then the best scores."""
-        rows = []
         validation_names = self.recorded.validation_names
-        for name in sorted(self.history, key=lambda name: name in validation_names):
-            curve = self.history[name]
-            if curve:
-                last_epoch = max(curve)
-                rows.append((name, format_number(curve[last_epoch])))
+        values = self.recorded.last_values()
+        names = sorted(values, key=lambda name: name in validation_names)
+        rows = [(name, format_number(values[name])) for name in names]
         for name, score in best_scores(trainer):
             rows.append((name, format_number(score)))
         return rows

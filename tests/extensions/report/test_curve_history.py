@@ -54,7 +54,7 @@ class TestRecorded:
         options = {"logger": logger, "log_every_n_steps": 3, "val_check_interval": 0.5, "max_epochs": 2}
         summary = fit(Small(), loader(8), loader(1), **options)
         assert by_step(summary) == {
-            "loss": {2: 2, 5: 5, 8: 8, 11: 11, 14: 14},
+            "loss": {2: 2, 5: 5, 8: 8, 11: 11, 14: 14, 15: 15},
             "val_loss": {3: 10, 7: 10, 11: 11, 15: 11},
             "late": {7: 100, 15: 101},
         }

@@ -122,7 +122,7 @@ class TestFit:
         fit(equipoise.Trainer, Small(), loader(10), loader(1), max_epochs=1, log_every_n_steps=3)
         document = read()
         drawn = curves(document)
-        assert drawn["loss", "loss"] == ([2, 5, 8], [2, 5, 8])
+        assert drawn["loss", "loss"] == ([2, 5, 8, 9], [2, 5, 8, 9])
         assert drawn["loss", "val"] == ([9], [10])
         section = sections(document)["Learning curves"]
         assert "by step" in section.one("h2").text
