@@ -1,4 +1,4 @@
-"""`data.batch_size=auto`: the largest batch size that fits, searched before the fit."""
+"""`data.batch_size=auto`: the largest batch size that fits and leaves an epoch some steps, searched before the fit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +14,8 @@ __all__ = ["check_has_number", "with_batch_size"]
 _AUTO = "auto"
 # Size of the first batches, of which the memory of all others is predicted.
 _FIRST = 2
+# Steps that an epoch keeps. All samples in one batch may fit, but an epoch of one step trains next to nothing.
+_LEAST_STEPS = 10
 
 
 def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Callback]]:
@@ -42,7 +44,9 @@ def with_batch_size(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Cal
         )
     require_workers("data.batch_size=auto", "Give a number")
     numbered = {**values, "data": {**data, "batch_size": _FIRST}}
-    return numbered, [BatchSizeFinder(mode="binsearch", init_val=_FIRST)]
+    finder = BatchSizeFinder(mode="binsearch", init_val=_FIRST)
+    finder.least_steps = _LEAST_STEPS  # type: ignore[attr-defined]
+    return numbered, [finder]
 
 
 def check_has_number(values: Mapping[str, Any], command: str) -> None:

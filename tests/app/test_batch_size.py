@@ -1,5 +1,7 @@
 """`data.batch_size=auto`: the largest batch that fits, or one clear line."""
 
+import logging
+
 import pytest
 
 from tests.support.projects import write
@@ -15,7 +17,7 @@ FILES = {
 
         class Sized(Points):
             def __init__(self, *, batch_size: int) -> None:
-                super().__init__(count=24)
+                super().__init__(count=240)
                 self.batch_size = batch_size
 
             def loader(self):
@@ -34,13 +36,15 @@ def sized(project):
 
 
 @pytest.mark.slow
-def test_a_fit_takes_the_largest_size(sized, equipoise):
+def test_a_fit_takes_the_largest_size_that_leaves_steps(sized, equipoise, caplog):
+    caplog.set_level(logging.INFO)
     code, out, err = equipoise("fit", "data=sized", "data.batch_size=auto", "seed=3", "test=true")
     assert code == 0, err
-    # The small step, the real ones, and then the fit with all samples in one batch; the test searches no other size.
+    # The small step, the real ones, and then the fit with ten steps an epoch; the test searches no other size.
     sizes = [line for line in out.splitlines() if line.startswith("batches of")]
     assert sizes[0] == "batches of 2"
     assert set(sizes[1:]) == {"batches of 24"}
+    assert "An epoch of 240 samples has 10 steps with batches of 24." in caplog.text
 
 
 def test_only_a_new_fit_searches(sized, equipoise):

@@ -38,7 +38,7 @@ PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:The '.*' does not have many workers",
-        "ignore:An epoch has .* batches",
+        "ignore:An epoch has",
         "ignore:Checkpoint directory .* exists and is not empty",
         r"ignore:.*isinstance\(treespec, LeafSpec\)",
     ),

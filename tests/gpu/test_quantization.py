@@ -14,7 +14,7 @@ from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET
 
 pytestmark = [
-    *ignoring("An epoch has .* batches"),
+    *ignoring("An epoch has"),
     pytest.mark.not_simulated("no kernels of bitsandbytes and torchao"),
 ]
 

@@ -4,6 +4,7 @@ Lightning doubles the size until a step runs out of memory. Here two traces with
 device for every size, so the first size of which real steps run is one that should fit.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,11 +20,14 @@ from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_t
 from equipoise.formats import format_bytes, format_count
 from equipoise.interop.lightning.finders import BatchSizeSettings, batch_size_settings, keep_batch_size
 from equipoise.memory.out_of_memory import is_out_of_memory
+from equipoise.notices import rank_zero_warn
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["FINDER", "check_processes", "check_settings", "find_batch_size"]
 
 FINDER = "BatchSizeFinder"
+# Steps of an epoch below which a size is warned of: it fits, but training needs steps.
+_FEW_STEPS = 10
 # Part of a size that did not fit with which the search continues.
 _NEXT = 0.9
 
@@ -81,7 +85,7 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
     plan = _predicted(trainer, request, first.batch)
 
     # 3. Real steps with sizes that should fit, the largest first.
-    sizes = _sizes_to_try(settings, plan, first.samples)
+    sizes = _sizes_to_try(settings, plan, first.samples, getattr(finder, "least_steps", 1))
     size = _first_that_fits(sizes, lambda size: try_size(size, settings.steps, []))
     attribute.set(request.module, size)
     keep_batch_size(finder, size)
@@ -89,6 +93,19 @@ def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: A
         f"Batch size set to {size}. The prediction: {format_count(plan.largest_batch)} samples fit ({_room(plan)})."
         f" {settings.steps} real steps ran with {size}."
     )
+    _report_steps(first.samples, size)
+
+
+def _report_steps(samples: int | None, size: int) -> None:
+    """Say how many steps an epoch has, if the data limit them rather than the memory."""
+    if samples is None:
+        return
+    steps = math.ceil(samples / size)
+    text = f"An epoch of {samples:,} samples has {steps:,} {'step' if steps == 1 else 'steps'} with batches of {size:,}"
+    if steps < _FEW_STEPS:
+        rank_zero_warn(f"{text}. Give a smaller number, or BatchSizeFinder(max_val=...), if it needs more to train.")
+    else:
+        rank_zero_info(f"{text}.")
 
 
 def check_settings(settings: BatchSizeSettings) -> None:
@@ -143,8 +160,14 @@ def _predicted(trainer: Any, request: Request, batch: Any) -> StrategyPlan:
     return plan
 
 
-def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int | None) -> list[int]:
+def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int | None, least_steps: int) -> list[int]:
     """Return the sizes that may be confirmed, the largest first.
+
+    Args:
+        settings: Arguments of the search.
+        plan: The predicted memory of a step.
+        samples: Number of samples of an epoch; None if unknown.
+        least_steps: Steps that an epoch keeps, unless already the first size leaves fewer.
 
     Raises:
         ConfigurationError: If the first size of the search does not fit.
@@ -152,7 +175,7 @@ def _sizes_to_try(settings: BatchSizeSettings, plan: StrategyPlan, samples: int 
     # 1. The largest size.
     largest = min(plan.largest_batch, settings.largest)
     if samples is not None:
-        largest = min(largest, samples)
+        largest = min(largest, max(samples // least_steps, min(samples, settings.first)))
     if samples is not None and samples < settings.first:
         raise ConfigurationError(
             f"{FINDER}: the training set has {samples} samples, fewer than init_val={settings.first}. Choose a smaller"

@@ -237,7 +237,8 @@ class TrainingData(SentState):
         if not state.loggers or state.fast_dev_run:
             return
         if self.max_batches < state.log_every_n_steps:
+            batches = "1 batch" if self.max_batches == 1 else f"{self.max_batches} batches"
             rank_zero_warn(
-                f"An epoch has {self.max_batches} batches, fewer than log_every_n_steps={state.log_every_n_steps}."
+                f"An epoch has {batches}, fewer than log_every_n_steps={state.log_every_n_steps}."
                 " Set a lower value if you want to see logs of the training epoch."
             )

@@ -153,7 +153,8 @@ def test_a_data_module(room: Any) -> None:
 def test_never_more_than_the_samples() -> None:
     """The memory is that of the machine, and the prediction is made here."""
     module = Sized()
-    Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode="binsearch")]).fit(module)
+    with pytest.warns(UserWarning, match=f"An epoch of {SAMPLES:,} samples has 1 step with batches of {SAMPLES:,}"):
+        Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode="binsearch")]).fit(module)
     assert module.batch_size == SAMPLES
 
 
