@@ -281,11 +281,13 @@ def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(proje
     assert steps[0] == steps[1] != []
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(
     "overrides",
     [
         "trainer.devices=cuda:0",  # refused by the constructor of the trainer
         "callbacks=[model_checkpoint] callbacks.model_checkpoint.filename=../x",  # by the fit
+        "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/loss",  # after the sanity check
         "module.sizes=[1,0.5]",  # an error of the module's own constructor
         "+trainer.gradient_clip_val=-1",
         "data=null",

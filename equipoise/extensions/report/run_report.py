@@ -166,11 +166,14 @@ class RunReport(FitRecorder):
         """Write a report with the error and the values up to now."""
         if trainer.state.fn != "fit":
             return
-        # 1. A fit that failed before `setup` has no counts yet.
+        # 1. Wrong input that is refused before training is one message, which needs no report.
+        has_begun = self._fit is not None and self._fit.first_epoch is not None
+        if not has_begun and isinstance(exception, (ConfigurationError, MisconfigurationException)):
+            self.recorded.leave(trainer)
+            self._fit = None
+            return
+        # A fit that failed before `setup` has no counts yet.
         if self._fit is None:
-            # Wrong input is refused in one message, which needs no report.
-            if isinstance(exception, (ConfigurationError, MisconfigurationException)):
-                return
             self._folder = _folder_of_failure(trainer)
             self._fit = Fit()
         # 2. Record the last values.

@@ -13,7 +13,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -267,7 +267,11 @@ class TestBroken:
     def test_a_mistake_in_the_options_is_left_to_its_message(self, tmp_path: Path):
         with pytest.raises(equipoise.ConfigurationError):
             fit(equipoise.Trainer, Small())
-        assert list(tmp_path.iterdir()) == []
+        # This one is found when the sanity check has logged val_loss.
+        callbacks = [RunReport(), EarlyStopping("val/loss")]
+        with pytest.raises(equipoise.ConfigurationError, match="did you mean"):
+            fit(equipoise.Trainer, Small(), loader(1), loader(1), callbacks=callbacks, num_sanity_val_steps=1)
+        assert list(tmp_path.rglob("*.html")) == []
 
     @BOTH
     def test_a_page_that_cannot_be_written_warns_once_and_fails_nothing(self, tmp_path: Path, cls: type):
