@@ -197,18 +197,20 @@ def test_what_differs_is_named(tmp_path: Path, devices: int, by_rank: bool, in_b
 class Late(Noisy):
     """The loss of one part of the second epoch is another when it is computed for the first time."""
 
-    seen = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[None] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
-        return super().training_step(batch, batch_idx) + (self.seen == 8 * 5 + 6)
+        self.seen.append(None)
+        return super().training_step(batch, batch_idx) + (len(self.seen) == 8 * 5 + 6)
 
 
 class Growing(Late):
     """The factor of the loss grows with each step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + self.seen)
+        return super().training_step(batch, batch_idx) * (1 + len(self.seen))
 
 
 def test_differences_outside_of_modules() -> None:

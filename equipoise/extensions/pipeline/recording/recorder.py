@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle
 from equipoise.interop.torch.modules import has_module_hooks, versions
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from equipoise.strategies.replaced_forwards import has_replaced_forward
-from equipoise.tree import leaves_of, tensors_in
+from equipoise.tree import items_of, leaves_of, tensors_in
 
 __all__ = ["Recorder"]
 
@@ -420,6 +421,7 @@ class Recorder(_Base):  # type: ignore[misc]
         with self._obstacles_noted(), _added_to_obstacle(call, self._reasons):
             self._check_modes()
             graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
+        received = _contents((call.args, call.kwargs))
         if self._is_off:
             # An obstacle was noted just now.
             return call.run()
@@ -428,6 +430,7 @@ class Recorder(_Base):  # type: ignore[misc]
         with self._obstacles_noted(), _added_to_obstacle(call, self._reasons):
             computed = self._compute(call.run, (call.args, call.kwargs))
             self.effects.accept(call.module)
+            _check_received(call.class_name, received)
             _check_result(call.class_name, computed.result)
             node = self._graph.create_node("call_module", call.path, graph_args, graph_kwargs)
             self.calls.finish(node, computed, self._place())
@@ -487,6 +490,30 @@ def _check_function_arguments(args: Any) -> None:
         # Partial functions have this attribute.
         if is_function or hasattr(value, "func"):
             raise Obstacle("calls an autograd function with a function, which cannot be followed")
+
+
+def _contents(value: Any) -> list[tuple[Any, list[Any]]]:
+    """Return the containers in a nested value, the value among them, and the items of each."""
+    items = items_of(value)
+    if items is None:
+        return []
+    items = list(items)
+    contents = [(value, items)]
+    for item in items:
+        contents += _contents(item)
+    return contents
+
+
+def _check_received(name: str, contents: Sequence[tuple[Any, list[Any]]]) -> None:
+    """Check that what stays whole has left containers that it received as they were.
+
+    Raises:
+        Obstacle: If it has other items in one: its recorded call would receive another object.
+    """
+    for container, items in contents:
+        present = list(items_of(container) or ())
+        if len(present) != len(items) or not all(map(is_, present, items)):
+            raise Obstacle(f"{name} changes a {type(container).__name__} that it receives")
 
 
 def _check_result(name: str, result: Any) -> None:

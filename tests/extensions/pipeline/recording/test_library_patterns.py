@@ -266,7 +266,7 @@ class UsesLeft(nn.Module):
 def test_a_tensor_from_where_nothing_is_followed_is_no_constant():
     network = nn.Sequential(nn.Linear(WIDTH, WIDTH), UsesLeft(), nn.Linear(WIDTH, WIDTH)).double()
     made = assert_followed(network, values(2, WIDTH))
-    assert "uses a tensor that was computed where it cannot be followed" in made.opaque["1"]
+    assert "Leaking changes a list that it receives" in made.opaque["1"]
     assert_computes(made, network, values(3, WIDTH))
 
 
@@ -486,6 +486,44 @@ def test_packed_sequences_of_other_lengths(total_length):
     assert made.opaque == {}
     # The longest sequence is shorter.
     assert_computes(made, network, source, torch.tensor([4, 4, 1, 2]), target)
+
+
+class Fills(nn.Module):
+    """Asks for a value, so it stays whole, and puts a tensor into what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Any) -> Tensor:
+        float(x.detach().sum())
+        if isinstance(memory, dict):
+            memory["mean"] = x.detach().mean()
+        else:
+            memory.append(x.detach().mean())
+        return self.layer(x)
+
+
+class HandsOn(Block):
+    """Hands a container of its own, or a new one, to a layer that changes it."""
+
+    def __init__(self, memory: Any, is_new: bool) -> None:
+        super().__init__()
+        self.fills, self.memory, self.is_new = Fills(), memory, is_new
+
+    def pattern(self, x: Tensor) -> Tensor:
+        return self.fills(x, type(self.memory)(self.memory) if self.is_new else self.memory)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("memory", [{}, {"mean": 1}, {"x": torch.ones(1)}, [], [1.0]], ids=str)
+def test_layers_that_change_what_they_receive(memory: Any, is_new: bool):
+    network = HandsOn(memory, is_new).double()
+    with pytest.raises(NotTraceable, match=f"Fills changes a {type(memory).__name__} that it receives"):
+        traced(network, values(2, WIDTH))
+    # Around it the network is followed.
+    made = traced(nn.Sequential(nn.Linear(WIDTH, WIDTH), network, nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH))
+    assert list(made.opaque) == ["1"]
 
 
 class Stacked(nn.Module):
