@@ -91,7 +91,10 @@ def read_run(run_files: FoundRun) -> Reading:
                 values["seconds"] = max(values["seconds"], written - values["began"])
         except _DAMAGE as error:
             lines = str(error).splitlines() or [type(error).__name__]
-            unreadable.append(Unreadable(path, printable(lines[0])))
+            reason = lines[0]
+            if isinstance(error, KeyError):
+                reason = f"it has no {reason}"
+            unreadable.append(Unreadable(path, _text(reason)))
     if not _is_fit(values) and not unreadable:
         return None, []
     if values.get("state") == "running":

@@ -12,6 +12,7 @@ from equipoise.extensions.timing.parts import (
     EXCHANGE,
     LOGGERS,
     MODULE_HOOKS,
+    STEP,
     VALIDATION,
 )
 from equipoise.extensions.timing.run_times import RunTimes
@@ -24,6 +25,8 @@ SLOW_PROCESS = "a slow process"
 
 # Without a part of this share, a run would be 1.25 times as fast. Less is not worth a change.
 LEAST_SHARE = 0.2
+# An optimiser has work in each step; it takes less than the forward and backward of all but tiny batches.
+_LARGE_OPTIMIZER = 0.5
 # A remedy is for such a share.
 _GOOD_SHARE = 0.1
 # Processes differ by some percent on machines that are alike.
@@ -91,9 +94,9 @@ def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
         return None
     short_steps = _short_steps(times, facts)
     limits = [limit for limit in _limits(times, facts) if limit.share >= LEAST_SHARE]
-    # A worker takes longer to hand over a batch than such a step takes.
+    # A worker takes longer to hand over a batch than such a step takes, and an optimiser consists of such calls.
     if short_steps is not None:
-        limits = [limit for limit in limits if limit.part != DATA]
+        limits = [limit for limit in limits if limit.part not in (DATA, STEP)]
     if limits:
         return max(limits, key=lambda limit: limit.share)
     if times.waiting_share() >= _LEAST_WAITING:
@@ -123,6 +126,9 @@ def _limits(times: RunTimes, facts: Facts) -> Iterator[Limit]:
             yield Limit(name, share, f"saving checkpoints {taken}", remedy)
         elif name == VALIDATION and facts.validations:
             yield _validation(times, facts, share)
+        elif name == STEP and share >= _LARGE_OPTIMIZER:
+            remedy = "try fused=True in its constructor, or fewer and larger steps: a larger batch_size"
+            yield Limit(name, share, f"the optimiser {taken}", remedy)
         elif name == EXCHANGE and share > 2 * times.waiting_share():
             yield _tried(name, share, f"exchanging gradients {taken}", accumulate_grad_batches=4)
 

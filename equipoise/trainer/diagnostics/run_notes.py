@@ -54,4 +54,8 @@ def add_run_notes(error: BaseException) -> None:
 
 
 def _asks_for_mesh(frame: FrameType) -> bool:
-    return "device_mesh" in frame.f_code.co_names and is_a(frame.f_locals.get("self"), LightningModule)
+    if "device_mesh" not in frame.f_code.co_names or not frame.f_code.co_argcount:
+        return False
+    # Methods, and functions that a module calls with itself.
+    first_argument = frame.f_code.co_varnames[0]
+    return is_a(frame.f_locals.get(first_argument), LightningModule)

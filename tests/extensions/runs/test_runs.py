@@ -179,6 +179,8 @@ class TestFound:
             ("run.json", "[" * 100_000, ""),
             ("run.json", "[]", "list indices"),
             ("run.json", '{"state": "<script>"}', "names no state"),
+            ("run.json", "{}", "it has no 'state'"),
+            ("run.json", json.dumps({"state": "failed", "error": "", "began": "x" * 100_000}), "Invalid isoformat"),
             ("config.yaml", "a: [", "while parsing"),
             ("config.yaml", "[" * 100_000, "flow level"),
             ("config.yaml", "!!python/object/apply:os.system ['touch owned']", "could not determine a constructor"),
@@ -200,6 +202,7 @@ class TestFound:
         assert Path(failure["path"]) == Path("outputs/bad", file)
         assert reason in failure["reason"]
         assert len(failure["reason"].splitlines()) == 1
+        assert len(failure["reason"]) <= 500
         assert not Path("owned").exists()
         assert "Not read: outputs/bad/" in shown(capsys)
 

@@ -94,6 +94,10 @@ def frequent_logs(clock: Clock, folder: Path) -> StepTimes:
     return fit(Logging(clock), loader(clock), logger=SlowLogger(folder), log_every_n_steps=1)[0]
 
 
+def slow_optimizer(clock: Clock, folder: Path) -> StepTimes:
+    return fit(Ticking(clock, step=17.0), loader(clock))[0]
+
+
 def tiny_batches(clock: Clock, folder: Path) -> StepTimes:
     module = Ticking(clock, forward=2**-12, backward=2**-13, step=2**-14)
     return fit(module, loader(clock, 2**-15, samples=2300))[0]
@@ -112,6 +116,7 @@ PLANTED: dict[Program, str] = {
     " check_val_every_n_epoch=10",
     slow_checkpoints: "saving checkpoints takes 30% of the time: save 4 times less often",
     frequent_logs: "writing to loggers takes 50% of the time: try log_every_n_steps=10",
+    slow_optimizer: "the optimiser takes 85% of the time: try fused=True in its constructor",
     tiny_batches: "a step takes 458 µs, mostly for calls of operations that compute little: try a larger batch_size",
 }
 

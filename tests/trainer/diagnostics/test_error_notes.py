@@ -270,6 +270,15 @@ class AsksForTheMesh(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def cut(module: L.LightningModule) -> None:
+    module.device_mesh["data_parallel"]
+
+
+class LetsAFunctionAsk(AsksForTheMesh):
+    def configure_model(self) -> None:
+        cut(self)
+
+
 class OpensTooMuch(AsksForTheMesh):
     def configure_model(self) -> None:
         self.layer = nn.Linear(1, 1)
@@ -277,7 +286,11 @@ class OpensTooMuch(AsksForTheMesh):
 
 @pytest.mark.parametrize(
     ("kind", "error", "note"),
-    [(AsksForTheMesh, TypeError, "`self.device_mesh` is None"), (OpensTooMuch, OSError, "ulimit -n")],
+    [
+        (AsksForTheMesh, TypeError, "`self.device_mesh` is None"),
+        (LetsAFunctionAsk, TypeError, "`self.device_mesh` is None"),
+        (OpensTooMuch, OSError, "ulimit -n"),
+    ],
 )
 def test_what_is_missing_is_named(kind: Any, error: Any, note: str) -> None:
     run = trainer(max_steps=1)
