@@ -27,6 +27,7 @@ from equipoise.errors import WorkerError
 from equipoise.extensions.pipeline.graph.stages import plain_items
 from equipoise.extensions.pipeline.messaging.tensor_memory import (
     TensorKind,
+    as_sent,
     bytes_of,
     kind_of,
     size_of,
@@ -150,6 +151,7 @@ class Messenger:
         """
         # 1. Take the tensors out of the value.
         tree, tensors = extract_tensors(value, plain_items)
+        tensors = list(map(as_sent, tensors))
         kinds = [kind_of(tensor) for tensor in tensors]
         header = dumps((tree, kinds))
 

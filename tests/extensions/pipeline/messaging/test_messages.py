@@ -22,6 +22,11 @@ class Pair(NamedTuple):
     right: Any
 
 
+def sparse(draw: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor as gradients of embeddings are, with entries that are to be added."""
+    return torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.randn(3, 5, dtype=dtype, generator=draw), (6, 5))
+
+
 def values() -> list[Any]:
     draw = torch.Generator().manual_seed(4)
     kinds = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -44,6 +49,7 @@ def values() -> list[Any]:
         (torch.randn(4, 6, generator=draw)[::2, ::3], torch.randn(3, 1, generator=draw).expand(3, 4)),
         torch.randn(6, generator=draw).as_strided((3, 3), (1, 1)),
         {"text": "x" * 100_000},
+        [sparse(draw), sparse(draw, torch.complex128), torch.zeros(3, 2).to_sparse()],
     ]
 
 
@@ -93,6 +99,10 @@ def same(found: Any, value: Any) -> None:
     assert type(found) is type(value)
     if isinstance(value, Tensor):
         assert (found.dtype, found.shape, found.requires_grad) == (value.dtype, value.shape, value.requires_grad)
+        if value.is_sparse:
+            assert found.is_coalesced()
+            assert torch.equal(found.to_dense(), value.to_dense())
+            return
         assert torch.equal(found, value.resolve_conj())
         assert found.is_leaf
         if is_dense(value):
