@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from equipoise import Efficiency

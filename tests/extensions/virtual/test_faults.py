@@ -91,7 +91,9 @@ class Stateful(Noisy):
         assert self.count == self.trainer.global_step
 
 
-@pytest.mark.parametrize("options", [pytest.param({"devices": 2}, marks=pytest.mark.slow), {"one_process": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"devices": 2}, marks=pytest.mark.slow), {"one_process": True}], ids=str
+)
 def test_attributes_are_those_of_the_first_part(options: dict[str, Any]) -> None:
     assert_equal(run(Stateful, **{"devices": 2, **options}), run(Stateful, 1))
 

@@ -102,7 +102,8 @@ class Arguments:
         graph_args = tuple(map(self.of, arguments))
         node = self._graph.call_function(function, graph_args)
         self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
-        if any(argument.meta.get(STAYS) for argument in node.all_input_nodes):
+        for argument in node.all_input_nodes:
             # A packed sequence of a device has its sizes on the host.
-            node.meta[STAYS] = True
+            if argument.meta.get(STAYS):
+                node.meta[STAYS] = True
         return node

@@ -500,7 +500,8 @@ def _contents(value: Any) -> list[tuple[Any, list[Any]]]:
     items = list(items)
     contents = [(value, items)]
     for item in items:
-        contents += _contents(item)
+        inner = _contents(item)
+        contents.extend(inner)
     return contents
 
 
@@ -512,8 +513,10 @@ def _check_received(name: str, contents: Sequence[tuple[Any, list[Any]]]) -> Non
     """
     for container, items in contents:
         present = list(items_of(container) or ())
-        if len(present) != len(items) or not all(map(is_, present, items)):
-            raise Obstacle(f"{name} changes a {type(container).__name__} that it receives")
+        has_same_length = len(present) == len(items)
+        if not has_same_length or not all(map(is_, present, items)):
+            kind = type(container).__name__
+            raise Obstacle(f"{name} changes a {kind} that it receives")
 
 
 def _check_result(name: str, result: Any) -> None:

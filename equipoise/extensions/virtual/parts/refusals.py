@@ -66,8 +66,8 @@ def explained_sizes(size: int, number: int, count: int) -> Iterator[None]:
         if size > 1 or _TOO_FEW_VALUES not in str(error):
             raise
         raise StepError(
-            f"Part {number} of the step has one sample, of which a layer such as BatchNorm makes no statistics: {error}."
-            f" The batch is divided into {count} parts. Let each batch have at least {2 * count} samples (with"
+            f"Part {number} of the step has one sample, of which a layer such as BatchNorm makes no statistics:"
+            f" {error}. The batch is divided into {count} parts. Let each batch have at least {2 * count} samples (with"
             " drop_last=True also the last one), or take VirtualDevicesStrategy with a smaller `count`."
         ) from error
 

@@ -120,7 +120,7 @@ class RowMode(TorchFunctionMode):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             devices.append(torch.cuda.current_device())
             # The host's numbers, such as the order of data, are those of a run on one device. The state is on the host.
-            seed = zlib.crc32(torch.cuda.get_rng_state().numpy())
+            seed = zlib.crc32(bytes(torch.cuda.get_rng_state().tolist()))
             torch.empty((), device="cuda").uniform_()
         else:
             seed = int(torch.randint(2**62, (), device="cpu"))
