@@ -112,8 +112,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         with _plain_warnings():
             return _run_command(command_line)
-    except KeyboardInterrupt:
-        print("equipoise: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        lines = ["equipoise: interrupted.", *getattr(error, "__notes__", [])]
+        print("\n".join(lines), file=sys.stderr)
         return 130
     except SweepError as error:
         print(f"equipoise: {error}", file=sys.stderr)

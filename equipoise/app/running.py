@@ -32,7 +32,7 @@ from equipoise.app.build import (
     plain_values,
 )
 from equipoise.app.hydra_errors import explain
-from equipoise.app.output import begun_folder, without_empty_folder
+from equipoise.app.output import begun_folder, note_interrupt, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
@@ -206,7 +206,12 @@ def _run_stages(
     # 1. The stage itself.
     stage = values["stage"]
     run_stage = getattr(trainer, stage)
-    result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
+    try:
+        result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
+    except KeyboardInterrupt as error:
+        if stage == "fit":
+            note_interrupt(error, to_path(values["output_dir"]), trainer.global_step)
+        raise
     metrics = dict(trainer.callback_metrics)
 
     # 2. Predictions are saved, as the command has nothing to return them to.

@@ -397,11 +397,23 @@ def test_an_interrupt_ends_with_130_and_everything_released(project, equipoise):
     code, _, err = equipoise("fit")
     assert code == 130
     assert "interrupted" in err
+    assert "There is no checkpoint to go on from, and the fit was at step 1." in err
     assert "Traceback" not in err
     assert [row["train_loss"] for row in rows(only_run(project))]  # what was logged until then is on disk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "log" not in vars(sys.modules["tiny.module"].Line)
     assert equipoise("fit", "trainer.fast_dev_run=true", "trainer.limit_train_batches=1")[0] == 0
+
+
+def test_an_interrupt_says_how_to_go_on(project, equipoise):
+    module = project / "tiny" / "module.py"
+    kill = "import os, signal; self.global_step == 3 and os.kill(os.getpid(), signal.SIGINT)\n        loss = (self"
+    module.write_text(module.read_text().replace("loss = (self", kill))
+    code, _, err = equipoise("fit", "trainer.max_epochs=4")
+    assert code == 130
+    (path,) = (only_run(project) / "checkpoints").iterdir()
+    assert "The newest checkpoint is of step 2, and the fit was at step 3." in err
+    assert f"ckpt_path=last goes on from it: {path.relative_to(project)}" in err
 
 
 def test_a_mistake_of_the_users_own_keeps_its_traceback(project, equipoise):
