@@ -116,9 +116,12 @@ class CurveHistory:
         """Return the last value of each metric: the end of the curve that a report draws."""
         values = {}
         for name, curve in self.curves.items():
-            points = self._by_step[name].points() if name in self._by_step else curve
+            points = curve
+            if name in self._by_step:
+                points = self._by_step[name].points()
             if points:
-                values[name] = points[max(points)]
+                last = max(points)
+                values[name] = points[last]
         return values
 
     def epoch_ends(self) -> dict[int, int]:
@@ -242,8 +245,9 @@ class CurveHistory:
         epoch, last_step = self._pending
         names = set(trainer.callback_metrics) - self.validation_names
         if is_last:
-            ended = {name for name, curve in self._by_step.items() if last_step in curve.points()}
-            self._logged_names &= ended
+            for name, curve in self._by_step.items():
+                if last_step not in curve.points():
+                    self._logged_names.discard(name)
         self._record(trainer, epoch + 1, last_step, names)
 
     def on_exception(self, trainer: Any) -> None:

@@ -167,17 +167,18 @@ class RunReport(FitRecorder):
         if trainer.state.fn != "fit":
             return
         # 1. Wrong input that is refused before training is one message, which needs no report.
-        has_begun = self._fit is not None and self._fit.first_epoch is not None
-        if not has_begun and isinstance(exception, (ConfigurationError, MisconfigurationException)):
+        fit = self._fit
+        has_begun = fit is not None and fit.first_epoch is not None
+        is_refusal = isinstance(exception, (ConfigurationError, MisconfigurationException))
+        if is_refusal and not has_begun:
             self.recorded.leave(trainer)
             self._fit = None
             return
         # A fit that failed before `setup` has no counts yet.
-        if self._fit is None:
+        if fit is None:
             self._folder = _folder_of_failure(trainer)
-            self._fit = Fit()
+            fit = self._fit = Fit()
         # 2. Record the last values.
-        fit = self._fit
         fit.throughput.pause(monotonic())
         self.recorded.on_exception(trainer)
         if isinstance(exception, KeyboardInterrupt):

@@ -113,7 +113,10 @@ class RunSummary(FitRecorder):
         validation_names = self.recorded.validation_names
         values = self.recorded.last_values()
         names = sorted(values, key=lambda name: name in validation_names)
-        rows = [(name, format_number(values[name])) for name in names]
+        rows = []
+        for name in names:
+            text = format_number(values[name])
+            rows.append((name, text))
         for name, score in best_scores(trainer):
             rows.append((name, format_number(score)))
         return rows
