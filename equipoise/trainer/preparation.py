@@ -1,6 +1,5 @@
 """Steps of a run before its module is placed: module, data, callbacks and loggers are connected, checked and set up."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule
@@ -16,6 +15,7 @@ from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.data.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.csv_rows import keep_rows
+from equipoise.trainer.logging.logs import SizeOf
 from equipoise.trainer.runtime.preflight import check_run
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_context import RunContext
@@ -63,7 +63,7 @@ def _callbacks_of(module: LightningModule) -> list[Callback]:
 def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     """Let the logged values of a run be weighted by batch sizes, and reduced over its processes."""
     strategy = parts.strategy
-    size_of: Callable[[Any], int | None] = splitter_of(strategy, module).size
+    size_of: SizeOf = splitter_of(strategy, module).size_of_drawn
     if any(takes_iterator(module, step) for step in ("training_step", "validation_step", "test_step")):
         from equipoise.trainer.data.dataloader_iter import checking_batches
 

@@ -275,7 +275,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
             steps = ManualSteps
         ranges = self._ranges_of_processes()
         self._steps = steps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
-        self._rounds = EvaluationRounds(module, processes, self.root_device, splitter.size, metrics)
+        self._rounds = EvaluationRounds(module, processes, self.root_device, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:
         """Refuse statistics over all processes; see `Strategy.share_batch_statistics`."""

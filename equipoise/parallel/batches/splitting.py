@@ -185,6 +185,18 @@ class Splitter:
             return size
         raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
 
+    def size_of_drawn(self, batch: Any, drawn: int | None) -> int | None:
+        """Return the number of samples; where neither the module nor the tensors show it, the number drawn.
+
+        Args:
+            batch: The batch.
+            drawn: The number of samples that the loader has drawn for it; None if that is unknown.
+        """
+        size = self.size(batch)
+        if drawn is None or self.asks_module:
+            return size
+        return drawn if size is None or holds_samples(batch) else size
+
     def size_to_cut(self, batch: Any) -> int:
         """Return the number of samples of a batch that must be cut.
 

@@ -42,6 +42,7 @@ class BatchStream:
             `length` is what the loader promises, and one batch is read ahead from the last promised one on. A loader
             without length is read one batch ahead from the beginning.
         ahead: The batch that was read ahead.
+        counts: The number of samples of each batch, where the loader tells it.
         indices: Indices of the samples in each batch of the present pass that was drawn; see `record_indices`.
         whole: Number of first batches that each process has. In later steps a process may be without one. Infinite if
             no process has been without a batch so far.
@@ -73,14 +74,8 @@ class BatchStream:
         self.ahead: Any = NOTHING
         self.indices: list[list[int]] = []
         self.whole = math.inf
-        self._counts: SampleCounts | None = None
+        self.counts = SampleCounts()
         self._iterator: Iterator[Any] | None = None
-
-    def count_samples(self, counts: SampleCounts) -> None:
-        """Count the samples of each batch if the loader tells them. Call this before the stream starts."""
-        counts.begin()
-        if not self.combined and can_count(self.loader):
-            self._counts = counts
 
     def record_indices(self) -> bool:
         """Record the indices of samples, if a batch sampler tells them; call this before the stream starts."""
@@ -145,9 +140,7 @@ class BatchStream:
 
     def _skip_unloaded(self, count: int) -> Iterator[Any]:
         """Return an iterator after the first batches, without loading them."""
-        sampler = self.loader.batch_sampler
-        if self._counts is not None:
-            sampler = self._counts.counting(sampler)
+        sampler = self.counts.counting(self.loader.batch_sampler)
         remaining = _RemainingBatches(sampler, count)
         batches = open_loader(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
@@ -186,8 +179,8 @@ class BatchStream:
         # A CombinedLoader yields batch, batch index and loader index.
         if self.combined:
             return (batch for batch, _, _ in self.loader)
-        if self._counts is not None:
-            return self._counts.opened(self.loader, open_loader)
+        if can_count(self.loader):
+            return self.counts.opened(self.loader, open_loader)
         return open_loader(self.loader)
 
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:

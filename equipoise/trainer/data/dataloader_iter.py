@@ -115,11 +115,11 @@ def check_batch_size(batch: Any) -> None:
         )
 
 
-def checking_batches(size_of: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+def checking_batches(size_of: Callable[[Any, int | None], int | None]) -> Callable[[Any, int | None], int | None]:
     """Return a function that finds the size of a batch, and raises where a step pulls its batches by itself."""
 
-    def checked(batch: Any) -> int | None:
+    def checked(batch: Any, drawn: int | None) -> int | None:
         check_batch_size(batch)
-        return size_of(batch)
+        return size_of(batch, drawn)
 
     return checked

@@ -1,11 +1,11 @@
 """Number of samples of each batch, as the loader's batch sampler deals them.
 
-A batch may hide its size, as a batch of graphs does, but the sampler that drew it knows it. Counting begins with the
-first pass and ends with the first batch whose tensors tell their number of samples.
+A batch may hide its size, as a batch of graphs does, but the sampler that drew it knows it.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,7 +35,6 @@ class SampleCounts:
     """
 
     def __init__(self) -> None:
-        self.is_counting = True
         self._counts: list[int | None] = []
 
     def of(self, batch_idx: int) -> int | None:
@@ -43,15 +42,6 @@ class SampleCounts:
         if batch_idx >= len(self._counts):
             return None
         return self._counts[batch_idx]
-
-    def stop(self) -> None:
-        """Stop counting. Batches then pass uncounted."""
-        self.is_counting = False
-        self._counts = []
-
-    def resume(self) -> None:
-        """Count again, from the next pass on."""
-        self.is_counting = True
 
     def begin(self) -> list[int | None]:
         """Begin a pass, and return the list for its counts."""
@@ -69,7 +59,11 @@ class SampleCounts:
             open_loader: Function that opens it. Default: `iter`.
         """
         batch_sampler = loader.batch_sampler
-        vars(loader)["batch_sampler"] = self.counting(batch_sampler)
+        counting = _COUNTING.get(loader)
+        if counting is None or counting.batch_sampler is not batch_sampler:
+            counting = _COUNTING[loader] = self.counting(batch_sampler)
+        counting.counts = self
+        vars(loader)["batch_sampler"] = counting
         try:
             return open_loader(loader)
         finally:
@@ -90,19 +84,12 @@ class _Counting:
     def __iter__(self) -> Iterator[Any]:
         # Immediately, not with the first batch: some samplers draw their order here.
         batches: Iterator[Any] = iter(self.batch_sampler)
-        if not self.counts.is_counting:
-            return batches
         return self._counted(batches, self.counts.begin())
 
     def _counted(self, batches: Iterator[Any], counts: list[int | None]) -> Iterator[Any]:
         for batch in batches:
-            # After `stop`, the remaining batches pass without a test for each of them.
-            if not self.counts.is_counting:
-                yield batch
-                break
             counts.append(len(batch) if hasattr(batch, "__len__") else None)
             yield batch
-        yield from batches
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -113,3 +100,7 @@ class _Counting:
             raise AttributeError(name)
         # The `__iter__` of a loader's subclass may read other attributes of its sampler.
         return getattr(vars(self)["batch_sampler"], name)
+
+
+# The batch samplers that count for a loader: the iterator of persistent workers asks that of its first pass.
+_COUNTING: WeakKeyDictionary[DataLoader[Any], _Counting] = WeakKeyDictionary()

@@ -13,7 +13,6 @@ from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
-from equipoise.trainer.data.sample_counts import SampleCounts
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 if TYPE_CHECKING:
@@ -139,16 +138,10 @@ class TrainingData(SentState):
 
     # The order of an epoch.
 
-    def make_stream(self, counts: SampleCounts | None) -> None:
-        """Make a pass over the loaders, without an order yet.
-
-        Args:
-            counts: Counts the samples of each batch; None if batches need no weight.
-        """
+    def make_stream(self) -> None:
+        """Make a pass over the loaders, without an order yet."""
         assert self.loaders is not None
         self.stream = self.loaders.stream_of_all(self.extent, together=self.together)
-        if counts is not None:
-            self.stream.count_samples(counts)
 
     def draw_order(self) -> None:
         """Note the state of every generator, and draw the order of the batches."""

@@ -23,6 +23,11 @@ _MOST_ENTRIES = 6
 # Part of torch's messages for an index beyond the size, such as a label beyond the number of classes.
 _OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
 
+_OF_INFERENCE = (
+    "The step uses a tensor that was made in `validate`, `test` or `predict`, under `torch.inference_mode`, and kept"
+    " since. Pass Trainer(inference_mode=False) there, or use its `clone()` here."
+)
+
 
 def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
     """Add notes to an error that a step has raised: the submodule, and the contents of the batch.
@@ -39,6 +44,8 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
         notes.append(_no_tensors(batch))
     if isinstance(error, IndexError) and _OUT_OF_RANGE.search(message):
         notes.append(_integers(batch))
+    if "inference tensor" in message.lower():
+        notes.append(_OF_INFERENCE)
     if isinstance(error, TypeError | AttributeError) and isinstance(batch, str | bytes | int | float):
         notes.append(_no_batch(batch))
 

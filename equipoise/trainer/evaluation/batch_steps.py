@@ -79,6 +79,7 @@ class BatchSteps:
         note_batch = self.note_batch
         batch_start = self.batch_start
         stream = self.stream
+        drawn = stream.counts.of
         progress = self.progress
         counts = progress.current
         step = self.step
@@ -93,7 +94,7 @@ class BatchSteps:
             parts = place(batch, transfer)
             batch = parts[0] if len(parts) == 1 else batch
             counts.make_ready()
-            logs.begin_batch(batch, self.log_index)
+            logs.begin_batch(batch, self.log_index, drawn(index))
             indices = (index, *self.loader_index)
             step.begin_batch(*indices)
             if note_batch is not None:

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
-from equipoise.parallel.batches.splitting import infer_batch_size
+from equipoise.parallel.batches.splitting import Splitter
 from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
 from equipoise.trainer.logging.entry import Entry, default_dtype, on_cpu
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.logging.agreement import LogAgreement
     from equipoise.trainer.logging.cross_process import LogReduction
 
-__all__ = ["Logs"]
+__all__ = ["Logs", "SizeOf"]
 
 # Names of the dictionaries of metrics: for callbacks, for loggers, and for the progress bar.
 _DICTIONARIES = frozenset({"callback", "logged", "progress_bar"})
@@ -42,8 +42,12 @@ _NONE = frozenset[str]()
 _Key = tuple[str | None, str, int | None]
 
 
+# Returns the number of samples of a batch; see `Logs.connect_run`.
+SizeOf = Callable[[Any, int | None], int | None]
+_UNCONNECTED: SizeOf = Splitter(None).size_of_drawn
+
 # The attributes of the present loop, within which another one may run, such as a validation in a training.
-_OF_A_LOOP = ("collection", "dataloader_idx", "in_batches", "_entries", "_batch", "_size")
+_OF_A_LOOP = ("collection", "dataloader_idx", "in_batches", "_entries", "_batch", "_drawn", "_size")
 
 
 class Logs:
@@ -59,7 +63,7 @@ class Logs:
 
     def __init__(self) -> None:
         # 1. Parts of the run; see `connect_run`.
-        self._size_of: Callable[[Any], int | None] = infer_batch_size
+        self._size_of: SizeOf = _UNCONNECTED
         self._reduction: LogReduction | LogAgreement | None = None
         # 2. The present loop.
         self.collection: Collection | None = None
@@ -67,8 +71,10 @@ class Logs:
         self.in_batches = False
         # Entries of the collection that the present loop has used.
         self._entries: dict[_Key, Entry] = {}
-        # 3. The present batch, and its number of samples once it is computed.
+        # 3. The present batch, the number of samples that the loader has drawn, and that of the batch once it is
+        #    computed.
         self._batch: Any = None
+        self._drawn: int | None = None
         self._size: int | None = None
         self.pending: list[tuple[Entry, Any, int | None]] = []
         self.captures = Captures()
@@ -79,13 +85,12 @@ class Logs:
 
     # The run.
 
-    def connect_run(
-        self, size_of: Callable[[Any], int | None], reduction: "LogReduction | LogAgreement | None" = None
-    ) -> None:
+    def connect_run(self, size_of: SizeOf, reduction: "LogReduction | LogAgreement | None" = None) -> None:
         """Begin a run.
 
         Args:
-            size_of: Return the number of samples of a batch, which is the weight of its values; None if unknown.
+            size_of: Return the number of samples of a batch, which is the weight of its values, from the batch and
+                the number that its loader has drawn; None if unknown.
             reduction: Reduction over the processes of the run. Default: None, a single process.
         """
         self._size_of = size_of
@@ -101,7 +106,7 @@ class Logs:
             self.pending.clear()
         if not failed or self.in_batches:
             self.refresh()
-        self._size_of = infer_batch_size
+        self._size_of = _UNCONNECTED
         self._reduction = None
         # After an error these would keep the batch that failed.
         self.collection = None
@@ -191,17 +196,18 @@ class Logs:
                 value = entry.convert(value)
             if size is None:
                 if entry.is_mean:
-                    size = self._size or self._compute_size()
+                    size = self._size or self.batch_size()
                 else:
                     size = 1
             entry.add(value, size)
         self.pending.clear()
 
-    def _compute_size(self) -> int:
+    def batch_size(self) -> int:
         """Return the number of samples of the batch; computed once per batch."""
         if self._batch is None:
             return 1
-        self._size = self._size_of(self._batch) or extract_batch_size(self._batch)
+        if self._size is None:
+            self._size = self._size_of(self._batch, self._drawn) or extract_batch_size(self._batch)
         return self._size
 
     # Loops and batches.
@@ -232,10 +238,17 @@ class Logs:
         for name, value in outer.items():
             setattr(self, name, value)
 
-    def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """Begin a batch, to which values belong from now on."""
+    def begin_batch(self, batch: Any, dataloader_idx: int | None = None, drawn: int | None = None) -> None:
+        """Begin a batch, to which values belong from now on.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Index of its loader. Default: None, there is one.
+            drawn: The number of samples that its loader has drawn for it. Default: None, unknown.
+        """
         self.in_batches = True
         self._batch = batch
+        self._drawn = drawn
         self._size = None
         self.dataloader_idx = dataloader_idx
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.callbacks import begin_again
@@ -237,17 +236,13 @@ class FitLoop:
     def _start_stream(self) -> None:
         """Draw the epoch's order, or continue that of a resumed epoch."""
         data = self.fit.data
-        data.make_stream(self.weight.counts if self._may_weigh() else None)
+        data.make_stream()
+        self.weight.counts = data.open_stream.counts
         if self.resumption is None:
             data.draw_order()
         else:
             self.resumption.start_stream()
         data.check_not_empty(self.state.max_epochs)
-
-    def _may_weigh(self) -> bool:
-        if self.state.accumulate_grad_batches > 1 or self.context.strategy.processes.world_size > 1:
-            return True
-        return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.state.callbacks)
 
     # An epoch.
 

@@ -99,6 +99,7 @@ class TrainingEpoch:
         index = counts.ready - 1
         data = self.fit.data
         stream = data.open_stream
+        drawn = stream.counts.of
         for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
             # 1. Count the batch, and copy it to the devices, in parts.
             index += 1
@@ -110,7 +111,7 @@ class TrainingEpoch:
             # If only other processes have a batch, nearly no hook is called here; all else happens.
             has_batch = len(parts) > 0
             batch = parts[0] if len(parts) == 1 else batch
-            logs.begin_batch(batch)
+            logs.begin_batch(batch, None, drawn(index))
             if skips is not None and skips(batch, index, has_batch):
                 self.skip_rest()
                 return

@@ -132,21 +132,69 @@ def test_a_stream_tells_nothing_and_the_warning_names_the_processes() -> None:
         fitted("ddp", 2, DataLoader(Stream(), batch_size=2, collate_fn=Graphs))
 
 
-def test_counting_ends_where_tensors_tell_their_size_and_leaves_the_loader_as_it_was() -> None:
-    loader = DataLoader(range(7), batch_size=2)  # type: ignore[arg-type]
+@pytest.mark.parametrize("workers", [0, 1])
+def test_counting_leaves_the_loader_as_it_was(workers: int) -> None:
+    persistent = workers > 0
+    loader = DataLoader(range(7), batch_size=2, num_workers=workers, persistent_workers=persistent)  # type: ignore[arg-type]
     sampler, counts = loader.batch_sampler, SampleCounts()
     batches = counts.opened(loader)
     assert loader.batch_sampler is sampler
     assert next(batches).tolist() == [0, 1]
-    assert (counts.of(0), counts.of(1)) == (2, None)
-    counts.stop()
+    assert counts.of(0) == 2
     assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6]]
-    assert counts.of(1) is None
-    assert len(list(counts.opened(loader))) == 4
-    assert counts.of(0) is None
-    counts.resume()
-    assert len(list(counts.opened(loader))) == 4
-    assert [counts.of(index) for index in range(5)] == [2, 2, 2, 1, None]
+    # Another pass, of which others know nothing.
+    later = SampleCounts()
+    assert len(list(later.opened(loader))) == 4
+    for each in (counts, later):
+        assert [each.of(index) for index in range(5)] == [2, 2, 2, 1, None]
+
+
+class Logging(Mean):
+    """Logs the means of one number of each sample, whatever its batch looks like."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train", batch["number"], on_step=False, on_epoch=True, sync_dist=True)
+        self.log("tenfold", 10 * batch["number"], on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        return sum(parameter.sum() for parameter in self.parameters()) * 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", batch["number"], sync_dist=True)
+
+
+def of_graphs(numbers: list[float]) -> dict[str, Any]:
+    """The number of nodes in the first dimension of the first tensor."""
+    nodes = torch.cat([torch.zeros(9 if number < 3 else 1, 3) for number in numbers])
+    return {"nodes": nodes, "edges": torch.zeros(2, 5), "number": torch.tensor(numbers, dtype=torch.float64).mean()}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("strategy", "devices"), [("single_device", 1), ("ddp", 2), ("virtual", 2)])
+def test_means_over_an_epoch_weigh_batches_by_the_samples_that_were_drawn(
+    strategy: str, devices: int, workers: int
+) -> None:
+    numbers = [float(number) for number in range(7)]
+
+    def loader() -> Any:
+        options = {"num_workers": workers, "persistent_workers": workers > 0}
+        return DataLoader(numbers, batch_size=2, collate_fn=of_graphs, **options)  # type: ignore[arg-type]
+
+    run = trainer(strategy=strategy, devices=devices, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(Logging(), loader(), loader())
+    assert run.callback_metrics["val"] == pytest.approx(3, rel=1e-12)
+    if strategy != "virtual":
+        assert run.callback_metrics["train"] == pytest.approx(3, rel=1e-12)
+    # The user's number has the last word.
+    if devices == 1:
+        assert run.callback_metrics["tenfold"] == pytest.approx(10 * (0.5 + 2.5 + 4.5 + 6) / 4, rel=1e-12)
+
+
+def test_a_loader_of_training_and_validation_counts_for_both() -> None:
+    numbers = [float(number) for number in range(7)]
+    loader = DataLoader(numbers, batch_size=3, collate_fn=of_graphs)  # type: ignore[arg-type, var-annotated]
+    run = trainer(max_epochs=2, val_check_interval=1)
+    run.fit(Logging(), loader, loader)
+    assert run.callback_metrics["val"] == pytest.approx(3, rel=1e-12)
+    assert run.callback_metrics["train"] == pytest.approx(3, rel=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -51,6 +51,39 @@ def notes_of(kind: type[Exception], module: L.LightningModule, data: Any, **opti
     return "\n".join(getattr(caught.value, "__notes__", []))
 
 
+class Caches(Net):
+    """Keeps a tensor of its first batch, of whatever stage."""
+
+    cached: Tensor | None = None
+
+    def __init__(self, uses: Any) -> None:
+        super().__init__()
+        self.uses = uses
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.cached is None:
+            self.cached = features.mean(0)
+        return super().forward(self.uses(features * self.encoder[0].weight.mean(), self.cached))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+
+@pytest.mark.parametrize("uses", [torch.mul, lambda features, cached: features + cached.add_(1)])
+def test_a_tensor_of_an_evaluation_in_training_names_the_remedies(uses: Any) -> None:
+    module = Caches(uses)
+    trainer().validate(module, batches(good()), verbose=False)
+    assert "Trainer(inference_mode=False) there, or use its `clone()`" in notes_of(
+        RuntimeError, module, batches(good())
+    )
+    # The remedies.
+    module.uses = lambda features, cached: uses(features, cached.clone())
+    trainer().fit(module, batches(good()))
+    module = Caches(uses)
+    trainer(inference_mode=False).validate(module, batches(good()), verbose=False)
+    trainer().fit(module, batches(good()))
+
+
 @pytest.mark.parametrize("strategy", ["single_device", "dp"])
 def test_a_wrong_shape_names_the_layer_and_its_input(strategy: str) -> None:
     devices = ["cpu"] * (2 if strategy == "dp" else 1)

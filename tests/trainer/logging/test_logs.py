@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def logs_of(**arguments: Any) -> Logs:
     """Return logs in a loop, before its first batch."""
     logs = Logs()
-    logs.connect_run(len, **arguments)
+    logs.connect_run(lambda batch, drawn: len(batch), **arguments)
     logs.enter(Collection(training=True))
     return logs
 
@@ -58,7 +58,7 @@ def test_hooks_of_the_same_name_are_apart() -> None:
 def test_the_size_of_a_batch_is_computed_once() -> None:
     batches: list[Any] = []
     logs = Logs()
-    logs.connect_run(lambda batch: batches.append(batch) or 2)
+    logs.connect_run(lambda batch, drawn: batches.append(batch) or 2)
     logs.enter(Collection(training=True))
     logs.begin_batch("first")
     both(logs, "a", 1.0)

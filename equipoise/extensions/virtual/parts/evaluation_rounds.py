@@ -1,6 +1,6 @@
 """Evaluations in rounds: each process evaluates a batch, then all log the values of all, in the order of batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ class EvaluationRounds:
         module: The user's module.
         processes: The processes.
         device: The device of this process.
-        size_of: Function that returns the number of samples of a batch; None if it is unknown.
         metrics: The metrics of the module.
     """
 
@@ -47,13 +46,11 @@ class EvaluationRounds:
         module: nn.Module,
         processes: Processes,
         device: torch.device,
-        size_of: Callable[[Any], int | None],
         metrics: MetricExchange,
     ) -> None:
         self._module = module
         self._processes = processes
         self._device = device
-        self._size_of = size_of
         self._metrics = metrics
         # The rounds of the present pass over a loader, and what the random numbers of the pass depend on.
         self._rounds = 0
@@ -93,15 +90,15 @@ class EvaluationRounds:
             with isolated(), checking_part(self._module, "An evaluation step", buffers=True):
                 seed_generators("evaluation", self._key, number)
                 output, logged = step.capture_logs(partial(step, part))
-            report = _BatchReport(self._sent(logged, part), self._metrics.take())
+            report = _BatchReport(self._sent(logged, step.batch_size()), self._metrics.take())
         finally:
             self._metrics.restore()
         self._log_round(step, report)
         return output
 
-    def _sent(self, logged: Sequence[Any], part: Any) -> list[Any]:
+    def _sent(self, logged: Sequence[Any], size: int) -> list[Any]:
         named = self._metrics.named(logged)
-        return logged_on_cpu(named, self._size_of(part) or 1)
+        return logged_on_cpu(named, size)
 
     def finish(self, step: EvaluationStep) -> None:
         """Log the values of rounds in which this process has no batch; all processes end together.

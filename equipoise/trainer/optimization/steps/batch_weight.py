@@ -38,7 +38,7 @@ class BatchWeight:
         if splitter.asks_module or splitter.dim:
             self._size = splitter.size
         self._processes = processes
-        # True if the number of samples follows from the tensors, so that none is counted.
+        # True if the number of samples follows from the tensors.
         self._is_settled = False
         self._has_warned = False
 
@@ -50,7 +50,6 @@ class BatchWeight:
             return size
         if size is not None and (self._asks_module or not holds_samples(part)):
             self._is_settled = True
-            self.counts.stop()
             return size
 
         # 2. The batch sampler.
@@ -59,7 +58,6 @@ class BatchWeight:
             return count
 
         # 3. The shared dimension of tensors that may hold whole samples, or equal weights.
-        self.counts.resume()
         if size is None:
             return self._equal_weight()
         return size

@@ -147,6 +147,10 @@ class ModuleStep:
         finally:
             attributes[CURRENT_HOOK] = outer_hook
 
+    def batch_size(self) -> int:
+        """Return the number of samples of the present batch."""
+        return self._logs.batch_size()
+
     def capture_logs(self, function: Callable[[], T]) -> tuple[T, Sequence[Logged]]:
         """Run a function on one part of a batch. Return its result, and the values that it logged."""
         outer_capture = self._logs.captures.begin()
