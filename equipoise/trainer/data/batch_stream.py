@@ -12,6 +12,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.random_state import drawn_alike
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of
+from equipoise.trainer.data.loader_state import has_state
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
@@ -32,15 +33,15 @@ class BatchStream:
         together: Whether all processes take part in each step, so that the pass ends when the last one has no batch
             left. A process without one reads `NO_BATCH`. Default: False.
         limit_here: Largest number of batches that this process reads, where others may read more. Default: infinite.
-        on_wrong_length: Called with the number of batches that were promised and the number that came, if they differ,
-            and with whether the promise was certain.
+        on_wrong_length: Called with the number of batches that were promised and the number that came, infinite for
+            more, if they differ, and with whether the promise was certain.
         seed: Seed of the random numbers with which all processes read. Default: None, each draws numbers of its own.
 
     Attributes:
         length: Number of batches; None until it is known. The batch with index `length - 1` is the last. A length that
             is certain is read anew whenever the loader is opened. If only the end of the pass tells the number,
-            `length` is what the loader promises, and one batch is read ahead from the last promised one on. A loader
-            without length is read one batch ahead from the beginning.
+            `length` is what the loader promises; it is not read beyond that. A loader without length is read one batch
+            ahead.
         ahead: The batch that was read ahead.
         counts: The number of samples of each batch, where the loader tells it.
         indices: Indices of the samples in each batch of the present pass that was drawn; see `record_indices`.
@@ -57,7 +58,7 @@ class BatchStream:
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
         together: bool = False,
         limit_here: float = math.inf,
-        on_wrong_length: Callable[[int, int, bool], None] | None = None,
+        on_wrong_length: Callable[[int, float, bool], None] | None = None,
         seed: int | None = None,
     ) -> None:
         self.loader = loader
@@ -186,17 +187,20 @@ class BatchStream:
     def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
         is_certain = self.extent.certainty is not Certainty.AT_END
         # Some processes may have a batch ahead, and others none. All agree on each.
-        if ahead is not NOTHING and (is_certain or self._together):
+        if ahead is not NOTHING and (is_certain or self._together or self.length is not None):
             batches = itertools.chain([ahead], batches)
             ahead = NOTHING
         if is_certain:
             self._iterator = self._of_certain_length(batches, read)
             return
+        here = self._limit_here
+        if self.length is not None and not self._together:
+            here = min(here, self.length)
+        if not math.isinf(here):
+            batches = self._up_to(batches, int(max(0, here - read)))
         if self._together:
-            if not math.isinf(self._limit_here):
-                batches = itertools.islice(batches, int(max(0, self._limit_here - read)))
             batches = self._until_all_are_done(batches, read)
-        if self.length is not None and read < self.length and ahead is NOTHING:
+        if self.length is not None:
             self._iterator = self._read_to_promise(batches, read, self.length)
             return
         self.ahead = ahead
@@ -250,21 +254,37 @@ class BatchStream:
         if self._on_wrong_length is not None and not math.isinf(self.extent.promised) and length != promised:
             self._on_wrong_length(int(promised), length, False)
 
-    def _read_to_promise(self, batches: Iterator[Any], read: int, promised: int) -> Iterator[Any]:
-        """Read until one batch is left of those promised, then one batch ahead."""
-        while read < promised - 1:
+    def _up_to(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """Yield as many batches as this process may read. The loader need not know how to end after its length."""
+        for left in reversed(range(count)):
             batch = next(batches, NOTHING)
             if batch is NOTHING:
-                self._end(read)
                 return
-            read += 1
+            if not left:
+                self._end_pass(batches)
             yield batch
             # Do not hold the batch while the next one is read.
             del batch
-        self.ahead = self._next(batches, read)
-        if self.ahead is NOTHING:
-            self._end(read)
-        yield from self._read_ahead(batches, read)
+
+    def _end_pass(self, batches: Iterator[Any]) -> None:
+        """Let torch's own iterators, and loaders with a state, note the end of the pass; report batches beyond it."""
+        loader = self.loader
+        promised = self.extent.promised
+        is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+        if self.extent.limit < promised or not (is_of_torch or has_state(loader)):
+            return
+        if next(batches, NOTHING) is not NOTHING and self._on_wrong_length is not None:
+            self._on_wrong_length(int(promised), math.inf, False)
+
+    def _read_to_promise(self, batches: Iterator[Any], read: int, promised: int) -> Iterator[Any]:
+        """Yield the promised batches, or fewer where the data end before."""
+        for index in range(read, promised):
+            batch = next(batches, NOTHING)
+            if batch is NOTHING:
+                self._end(index)
+                return
+            yield batch
+            del batch
 
     def _read_ahead(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
         """Yield the batch that was read ahead, once the next one is read."""

@@ -107,26 +107,26 @@ class Source:
             return f"the {self.stage} loader that was passed"
         return f"`{type(self.owner).__name__}.{self.method}()`"
 
-    def report_wrong_length(self, promised: int, came: int, rank: int | None) -> None:
+    def report_wrong_length(self, promised: int, came: float, rank: int | None) -> None:
         """Warn once in a run that another number of batches came than was promised.
 
         Args:
             promised: Number that was promised.
-            came: Number that came.
+            came: Number that came; infinite: more than were read.
             rank: The rank of this process, if it alone knows this: data set and samplers were certain of the number.
         """
         if self._has_reported:
             return
         self._has_reported = True
         name = self.describe()
-        message = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {came}"
+        gave = "more, which are not read" if came > promised else came
+        message = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {gave}"
         if rank is not None:
             warn(f"{message} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
             return
         rank_zero_warn(
-            f"{message}. The pass ends where the data ends. What was planned by the length, such as a learning-rate"
-            " schedule over `trainer.estimated_stepping_batches`, does not fit: let `__len__` return the number of"
-            " batches."
+            f"{message}. What was planned by the length, such as a learning-rate schedule over"
+            " `trainer.estimated_stepping_batches`, does not fit the data: let `__len__` return the number of batches."
         )
 
     def report_different_data(self, index: int, lengths: list[int | None]) -> None:
@@ -330,12 +330,12 @@ class Loaders:
             combined=not self.single,
             before_opening=self.workers.starter(0),
             together=together,
-            limit_here=self.extent.limit,
+            limit_here=self.extent.num_batches if self.extent.certainty is Certainty.AT_END else self.extent.limit,
             on_wrong_length=self.report_wrong_length,
             seed=self._seed_of_pass(self.flat),
         )
 
-    def report_wrong_length(self, promised: int, came: int, certain: bool) -> None:
+    def report_wrong_length(self, promised: int, came: float, certain: bool) -> None:
         """Warn that another number of batches came than was promised; see `Source.report_wrong_length`."""
         self._source.report_wrong_length(promised, came, self._rank if certain else None)
 

@@ -167,7 +167,9 @@ class Promising(Sampler[int]):
 
 @pytest.mark.parametrize("promised", [None, 3, 6, 8])
 def test_a_batch_that_was_read_ahead_is_read_once(promised: int | None) -> None:
-    for seen in range(1, 6):
+    # Beyond its length a loader is not read.
+    read = min(6, promised or 6)
+    for seen in range(1, read):
         source = DataLoader(range(6), batch_size=1, sampler=Promising(promised))  # type: ignore[arg-type]
         stream = stream_of(source)
         begun = iter(stream)
@@ -175,7 +177,7 @@ def test_a_batch_that_was_read_ahead_is_read_once(promised: int | None) -> None:
             next(begun)
         resumed = stream_of(source)
         resumed.resume(seen, ahead=stream.ahead)
-        assert [int(batch) for batch in resumed] == list(range(seen, 6)), seen
+        assert [int(batch) for batch in resumed] == list(range(seen, read)), seen
 
 
 # The loaders of a stage

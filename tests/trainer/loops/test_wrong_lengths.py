@@ -1,11 +1,13 @@
-"""Passes end where the data ends, whatever a loader says of its length."""
+"""Passes end where the data ends, or at the length that a loader says: beyond it nothing is read."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -83,10 +85,11 @@ def test_a_wrong_length_changes_nothing(length: int, window: int, interval: floa
         options |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
     torch.manual_seed(0)
     right = Watched()
-    fit(right, stream(5, 5), **options)
+    read = min(length, 5)
+    fit(right, stream(read, read), **options)
     torch.manual_seed(0)
     wrong = Watched()
-    with pytest.warns(UserWarning, match=PROMISED.format(length, 5)) as told:
+    with pytest.warns(UserWarning, match=PROMISED.format(length, 5 if length > 5 else "more")) as told:
         run = fit(wrong, stream(5, length), tmp_path, **options)
     assert len([warning for warning in told if "promised" in str(warning.message)]) == 1
     assert torch.equal(weights(wrong), weights(right))
@@ -119,26 +122,82 @@ def test_limits_hold(limit: float, count: int, read: int) -> None:
     assert run.global_step == read
 
 
-@pytest.mark.parametrize(("interval", "steps"), [(4, [4, 8]), (2, [2, 4, 6, 8]), (1.0, [8])])
-def test_an_interval_in_batches_holds_in_a_longer_epoch(interval: float, steps: list[int]) -> None:
+class Strict:
+    """A loader whose iterator fails where it is asked for more than its length, as a strict `zip` does."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.count):
+            yield torch.rand(2, 2)
+        raise ValueError("zip() argument 2 is longer than argument 1")
+
+
+class StrictLoader(DataLoader[Tensor]):
+    """The same as a `DataLoader` of one's own."""
+
+    def __iter__(self) -> Any:
+        first = super().__iter__()
+        return (batch for batch, _ in zip(first, itertools.cycle([0]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [Strict, lambda count: StrictLoader(torch.rand(2 * count, 2), batch_size=2)], ids=["own", "derived"]
+)
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"prefetch": False}])
+def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(make: Any, options: dict[str, Any]) -> None:
+    module = Watched()
+    run = trainer(max_epochs=2, num_sanity_val_steps=-1, **options)
+    run.fit(module, make(3), make(2))
+    steps = options.get("limit_train_batches", 3)
+    assert [event for event in module.events if event[0] == "epoch"] == [
+        ("epoch", steps, True),
+        ("epoch", 2 * steps, True),
+    ]
+    run.validate(module, make(2), verbose=False)
+    module.predict_step = lambda batch, batch_idx: batch  # type: ignore[method-assign]
+    assert len(run.predict(module, make(3))) == 3
+
+
+def test_processes_ask_their_loaders_for_no_batch_beyond_their_lengths() -> None:
+    """Where one has more batches, the other takes part without one."""
+    module = Small()
+    run = trainer(strategy="ddp", devices=2, max_epochs=2, use_distributed_sampler=False)
+    run.fit(module, datamodule=OfRank())
+    assert run.global_step == 6
+
+
+class OfRank(L.LightningDataModule):
+    """Rank 0 has 2 batches, rank 1 has 3."""
+
+    def train_dataloader(self) -> Strict:
+        return Strict(2 + self.trainer.global_rank)
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(4, [4]), (2, [2, 4]), (1.0, [4])])
+def test_data_beyond_the_length_are_not_read(interval: float, steps: list[int]) -> None:
     module = Watched()
     run = trainer(max_epochs=1, val_check_interval=interval, num_sanity_val_steps=0)
-    with pytest.warns(UserWarning, match=PROMISED.format(4, 8)):
+    with pytest.warns(UserWarning, match=PROMISED.format(4, "more, which are not read")):
         run.fit(module, stream(8, 4), stream(1, 1))
     assert [step for name, step, *_ in module.events if name == "validated"] == steps
 
 
-@pytest.mark.parametrize("length", [2, 5])
-def test_evaluations_read_what_comes(length: int) -> None:
+@pytest.mark.parametrize(("length", "read"), [(2, 2), (5, 3)])
+def test_evaluations_read_what_comes(length: int, read: int) -> None:
     module = Watched()
     seen = []
     module.validation_step = lambda batch, batch_idx: seen.append(len(batch))  # type: ignore[method-assign]
     module.predict_step = lambda batch, batch_idx: batch  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match=f"promised {length} batches by its length, and gave 3"):
+    with pytest.warns(UserWarning, match=PROMISED.format(length, "more" if length == read else read)):
         trainer().validate(module, stream(3, length), verbose=False)
-    assert seen == [2, 2, 2]
+    assert seen == [2] * read
     with pytest.warns(UserWarning, match="promised"):
-        assert len(trainer().predict(module, stream(3, length))) == 3
+        assert len(trainer().predict(module, stream(3, length))) == read
 
 
 def test_a_loader_that_begins_no_second_pass_is_not_read_for_ever() -> None:

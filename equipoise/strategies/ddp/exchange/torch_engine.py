@@ -139,7 +139,9 @@ class _Redirected(nn.Module):
 
 
 def _is_idle(result: StepResult) -> bool:
-    if result.loss is None:
+    """Return True if a backward of the loss would reach no parameter; its weight counts nevertheless."""
+    # A leaf that requires a gradient, such as `torch.zeros((), requires_grad=True)` for a batch without targets.
+    if result.loss is None or (result.loss.requires_grad and result.loss.grad_fn is None):
         return True
     return not isinstance(result.weight, Tensor) and result.weight == 0
 
