@@ -36,6 +36,7 @@ FEATURES: Mapping[str, str] = {
     "training": "A training",
     "dp": "strategy='dp'",
     "ddp": "strategy='ddp'",
+    "by hand": "Manual optimisation under strategy='ddp'",
     "fsdp": "strategy='fsdp'",
     "pipeline": "strategy='pipeline'",
     "ensemble": "strategy='ensemble'",
@@ -110,6 +111,7 @@ ADAPTERS: tuple[Adapter, ...] = (
         ),
         ("ddp recovery",),
     ),
+    Adapter("torch", ("torch.autograd._engine_run_backward", "torch._C._current_graph_task_id"), ("by hand",)),
     # What features do without.
     Adapter("torch", ("torch._C.DisableTorchFunction",), ("pipeline",), "modes of the user see copies of layers"),
     Adapter("lightning", ("lightning.pytorch.tuner.lr_finder._LRFinder",), ("learning rate finder",)),

@@ -137,6 +137,9 @@ class TrainingStep(PartwiseStep, Protocol):
             batch_size: Number of samples of its batch.
         """
 
+    def weight_of(self, part: Any) -> int:
+        """Return the number of samples of a whole batch, 1 where it is unknown."""
+
     def total_with(self, result: StepResult) -> Weight:
         """Return Σw of this process's window and of a result before its backward; 0 in manual optimisation."""
 

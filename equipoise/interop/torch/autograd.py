@@ -3,8 +3,9 @@
 `tests/interop/torch/test_autograd.py` notices when one of them changes.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch.overrides import has_torch_function
 from equipoise.interop.adapters import find, find_if_tested
 
 __all__ = [
+    "BackwardCall",
+    "intercept_backwards",
     "is_changed",
+    "is_in_backward",
     "next_node_number",
     "number_of_node",
     "run_backward",
@@ -27,6 +31,7 @@ _engine_run_backward: Callable[..., Any] | None = find_if_tested("torch.autograd
 _has_versions = find("torch.Tensor._version") is not None
 _get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
 _current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
+_current_graph_task_id: Callable[[], int] | None = find("torch._C._current_graph_task_id")
 
 
 def run_backward(loss: Tensor, gradient: Tensor) -> None:
@@ -97,3 +102,52 @@ def running_node() -> Any:
     if _current_autograd_node is None or _get_sequence_nr is None:
         return None
     return _current_autograd_node()
+
+
+# Every backward that Python code begins, by whatever public function, calls the engine under this name.
+_ENGINE_CALL = "_engine_run_backward"
+
+
+class BackwardCall(NamedTuple):
+    """A backward that is about to run.
+
+    Attributes:
+        run: Function that runs it, and returns the gradients of the inputs.
+        inputs: What the gradients are for. Empty: all leaves.
+        creates_graph: Whether the gradients get a graph.
+        accumulates: Whether gradients are added to `.grad`, as by `backward`; False: they are returned, as by `grad`.
+    """
+
+    run: Callable[[], Any]
+    inputs: Sequence[Any]
+    creates_graph: bool
+    accumulates: bool
+
+
+def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], None]:
+    """Let a function run every backward that Python code begins in this process: `torch.autograd.grad` and others.
+
+    No public hook sees what `torch.autograd.grad` returns, nor the end of a backward.
+
+    Args:
+        around: Function that receives a backward and returns its result.
+
+    Returns:
+        Function that ends this.
+    """
+    original = getattr(torch.autograd, _ENGINE_CALL)
+
+    def run(
+        outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Sequence[Any], *args: Any, **kw: Any
+    ) -> Any:
+        compute = partial(original, outputs, gradients, retain, create, inputs, *args, **kw)
+        return around(BackwardCall(compute, inputs, create, kw["accumulate_grad"]))
+
+    setattr(torch.autograd, _ENGINE_CALL, run)
+    return partial(setattr, torch.autograd, _ENGINE_CALL, original)
+
+
+def is_in_backward() -> bool:
+    """Return True within a backward, where a hook or a checkpointed forward may run another one."""
+    assert _current_graph_task_id is not None
+    return _current_graph_task_id() != -1

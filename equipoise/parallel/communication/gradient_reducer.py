@@ -8,7 +8,7 @@ each bucket is exchanged once per window: a process that is late, or repeats its
 The idea of buckets is that of Li et al., "PyTorch Distributed" (2020).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,8 @@ class _Bucket:
             self.weight = weight
             self.full_tail[-1] = weight
 
-    def fill(self) -> None:
-        """Copy the gradients into the flat tensor; missing gradients count as zeros."""
+    def fill(self, factor: float) -> None:
+        """Copy the gradients into the flat tensor, times a factor; missing gradients count as zeros."""
         # 1. Separate the parameters that have a gradient from those that have none.
         filled_views = []
         empty_views = []
@@ -103,15 +103,32 @@ class _Bucket:
         filled_views.append(self.tail)
         gradients.append(tail)
         foreach.copy_(filled_views, gradients)
+        if factor != 1:
+            self.flat[: -len(tail)].mul_(factor)
 
     def assign_gradients(self) -> None:
         """Make the sums the gradients; a parameter without a gradient in any process gets none."""
-        gradients: Sequence[Tensor | None] = self.views
-        # If this process has all gradients, the counts are positive and need not be read from the device.
-        if not self.is_complete:
-            gradients = self._views_with_gradients()
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self._sums(), strict=True):
             parameter.grad = gradient
+
+    def copy_gradients(self, factor: float) -> None:
+        """Copy the sums, times a factor, into the gradients, which others may hold; see `assign_gradients`."""
+        sums = self._sums()
+        self.flat[: -len(self.tail)].mul_(factor)
+        own = []
+        summed = []
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            if parameter.grad is not None and gradient is not None:
+                own.append(parameter.grad)
+                summed.append(gradient)
+            elif gradient is not None:
+                parameter.grad = gradient.clone()
+        with torch.no_grad():
+            foreach.copy_(own, summed)
+
+    def _sums(self) -> Sequence[Tensor | None]:
+        # If this process has all gradients, the counts are positive and need not be read from the device.
+        return self.views if self.is_complete else self._views_with_gradients()
 
     def _views_with_gradients(self) -> list[Tensor | None]:
         """Return the sum for each parameter; None if no process has a gradient of it."""
@@ -132,6 +149,7 @@ class GradientReducer:
         parameters: Parameters in the same order in all processes. Those that require no gradient are left out.
         bucket_megabytes: Size of a bucket in MiB. Default: 25.
         at_end: True exchanges gradients at the end of a window alone, and watches no parameter. Default: False.
+        on_gradient: Called when a gradient is ready while no exchange is open, which it may begin. Default: None.
 
     Example:
         >>> reducer = GradientReducer(module.parameters())  # doctest: +SKIP
@@ -141,13 +159,19 @@ class GradientReducer:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], bucket_megabytes: float = 25.0, *, at_end: bool = False
+        self,
+        parameters: Iterable[nn.Parameter],
+        bucket_megabytes: float = 25.0,
+        *,
+        at_end: bool = False,
+        on_gradient: Callable[[], None] | None = None,
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         bucket_size = int(bucket_megabytes * 2**20)
         groups = _group_into_buckets(trainable, bucket_size)
         self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
+        self._on_gradient = on_gradient
         if not at_end:
             self._register_hooks()
         # The weight travels with gradients if they are of float32 or wider: 257 would become 256 in bfloat16.
@@ -162,6 +186,7 @@ class GradientReducer:
         self._is_open = False
         self._eager = False
         self._broken = False
+        self._factor = 1.0
 
     def _register_hooks(self) -> None:
         for bucket in self._buckets:
@@ -182,15 +207,17 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, weight: Weight = 1, *, eager: bool = True) -> None:
+    def begin(self, weight: Weight = 1, *, eager: bool = True, factor: float = 1.0) -> None:
         """Prepare for the last backward of a window.
 
         Args:
             weight: Number that is summed along with the gradients. Default: 1.
             eager: True exchanges gradients as they become ready, False only at the end. Default: True.
+            factor: Number by which the gradients of this process are multiplied before the sum. Default: 1.
         """
         self._is_open = True
         self._eager = eager
+        self._factor = factor
         # After a failed attempt, buckets that were sent stay as they are.
         if not self._broken:
             self._next = 0
@@ -212,6 +239,8 @@ class GradientReducer:
 
     def _ready(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
         """Note that a gradient is ready, and send the buckets that are full."""
+        if not self._is_open and self._on_gradient is not None:
+            self._on_gradient()
         if not self._is_open or not self._eager:
             return
         if bucket.sent:
@@ -232,7 +261,7 @@ class GradientReducer:
     def _send(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.fill()
+        bucket.fill(self._factor)
         work = dist.all_reduce(bucket.flat, async_op=True)
         assert work is not None
         self._works.append(work)
@@ -254,10 +283,14 @@ class GradientReducer:
         """True if an exchange has begun and is not finished."""
         return self._is_open
 
-    def finish(self) -> None:
+    def finish(self, factor: float | None = None) -> None:
         """Send the remaining buckets and wait; afterwards the gradients are the sums.
 
         A parameter without a gradient in any process gets none.
+
+        Args:
+            factor: The sums, times this factor, are copied into the gradients of this process. Default: None, the
+                gradients become views of the buckets, which the next exchange overwrites.
         """
         self._is_open = False
         self._broken = False
@@ -265,16 +298,10 @@ class GradientReducer:
             self._send()
         for work, bucket in zip(self._works, self._buckets, strict=True):
             work.wait()
-            bucket.assign_gradients()
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients in place."""
-        gradients = []
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    gradients.append(parameter.grad)
-        foreach.multiply_(gradients, factor)
+            if factor is None:
+                bucket.assign_gradients()
+            else:
+                bucket.copy_gradients(factor)
 
 
 def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) -> list[list[nn.Parameter]]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.parallel.batches.calibration import SimulatedDevice
@@ -49,7 +49,7 @@ class DDPStrategy(ProcessStrategy):
 
     Args:
         engine: "torch": torch's DistributedDataParallel. "native": our own reducer, which exchanges gradients once per
-            window in every case. Manual optimisation always uses the native one. Default: "torch".
+            window in every case. Manual optimisation exchanges after each backward, with either. Default: "torch".
         shares: A number from 0 for each process, relative to one another, by which the samples of a step are shared
             out. "auto": measured in the first steps, so that all processes finish together and none exceeds its
             memory; then logged, to be pinned, and saved in checkpoints. Default: None, evenly.
@@ -188,16 +188,8 @@ class DDPStrategy(ProcessStrategy):
         if self._run is None:
             return step(parts[0])
         compute = partial(step, parts[0])
-        return self._run.recovery.run(compute, training=False, in_micro_batches=step.in_micro_batches)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run one backward; see `Strategy.backward`."""
-        # In automatic optimisation the exchange is part of `forward_backward`.
-        automatic = getattr(self._module, "automatic_optimization", True)
-        if self._run is None or automatic:
-            super().backward(loss, *args, **kwargs)
-        else:
-            self._run.exchange.manual_backward(loss, *args, **kwargs)
+        with self._run.exchange.paused():
+            return self._run.recovery.run(compute, training=False, in_micro_batches=step.in_micro_batches)
 
     def collect_gradients(self) -> None:
         """Complete the exchange of a window's last backward; see `Strategy.collect_gradients`."""

@@ -66,7 +66,7 @@ class TrainingEpoch:
         if not self.context.module.automatic_optimization:
             from equipoise.trainer.optimization.manual import ManualOptimization
 
-            return ManualOptimization(self.context)
+            return ManualOptimization(self.context, weight)
         return AutomaticOptimization(
             self.context,
             window,

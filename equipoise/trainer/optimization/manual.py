@@ -17,6 +17,7 @@ from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.backward import Backward
+from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 
@@ -29,12 +30,16 @@ __all__ = ["ManualOptimization"]
 class ManualOptimization:
     """The user's training step runs backward and steps the optimisers.
 
+    Args:
+        context: The run.
+        batch_weight: Finds the number of samples of a batch.
+
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
     """
 
-    def __init__(self, context: "RunContext") -> None:
+    def __init__(self, context: "RunContext", batch_weight: BatchWeight) -> None:
         strategy = context.strategy
         self._scaler = context.precision.scaler
         self._scaled_steps: ScaledSteps | None = None
@@ -47,7 +52,7 @@ class ManualOptimization:
         self._stepped: set[int] = set()
         self._before_step = context.hooks.bind("on_before_optimizer_step")
         self._optimizers = StrategyOptimizers(strategy.setup_optimizer)
-        self.step = _ManualStep(context)
+        self.step = _ManualStep(context, batch_weight)
         self.backward = _ManualBackward(context, self.step)
         self._forward_backward = strategy.forward_backward
         if context.recovers:
@@ -168,8 +173,9 @@ class _ManualStep(ModuleStep):
     begins_window = True
     window = None
 
-    def __init__(self, context: "RunContext") -> None:
+    def __init__(self, context: "RunContext", batch_weight: BatchWeight) -> None:
         super().__init__(context, "training_step")
+        self._batch_weight = batch_weight
         self.batch_idx = 0
         self.phase: Phase = "forward"
 
@@ -191,6 +197,9 @@ class _ManualStep(ModuleStep):
         return StepResult(None, None, output)
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None: ...
+
+    def weight_of(self, part: Any) -> int:
+        return self._batch_weight(part, self.batch_idx)
 
     def total_with(self, result: StepResult) -> Weight:
         return 0

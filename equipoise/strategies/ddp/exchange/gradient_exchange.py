@@ -1,17 +1,19 @@
-"""Gradient exchange of DDP: torch's DistributedDataParallel, or our reducer.
+"""Gradient exchange of DDP: torch's DistributedDataParallel, our reducer, or that of steps by hand.
 
-Both end a window with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the batches of all of them.
+All end with the same gradients in all processes: Σ wᵢgᵢ / Σ wᵢ over the batches of all of them.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.strategies.ddp.exchange.by_hand.manual_engine import ManualEngine
 from equipoise.strategies.ddp.exchange.native_engine import NativeEngine, has_one_backward
 from equipoise.strategies.ddp.exchange.torch_engine import TorchEngine
 
@@ -30,7 +32,8 @@ class GradientExchange:
         self._device = device
         self._options = options
         self._repeats_steps = False
-        self._engine: TorchEngine | NativeEngine | None = None
+        self._by_hand = not getattr(module, "automatic_optimization", True)
+        self._engine: TorchEngine | NativeEngine | ManualEngine | None = None
         # The parameters for which the engine was constructed, and whether each was trainable then.
         self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
@@ -43,12 +46,11 @@ class GradientExchange:
         """Compute the gradients of a batch; without parts, join the exchange only."""
         return self._current_engine().forward_backward(step, parts, last)
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward of manual optimisation and average its gradients over the processes immediately."""
-        engine = self._current_engine()
-        # The other engine is for automatic optimisation.
-        assert isinstance(engine, NativeEngine)
-        engine.manual_backward(loss, *args, **kwargs)
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context manager for a step of an evaluation, in which nothing is exchanged."""
+        if isinstance(self._engine, ManualEngine):
+            return self._engine.paused()
+        return nullcontext()
 
     def collect(self) -> None:
         """Complete the exchange of a window's last backward, before hooks read the exchanged gradients."""
@@ -73,9 +75,9 @@ class GradientExchange:
         if engine is not None:
             engine.close()
 
-    def _current_engine(self) -> TorchEngine | NativeEngine:
+    def _current_engine(self) -> TorchEngine | NativeEngine | ManualEngine:
         """Return the engine, another one if parameters were frozen or unfrozen since the last step."""
-        if self._engine is not None and self._trainable_parameters_differ():
+        if self._engine is not None and not self._by_hand and self._trainable_parameters_differ():
             self.close()
         if self._engine is None:
             self._parameters = list(self._module.parameters())
@@ -85,21 +87,15 @@ class GradientExchange:
 
     def _trainable_parameters_differ(self) -> bool:
         """Return whether parameters were frozen or unfrozen, so that the engine no longer fits."""
-        automatic = getattr(self._module, "automatic_optimization", True)
-        for parameter, trainable_before in zip(self._parameters, self._trainable, strict=True):
-            trainable = parameter.requires_grad
-            if trainable == trainable_before:
-                continue
-            # Manual optimisation freezes parameters in every step, without an effect on the exchange.
-            if trainable or automatic:
-                return True
-        return False
+        pairs = zip(self._parameters, self._trainable, strict=True)
+        return any(parameter.requires_grad != trainable_before for parameter, trainable_before in pairs)
 
-    def _make_engine(self) -> TorchEngine | NativeEngine:
+    def _make_engine(self) -> TorchEngine | NativeEngine | ManualEngine:
         """Return the engine for the module; the native engine takes the place of a wrapper that does not fit."""
+        if self._by_hand:
+            return ManualEngine(self._module, self._device, self._options)
         # Torch's wrapper computes a step once, with one backward.
-        automatic = getattr(self._module, "automatic_optimization", True)
-        fits_wrapper = automatic and not self._repeats_steps and has_one_backward(self._module)
+        fits_wrapper = not self._repeats_steps and has_one_backward(self._module)
         if self._name == "torch" and fits_wrapper:
             return TorchEngine(self._module, self._device, self._options)
         return NativeEngine(self._module, self._device, self._options)

@@ -3,16 +3,14 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import base_of
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
-from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
 from equipoise.strategies.distributed.window_totals import as_number, average_gradients
 
 __all__ = ["NativeEngine", "has_one_backward"]
@@ -28,17 +26,14 @@ class NativeEngine:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        self._automatic = bool(getattr(module, "automatic_optimization", True))
         # An override may run backward several times, and only the last run completes a gradient.
         self._one_backward = has_one_backward(module)
         self._reducer = GradientReducer(module.parameters(), options["bucket_cap_mb"])
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
         """Compute the gradients of a batch; without parts, join the exchange only."""
-        if not parts and not self._automatic:
-            refuse_missing_batch_by_hand()
         result = step(parts[0]) if parts else NO_RESULT
-        if last and self._automatic:
+        if last:
             self._reducer.begin(step.total_with(result), eager=self._one_backward)
         step.backward(result)
         # A result without a loss runs no backward, after which the trainer would collect.
@@ -54,13 +49,6 @@ class NativeEngine:
         """End a window; see `GradientExchange.finish`. The reducer has summed over the processes."""
         total = as_number(self._reducer.total())
         return average_gradients(window, optimizer, total, 1)
-
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward and average its gradients over the processes immediately."""
-        self._reducer.begin()
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._reducer.finish()
-        self._reducer.scale(1 / dist.get_world_size())
 
     def break_off(self) -> bool:
         """End a failed attempt; gradients that were sent stay as they are, since those were complete.

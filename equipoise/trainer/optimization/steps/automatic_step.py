@@ -161,6 +161,10 @@ class AutomaticStep(ModuleStep):
             return StepResult(loss, size, output, logged)
         return StepResult(loss, check_weight(weight), output, logged)
 
+    def weight_of(self, part: Any) -> int:
+        """Return the number of samples of a batch."""
+        return self._batch_weight(part, self.batch_idx)
+
     def total_with(self, result: StepResult) -> Weight:
         """Return Σw of the window, this result included."""
         weight = 0 if result.weight is None else result.weight

@@ -1,0 +1,1 @@
+"""Exchange of gradients in steps by hand: whatever function computes them, in all processes alike."""

@@ -1,0 +1,151 @@
+"""Exchange of gradients in steps by hand, by whatever function of torch the user computes them.
+
+loss.backward(), self.manual_backward(loss),   the mean of `.grad` over all processes, once the backward is done;
+torch.autograd.backward(loss)                  what was exchanged before is its own mean
+torch.autograd.grad(loss, parameters)          the mean of what is returned, with a graph if it has one
+optimizer.step(), the end of `training_step`   nothing, but all processes are there
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from equipoise.interop.adapters import check_feature
+from equipoise.interop.torch.autograd import BackwardCall, intercept_backwards, is_in_backward
+from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.gradient_reducer import GradientReducer
+from equipoise.parallel.gradient_marks import mark_exchanged
+from equipoise.parallel.step_protocols import StepResult, TrainingStep
+from equipoise.strategies.ddp.exchange.by_hand.means import Share
+from equipoise.strategies.ddp.exchange.by_hand.meetings import Kind, Meetings
+from equipoise.strategies.ddp.exchange.by_hand.optimizer_steps import OptimizerSteps
+from equipoise.strategies.ddp.exchange.by_hand.returned_gradients import ReturnedGradients
+from equipoise.strategies.distributed.loaders import refuse_missing_batch_by_hand
+
+__all__ = ["ManualEngine"]
+
+
+class ManualEngine:
+    """Exchanges the gradients of steps by hand.
+
+    Args:
+        module: The user's module, on its device.
+        device: The device.
+        options: `bucket_cap_mb`, the size of a bucket in MiB; other entries are ignored.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+        check_feature("by hand")
+        self._module = module
+        self._bucket_megabytes = options["bucket_cap_mb"]
+        self._watch_parameters()
+
+        # 1. The backward that runs: whether it has reached a parameter, and the meeting that it has begun. Gradients
+        #    are sent while it runs, except in the first one, and where others run within it or through its gradients.
+        self._has_gradients = False
+        self._sent: Any = None
+        self._overlaps = False
+        self._never_overlaps = False
+        self._is_paused = False
+
+        # 2. Every backward, and every step of an optimiser.
+        self._meetings = Meetings(self._join)
+        self._returned = ReturnedGradients(self._meetings)
+        self._steps = OptimizerSteps(_optimizers_of(module), self._meetings)
+        self._release = intercept_backwards(self._run_backward)
+
+    def _watch_parameters(self) -> None:
+        """Exchange the gradients of the parameters that require one from now on."""
+        parameters = list(self._module.parameters())
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._reducer = GradientReducer(self._parameters, self._bucket_megabytes, on_gradient=self._begin_exchange)
+
+    def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
+        """Run a step, and wait for the end of those of the other processes."""
+        if not parts:
+            refuse_missing_batch_by_hand()
+        self._meetings.step += 1
+        self._meetings.weight = float(step.weight_of(parts[0]))
+        result = step(parts[0])
+        self._meetings.meet(Kind.END)
+        return result
+
+    def _run_backward(self, call: BackwardCall) -> Any:
+        """Run a backward of the user, and exchange its gradients."""
+        if self._is_paused:
+            return call.run()
+        if is_in_backward():
+            # Of a checkpointed part, or of a hook: what it adds belongs to the outer backward.
+            self._never_overlaps = True
+            return call.run()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._reducer.close()
+            self._watch_parameters()
+        self._never_overlaps = self._never_overlaps or call.creates_graph
+        if not call.accumulates:
+            return self._returned.exchange(call, self._numbers)
+
+        # 1. The backward. It may reach no parameter.
+        self._has_gradients = False
+        self._sent = None
+        self._overlaps = self._meetings.reference is not None and not self._never_overlaps
+        try:
+            call.run()
+        except BaseException:
+            self._meetings.is_broken = self._sent is not None
+            raise
+
+        # 2. The exchange.
+        if self._has_gradients and call.creates_graph:
+            self._returned.exchange_with_graph(self._parameters)
+        elif self._has_gradients:
+            self._meetings.exchange(self._sent or self._meetings.send(Kind.BACKWARD))
+        return None
+
+    def _begin_exchange(self) -> None:
+        """Note that a backward has reached a parameter, and begin the exchange if it overlaps with the backward."""
+        self._has_gradients = True
+        if self._overlaps and not self._is_paused:
+            self._sent = self._meetings.send(Kind.BACKWARD)
+            self._reducer.begin(factor=self._meetings.factor)
+
+    def _join(self, share: Share) -> None:
+        """Make the gradients the means over all processes, of which some have run a backward."""
+        if not self._reducer.is_open:
+            self._reducer.begin(eager=False, factor=share.factor)
+        self._reducer.finish(1 / share.total)
+        mark_exchanged(parameter.grad for parameter in self._parameters)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exchange nothing in a `with` block, such as a step of an evaluation, of which others have another number."""
+        before = self._is_paused
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def collect(self) -> None:
+        """Do nothing: gradients are exchanged when their backward ends."""
+
+    def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
+        """Do nothing: there are no windows in manual optimisation."""
+        return False
+
+    def close(self) -> None:
+        """Release torch, the optimisers and the module."""
+        self._release()
+        self._steps.close()
+        self._reducer.close()
+
+
+def _optimizers_of(module: Any) -> list[Optimizer]:
+    optimizers = module.optimizers(use_pl_optimizer=False)
+    return optimizers if isinstance(optimizers, list) else [optimizers]

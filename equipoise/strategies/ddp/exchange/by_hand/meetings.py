@@ -1,0 +1,171 @@
+"""What the processes of a run are about to do in a step by hand, told to one another before anything else is exchanged.
+
+Each backward, each step of an optimiser and each end of a `training_step` is an event, of which all processes exchange
+one row of numbers on the host:
+
+    process 0   backward   backward    step       end        those at a backward exchange gradients, and all others
+    process 1   backward   step, joins step       end        join with what they have; at any other event all wait
+
+So a process that has no backward where others have one, or fewer of them, is no obstacle. Where processes step
+different optimisers, or one has ended its step, all raise one error.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from equipoise.errors import StepError
+from equipoise.parallel.communication.process_group import host_group
+from equipoise.strategies.ddp.exchange.by_hand.means import Share
+
+__all__ = ["Event", "Kind", "Meetings"]
+
+
+class Kind(IntEnum):
+    """What a process is about to do."""
+
+    BACKWARD = 0
+    BACKWARD_WITH_GRAPH = 1
+    GRAD = 2
+    SECOND_BACKWARD = 3
+    STEP = 4
+    END = 5
+
+
+_TEXTS = {
+    Kind.BACKWARD: "runs a backward",
+    Kind.BACKWARD_WITH_GRAPH: "runs a backward with create_graph=True",
+    Kind.GRAD: "computes gradients by `torch.autograd.grad`",
+    Kind.SECOND_BACKWARD: "runs a backward through gradients",
+    Kind.STEP: "steps an optimiser",
+    Kind.END: "has ended its `training_step`",
+}
+
+
+class Event(NamedTuple):
+    """An event in one process, as a row of numbers.
+
+    Attributes:
+        kind: A `Kind`.
+        step: The number of the training step.
+        detail: What events of one kind that are alike have in common: the optimiser, or the parameters.
+        weight: The number of samples of the step in this process.
+        loss: The loss of an optimiser's closure; NaN where nothing reads it.
+        compared: The number of tensors that the processes compare.
+        total: Their sum.
+        size: The sum of their absolute values.
+    """
+
+    kind: float
+    step: float
+    detail: float = 0
+    weight: float = 1
+    loss: float = 0
+    compared: float = 0
+    total: float = 0
+    size: float = 0
+
+
+class Meetings:
+    """Lets the processes meet at their events.
+
+    Args:
+        join: Function that exchanges gradients where others are at a backward.
+
+    Attributes:
+        step: The number of the training step.
+        weight: The number of samples that this process has in it.
+        reference: The first weight of process 0, which stands for 1; None before the first meeting.
+        has_joined: Whether a process had no backward where others had one, since the last step of an optimiser.
+        is_broken: Whether this process has left an exchange in its midst, by an error that the user's code may catch.
+    """
+
+    def __init__(self, join: Callable[[Share], None]) -> None:
+        self._join = join
+        self._rank = dist.get_rank()
+        self._size = dist.get_world_size()
+        self.step = 0
+        self.weight = 1.0
+        self.reference: float | None = None
+        self.has_joined = False
+        self.is_broken = False
+
+    @property
+    def factor(self) -> float:
+        """The factor of the gradients of this process in their sum; after the first meeting."""
+        assert self.reference is not None
+        return self.weight / self.reference
+
+    def send(self, kind: Kind, **more: float) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to exchange an event. Return what `receive` takes."""
+        if self.is_broken:
+            raise StepError("A backward has failed while its gradients were exchanged. Let its error end the training.")
+        event = Event(kind=kind, step=self.step, weight=self.weight, **more)
+        rows = torch.zeros(self._size, len(event), dtype=torch.float64)
+        rows[self._rank] = torch.tensor(event, dtype=torch.float64)
+        work = dist.all_reduce(rows, group=host_group(), async_op=True)
+        assert work is not None
+        return rows, work
+
+    def receive(self, sent: tuple[torch.Tensor, dist.Work]) -> tuple[list[Event], Share]:
+        """Return the events of all processes, by rank, and the share of this one in a mean by numbers of samples."""
+        rows, work = sent
+        work.wait()
+        events = [Event(*row) for row in rows.tolist()]
+        if self.reference is None:
+            self.reference = events[0].weight or 1.0
+        total = sum(event.weight for event in events) / self.reference
+        # Without any sample, all have equal parts.
+        share = Share(self.factor, total) if total else Share(1.0, self._size)
+        return events, share
+
+    def exchange(self, sent: tuple[torch.Tensor, dist.Work]) -> None:
+        """Exchange the gradients of a backward, which some processes may not have."""
+        events, share = self.receive(sent)
+        self._exchange(events, share)
+
+    def _exchange(self, events: list[Event], share: Share) -> None:
+        self.has_joined = self.has_joined or any(event.kind != Kind.BACKWARD for event in events)
+        self._join(share)
+        # A process that is a step ahead is found once what it has sent is received.
+        if len({event.step for event in events}) > 1:
+            raise _differences(events)
+
+    def meet(self, kind: Kind, more: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
+        """Wait until all processes are at an event of this kind, and join those that are at a backward until then.
+
+        Args:
+            kind: The kind of the event.
+            more: Function that returns its other numbers; it is called again after an exchange.
+
+        Raises:
+            StepError: In all processes, if another one is at another event.
+        """
+        while True:
+            events, share = self.receive(self.send(kind, **more()))
+            if all(event.kind != Kind.BACKWARD for event in events):
+                break
+            self._exchange(events, share)
+        if len({event[:3] for event in events}) > 1:
+            raise _differences(events)
+        return events, share
+
+
+def _differences(events: list[Event]) -> StepError:
+    texts = []
+    for rank, event in enumerate(events):
+        text = _TEXTS[Kind(int(event.kind))]
+        if event.step != events[0].step:
+            text += " of another batch"
+        elif event.kind == events[0].kind and event.detail != events[0].detail:
+            text += ", but another one, or of another size"
+        texts.append(f"process {rank} {text}")
+    return StepError(
+        f"In a step by hand the processes differ: {'; '.join(texts)}. They hold one set of weights, so all of them"
+        " take the same steps. Let what a step does depend on `batch_idx`, or on values that are equal in all"
+        " processes, as `self.all_gather` makes them. A process whose samples give no loss may run"
+        " `self.manual_backward` on a loss of 0, or no backward, but it steps the same optimisers."
+    )

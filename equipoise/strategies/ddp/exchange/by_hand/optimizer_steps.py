@@ -1,0 +1,87 @@
+"""Steps of optimisers by hand: all processes take them together, with the same gradients."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from equipoise.errors import StepError
+from equipoise.interop.torch.optimizers import is_of_torch
+from equipoise.parallel.gradient_marks import is_exchanged, scaling_of
+from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
+from equipoise.strategies.ddp.exchange.by_hand.meetings import Event, Kind, Meetings
+
+__all__ = ["OptimizerSteps"]
+
+
+class OptimizerSteps:
+    """Lets the processes meet before each step of an optimiser, by hooks on the optimisers.
+
+    Args:
+        optimizers: The optimisers.
+        meetings: Where the processes meet.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], meetings: Meetings) -> None:
+        self._meetings = meetings
+        self._handles = []
+        for number, optimizer in enumerate(optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, number)))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Meet the others, after the optimiser's closure if it has one."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._meet(number, optimizer, math.nan)
+            return None
+
+        def compute() -> Any:
+            loss = closure()
+            # Other optimisers of torch only return the loss.
+            reads_loss = isinstance(loss, Tensor) and (isinstance(optimizer, LBFGS) or not is_of_torch(optimizer))
+            events = self._meet(number, optimizer, loss.item() if reads_loss else math.nan)
+            return _mean_loss(loss, events) if reads_loss else loss
+
+        return args[:1], {**kwargs, "closure": compute}
+
+    def _meet(self, number: int, optimizer: Optimizer, loss: float) -> list[Event]:
+        """Meet the others at a step, and check that all have the same gradients."""
+        compared: list[Tensor] = []
+
+        def event() -> dict[str, float]:
+            gradients = []
+            for group in optimizer.param_groups:
+                gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            # After an exchange without a backward of this process, it has not done what others have done meanwhile.
+            every = self._meetings.has_joined
+            compared[:] = [gradient for gradient in gradients if every or not is_exchanged(gradient)]
+            is_scaled = any(scaling_of(gradient) == "scaled" for gradient in gradients)
+            return {"detail": 2 * number + is_scaled, "loss": loss, **digest(compared)}
+
+        events, _ = self._meetings.meet(Kind.STEP, event)
+        self._meetings.has_joined = False
+        if not agree(events, compared):
+            raise StepError(
+                "The processes have different gradients before the step of an optimiser. What"
+                " `self.manual_backward(loss)`, `loss.backward()` and `torch.autograd.grad(loss, parameters)` compute"
+                " is exchanged. What a process assigns to `.grad` in another way is not, nor what it did with"
+                " gradients while it had no backward of its own. Take `self.manual_backward` in all processes, or"
+                " average what you assign over them by `self.all_gather`."
+            )
+        return events
+
+
+def _mean_loss(loss: Tensor, events: Sequence[Event]) -> Tensor:
+    """Return the loss of the samples of all processes, by which an optimiser decides."""
+    total = sum(event.weight for event in events)
+    mean = sum(event.weight * event.loss for event in events) / total
+    return torch.full_like(loss, mean)

@@ -1,0 +1,111 @@
+"""Gradients that `torch.autograd.grad` returns, or that a backward gives a graph: their means over all processes.
+
+Of the parameters of the module they are means, as a loss is that of the samples of all processes. Of any other tensor,
+such as the samples, they belong to this process.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from equipoise.interop.torch.autograd import BackwardCall
+from equipoise.parallel.gradient_marks import mark_exchanged
+from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
+from equipoise.strategies.ddp.exchange.by_hand.means import Share, mean_of, mean_with_graph, passes_mean
+from equipoise.strategies.ddp.exchange.by_hand.meetings import Kind, Meetings
+
+__all__ = ["ReturnedGradients"]
+
+_MEANS = (
+    "`torch.autograd.grad` returns for a parameter of the module the mean over the samples of all processes. For the"
+    " gradients of single samples or tasks take `torch.func.grad`, or the gradient for a copy of the parameter."
+)
+
+
+class ReturnedGradients:
+    """Exchanges gradients that are not, or not only, in `.grad`.
+
+    Args:
+        meetings: Where the processes meet.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings = meetings
+        # Whether a gradient was given a graph, so that other tensors may be computed from it.
+        self._has_graphs = False
+        self._has_told = False
+
+    def exchange(self, call: BackwardCall, numbers: Mapping[int, int]) -> Sequence[Tensor | None]:
+        """Run `torch.autograd.grad`. Return its results; those for parameters are means over all processes.
+
+        Args:
+            call: The call.
+            numbers: The number of each parameter, by identity.
+        """
+        results: Sequence[Tensor | None] = call.run()
+        # 1. Find the parameters among the inputs, and what was computed from means of their gradients: weights after a
+        #    step with a graph are weights, if all processes have the same.
+        inputs: list[Any] = [_tensor_of(value) for value in call.inputs]
+        indices = [index for index, value in enumerate(inputs) if id(value) in numbers]
+        derived: list[int] = []
+        if self._has_graphs:
+            derived = [index for index, value in enumerate(inputs) if passes_mean(value)]
+        if not indices and not derived:
+            return results
+
+        # 2. Meet, and compare.
+        chosen = [numbers[id(inputs[index])] for index in indices]
+        detail = hash((*chosen, len(derived), call.creates_graph)) % 2**48
+        compared = [inputs[index] for index in derived]
+        events, share = self._meetings.meet(Kind.GRAD, lambda: {"detail": detail, **digest(compared)})
+        if agree(events, compared):
+            indices += derived
+
+        # 3. Exchange.
+        if not self._has_told:
+            self._has_told = True
+            rank_zero_info(_MEANS)
+        gradients = [results[index] for index in indices]
+        means = self.means(gradients, [inputs[index] for index in indices], share, with_graph=call.creates_graph)
+        exchanged = list(results)
+        for index, mean in zip(indices, means, strict=True):
+            exchanged[index] = mean
+        return tuple(exchanged)
+
+    def exchange_with_graph(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the gradients of parameters their means, through which another backward may run."""
+        _, share = self._meetings.meet(Kind.BACKWARD_WITH_GRAPH)
+        gradients = self.means([parameter.grad for parameter in parameters], parameters, share, with_graph=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def means(
+        self, gradients: Sequence[Tensor | None], likes: Sequence[Tensor], share: Share, *, with_graph: bool
+    ) -> list[Tensor | None]:
+        """Return the mean of each gradient; None for one that no process has."""
+        if not gradients:
+            return []
+        filled = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
+        present = filled[0].new_tensor([gradient is not None for gradient in gradients])
+        if with_graph:
+            self._has_graphs = True
+            *means, present = mean_with_graph([*filled, present], share, self._meet_again)
+        else:
+            *means, present = mean_of([*filled, present], share)
+        mark_exchanged(means)
+        if all(gradient is not None for gradient in gradients):
+            return list(means)
+        return [mean if count else None for mean, count in zip(means, present.tolist(), strict=True)]
+
+    def _meet_again(self) -> None:
+        self._meetings.meet(Kind.SECOND_BACKWARD)
+
+
+def _tensor_of(value: Tensor | torch.autograd.graph.GradientEdge) -> Tensor | None:
+    """Return an input of `torch.autograd.grad` as a tensor; the node of an edge names the leaf that it belongs to."""
+    if isinstance(value, Tensor):
+        return value
+    return getattr(value.node, "variable", None)

@@ -1,0 +1,125 @@
+"""Steps by hand in several processes: gradients by any road, and processes that do different things."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import DDPStrategy, StepError
+from tests.conftest import ignoring
+from tests.strategies.ddp.programs_by_hand import PROGRAMS, ByHand
+from tests.support.pipelines import quiet
+
+pytestmark = ignoring(r"Using backward\(\) with create_graph=True")
+
+
+def data(count: int) -> TensorDataset:
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(count, 4, generator=draw).double(), torch.randn(count, 2, generator=draw).double()
+    return TensorDataset(x, y, torch.arange(count))
+
+
+def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, batch_size: int) -> list[torch.Tensor]:
+    """The weights after two epochs."""
+    module = make()
+    trainer = quiet(strategy=strategy, devices=["cpu"] * processes, max_epochs=2, precision="64-true")
+    trainer.fit(module, DataLoader(data(count), batch_size=batch_size))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("torch", 2), ("native", 2), ("native", 3)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_by_any_road(name: str, engine: Any, processes: int) -> None:
+    """As on one device, though the last batch is uneven."""
+    count = 4 * processes * 3 + 2 * processes - 1
+    one = weights_of(PROGRAMS[name], "single_device", 1, count, 3 * processes)
+    assert difference(one, weights_of(ByHand, "single_device", 1, 3, 3)) > 1e-3
+    several = weights_of(PROGRAMS[name], DDPStrategy(engine=engine), processes, count, 3)
+    assert difference(one, several) < 1e-12
+
+
+# What cannot be as on one device
+
+
+def extra_backward(self: ByHand, batch: Any, batch_idx: int) -> None:
+    optimizer = self.optimizers()
+    for _ in range(1 + self.global_rank):
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+def no_step(self: ByHand, batch: Any, batch_idx: int) -> None:
+    self.loss(batch).backward()
+    if batch_idx != 1 or self.global_rank:
+        self.optimizers().step()
+
+
+def clips_alone(self: ByHand, batch: Any, batch_idx: int) -> None:
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    if self.global_rank:
+        self.loss(batch).backward()
+    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+    optimizer.step()
+
+
+def assigned_from_elsewhere(self: ByHand, batch: Any, batch_idx: int) -> None:
+    optimizer = self.optimizers()
+    for parameter in self.parameters():
+        parameter.grad = torch.full_like(parameter, batch[0].mean().item())
+    optimizer.step()
+
+
+def parameters_by_rank(self: ByHand, batch: Any, batch_idx: int) -> None:
+    optimizer = self.optimizers()
+    torch.autograd.grad(self.loss(batch), self.weights[: 2 + self.global_rank])
+    optimizer.step()
+
+
+def graph_by_rank(self: ByHand, batch: Any, batch_idx: int) -> None:
+    """One process alone takes a second backward through gradients."""
+    loss = self.loss(batch)
+    gradients = torch.autograd.grad(loss, self.weights, create_graph=True)
+    if self.global_rank:
+        loss = loss + gradients[0].square().sum()
+    loss.backward()
+    self.optimizers().step()
+
+
+def caught(self: ByHand, batch: Any, batch_idx: int) -> None:
+    """An error in a backward of one process, which goes on."""
+
+    def fails(gradient: torch.Tensor) -> None:
+        if batch_idx == 1 and self.global_rank:
+            raise ValueError("on purpose")
+
+    loss = (self.net(batch[0]) - batch[1]).square().mean()
+    self.net[0].weight.register_hook(fails)
+    with contextlib.suppress(ValueError):
+        loss.backward()
+    self.optimizers().step()
+
+
+REFUSED = {
+    extra_backward: r"process 0 has ended its `training_step`; process 1 (runs a backward|steps an opt).*manual_backw",
+    no_step: r"process 0 has ended its `training_step`; process 1 steps an optimiser",
+    clips_alone: r"different gradients before the step.*`self.manual_backward` in all processes",
+    assigned_from_elsewhere: r"different gradients before the step.*self.all_gather",
+    parameters_by_rank: r"process 1 computes gradients by `torch.autograd.grad`, but another one",
+    graph_by_rank: r"process 0 steps an optimiser; process 1 runs a backward through gradients",
+    caught: r"A backward has failed while its gradients were exchanged",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
+def test_processes_that_differ_are_refused(step: Any) -> None:
+    make = type(step.__name__, (ByHand,), {"training_step": step})
+    with pytest.raises(StepError, match=REFUSED[step]):
+        weights_of(make, DDPStrategy(timeout=60), 2, 12, 3)
