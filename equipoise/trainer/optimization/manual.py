@@ -19,6 +19,7 @@ from equipoise.trainer.optimization.configuration.optimizers import takes_no_clo
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.scaled_gradients import ScaledGradients
 from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class ManualOptimization:
         strategy = context.strategy
         self._scaler = context.precision.scaler
         self._scaled_steps: ScaledSteps | None = None
+        self._scaled_gradients: ScaledGradients | None = None
         if self._scaler is not None:
             self._scaled_steps = ScaledSteps(self._scaler)
+            self._scaled_gradients = ScaledGradients(context.module, self._scaler)
         self._counts = context.state.progress.manual_step.current
         # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
         # the scale was updated.
@@ -53,7 +56,7 @@ class ManualOptimization:
         self._before_step = context.hooks.bind("on_before_optimizer_step")
         self._optimizers = StrategyOptimizers(strategy.setup_optimizer)
         self.step = _ManualStep(context, batch_weight)
-        self.backward = _ManualBackward(context, self.step)
+        self.backward = _ManualBackward(context, self.step, self._scaled_gradients)
         self._forward_backward = strategy.forward_backward
         if context.recovers:
             from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
@@ -81,6 +84,8 @@ class ManualOptimization:
         """Remove the hooks on the optimisers, at the end of the epoch or after a failure."""
         if self._scaled_steps is not None:
             self._scaled_steps.close()
+        if self._scaled_gradients is not None:
+            self._scaled_gradients.close()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step an optimiser, with the hooks and the scaler; a LightningOptimizer calls this."""
@@ -92,9 +97,10 @@ class ManualOptimization:
         # 1. The step, with everything that the user's closure computes.
         self._counts.make_ready()
         self.step.enter_phase("optimizer step")
-        if self._scaled_steps is not None:
+        if self._scaled_steps is not None and self._scaled_gradients is not None:
             # A scaler takes no closure.
             result = self._take_scaled_step(strategy_optimizer, compute, self._scaled_steps, **kwargs)
+            self._scaled_gradients.settle(optimizer)
         elif closure is no_closure and takes_no_closure(optimizer):
             # A closure costs more than a small step, so it is left out if neither the optimiser nor the user can tell.
             compute()
@@ -133,6 +139,8 @@ class ManualOptimization:
         if key in self._stepped:
             self._update_scale(scaled_steps.scaler)
         compute()
+        if not self._are_scaled(strategy_optimizer.optimizer):
+            return scaled_steps.take_plain(strategy_optimizer, **kwargs)
         result = scaled_steps.take(strategy_optimizer, **kwargs)
         self._unscaled.discard(key)
         self._stepped.add(key)
@@ -149,10 +157,13 @@ class ManualOptimization:
         """Divide the gradients of an optimiser by the scale of the loss, once before its step."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._scaler is None or id(optimizer) in self._unscaled:
+        if self._scaler is None or id(optimizer) in self._unscaled or not self._are_scaled(optimizer):
             return
         self._optimizers.of(optimizer).unscale(self._scaler)
         self._unscaled.add(id(optimizer))
+
+    def _are_scaled(self, optimizer: Optimizer) -> bool:
+        return self._scaled_gradients is not None and self._scaled_gradients.are_scaled(optimizer)
 
     def outputs(self, result: StepResult) -> dict[str, Any]:
         """Return what `on_train_batch_end` receives."""
@@ -210,11 +221,13 @@ class _ManualStep(ModuleStep):
 class _ManualBackward:
     """The user's backwards, of which the step notes the phase."""
 
-    def __init__(self, context: "RunContext", step: _ManualStep) -> None:
-        self._backward = Backward(context)
+    def __init__(self, context: "RunContext", step: _ManualStep, gradients: ScaledGradients | None) -> None:
+        self._run = Backward(context).manual
+        if gradients is not None:
+            self._run = gradients.as_scaled(self._run)
         self._step = step
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._step.enter_phase("backward")
-        self._backward.manual(loss, *args, **kwargs)
+        self._run(loss, *args, **kwargs)
         self._step.enter_phase("training step")

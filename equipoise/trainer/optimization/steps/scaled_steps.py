@@ -54,6 +54,12 @@ class ScaledSteps:
             self._overflows.append(None)
         return strategy_optimizer.scaled_step(self.scaler, **kwargs)
 
+    def take_plain(self, strategy_optimizer: StrategyOptimizer, **kwargs: Any) -> Any:
+        """Step an optimiser whose gradients are of their own size."""
+        self._number += 1
+        self._overflows.append(None)
+        return strategy_optimizer.step(**kwargs)
+
     def _watch(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Register the hook. An object that only looks like an optimiser may have none."""
         try:

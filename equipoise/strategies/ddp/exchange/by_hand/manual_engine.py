@@ -18,7 +18,7 @@ from equipoise.interop.adapters import check_feature
 from equipoise.interop.torch.autograd import BackwardCall, intercept_backwards, is_in_backward
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
-from equipoise.parallel.gradient_marks import mark_exchanged
+from equipoise.parallel.gradient_marks import mark_exchanged, mark_scaled, scaling_of
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.exchange.by_hand.means import Share
 from equipoise.strategies.ddp.exchange.by_hand.meetings import Kind, Meetings
@@ -119,8 +119,15 @@ class ManualEngine:
         """Make the gradients the means over all processes, of which some have run a backward."""
         if not self._reducer.is_open:
             self._reducer.begin(eager=False, factor=share.factor)
+        missing = [parameter for parameter in self._parameters if parameter.grad is None]
         self._reducer.finish(1 / share.total)
-        mark_exchanged(parameter.grad for parameter in self._parameters)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        mark_exchanged(gradients)
+        # What only others have computed is of the size of what this process has computed.
+        if missing and self._has_gradients and any(scaling_of(gradient) == "scaled" for gradient in gradients):
+            for parameter in missing:
+                if parameter.grad is not None:
+                    mark_scaled(parameter.grad, "scaled")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
