@@ -5,9 +5,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from equipoise.interop.torch.autograd import is_changed, next_node_number, number_of_node, run_backward, running_node
+from equipoise.interop.torch.autograd import (
+    BackwardCall,
+    intercept_backwards,
+    is_changed,
+    is_in_backward,
+    next_node_number,
+    number_of_node,
+    run_backward,
+    running_node,
+)
 
 
 def loss_of(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor]]:
@@ -106,3 +117,36 @@ def test_the_running_node() -> None:
     output.sum().backward()
     assert seen == [number]
     assert running_node() is None
+
+
+def test_every_backward_is_intercepted() -> None:
+    """Whichever function begins it; one within another says so."""
+    seen: list[tuple[bool, bool, int, bool]] = []
+
+    def around(call: BackwardCall) -> Any:
+        seen.append((call.accumulates, call.creates_graph, len(call.inputs), is_in_backward()))
+        return call.run()
+
+    def again(x: Tensor) -> Tensor:
+        return checkpoint(torch.sin, x, use_reentrant=True)
+
+    end = intercept_backwards(around)
+    try:
+        x = torch.ones(3, requires_grad=True)
+        x.sum().backward()
+        torch.autograd.backward([x.sum()], inputs=[x])
+        (slope,) = grad(x.square().sum(), x, create_graph=True)
+        torch.func.grad(lambda x: x.sum())(x)
+        again(x).sum().backward()
+    finally:
+        end()
+    x.sum().backward()
+    assert torch.equal(slope, 2 * x)
+    assert seen == [
+        (True, False, 0, False),
+        (True, False, 1, False),
+        (False, True, 1, False),
+        (False, True, 1, False),
+        (True, False, 0, False),
+        (True, False, 0, True),
+    ]

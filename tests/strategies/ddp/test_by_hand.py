@@ -44,6 +44,39 @@ def test_gradients_by_any_road(name: str, engine: Any, processes: int) -> None:
     assert difference(one, several) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["plain", "clipped", "penalty", "sharpness", "Limited"])
+def test_uneven_shares(name: str) -> None:
+    """A process counts as much as it has samples."""
+    one = weights_of(PROGRAMS[name], "single_device", 1, 16, 6)
+    assert difference(one, weights_of(PROGRAMS[name], DDPStrategy(shares=[1, 2]), 2, 16, 3)) < 1e-12
+
+
+class Adapts(ByHand):
+    """Takes steps in its evaluation too, where processes have other numbers of batches."""
+
+    def gradients(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            optimizer = torch.optim.SGD([x], lr=0.1)
+            self.loss((x, batch[1].clone())).backward()
+            optimizer.step()
+        self.zero_grad()
+
+
+def test_an_evaluation_exchanges_nothing() -> None:
+    trained = []
+    for strategy, processes in (("single_device", 1), ("ddp", 2)):
+        module = Adapts()
+        trainer = quiet(strategy=strategy, devices=["cpu"] * processes, precision="64-true", inference_mode=False)
+        validation = DataLoader(data(9), batch_size=3)
+        trainer.fit(module, DataLoader(data(12), batch_size=6 // processes), validation)
+        trained.append([parameter.detach() for parameter in module.parameters()])
+    assert difference(*trained) < 1e-12
+
+
 # What cannot be as on one device
 
 

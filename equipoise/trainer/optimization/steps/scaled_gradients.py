@@ -8,8 +8,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
-from equipoise.parallel.gradient_marks import mark_scaled, scaling_of
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.gradient_marks import mark_scaled, scaling_of
 
 __all__ = ["ScaledGradients"]
 

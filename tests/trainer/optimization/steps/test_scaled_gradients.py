@@ -56,7 +56,7 @@ def assigned(self: Two, one: Tensor, two: Tensor) -> None:
 
 
 def changed(self: Two, one: Tensor, two: Tensor) -> None:
-    """What was computed from scaled gradients is scaled."""
+    """Gradients computed from scaled ones are scaled."""
     self.manual_backward((one + two) / 2)
     self.first.grad = self.first.grad * 2
     self.second.grad.mul_(2)

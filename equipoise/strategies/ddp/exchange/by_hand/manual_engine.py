@@ -6,8 +6,7 @@ torch.autograd.grad(loss, parameters)          the mean of what is returned, wit
 optimizer.step(), the end of `training_step`   nothing, but all processes are there
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from equipoise.interop.adapters import check_feature
 from equipoise.interop.torch.autograd import BackwardCall, intercept_backwards, is_in_backward
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
-from equipoise.parallel.gradient_marks import mark_exchanged, mark_scaled, scaling_of
+from equipoise.parallel.optimizers.gradient_marks import mark_exchanged, mark_scaled, scaling_of
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.ddp.exchange.by_hand.means import Share
 from equipoise.strategies.ddp.exchange.by_hand.meetings import Kind, Meetings
@@ -50,7 +49,6 @@ class ManualEngine:
         self._sent: Any = None
         self._overlaps = False
         self._never_overlaps = False
-        self._is_paused = False
 
         # 2. Every backward, and every step of an optimiser.
         self._meetings = Meetings(self._join)
@@ -70,15 +68,15 @@ class ManualEngine:
         """Run a step, and wait for the end of those of the other processes."""
         if not parts:
             refuse_missing_batch_by_hand()
-        self._meetings.step += 1
-        self._meetings.weight = float(step.weight_of(parts[0]))
+        weight = step.weight_of(parts[0])
+        self._meetings.begin_step(weight)
         result = step(parts[0])
         self._meetings.meet(Kind.END)
         return result
 
     def _run_backward(self, call: BackwardCall) -> Any:
         """Run a backward of the user, and exchange its gradients."""
-        if self._is_paused:
+        if self._meetings.are_paused:
             return call.run()
         if is_in_backward():
             # Of a checkpointed part, or of a hook: what it adds belongs to the outer backward.
@@ -98,20 +96,22 @@ class ManualEngine:
         try:
             call.run()
         except BaseException:
-            self._meetings.is_broken = self._sent is not None
+            if self._sent is not None:
+                self._meetings.break_off()
             raise
 
         # 2. The exchange.
         if self._has_gradients and call.creates_graph:
             self._returned.exchange_with_graph(self._parameters)
         elif self._has_gradients:
-            self._meetings.exchange(self._sent or self._meetings.send(Kind.BACKWARD))
+            sent = self._sent or self._meetings.send(Kind.BACKWARD)
+            self._meetings.exchange(sent)
         return None
 
     def _begin_exchange(self) -> None:
         """Note that a backward has reached a parameter, and begin the exchange if it overlaps with the backward."""
         self._has_gradients = True
-        if self._overlaps and not self._is_paused:
+        if self._overlaps and not self._meetings.are_paused:
             self._sent = self._meetings.send(Kind.BACKWARD)
             self._reducer.begin(factor=self._meetings.factor)
 
@@ -124,20 +124,14 @@ class ManualEngine:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         mark_exchanged(gradients)
         # What only others have computed is of the size of what this process has computed.
-        if missing and self._has_gradients and any(scaling_of(gradient) == "scaled" for gradient in gradients):
+        if missing and any(scaling_of(gradient) == "scaled" for gradient in gradients):
             for parameter in missing:
                 if parameter.grad is not None:
                     mark_scaled(parameter.grad, "scaled")
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exchange nothing in a `with` block, such as a step of an evaluation, of which others have another number."""
-        before = self._is_paused
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context manager for a step of an evaluation, in which nothing is exchanged."""
+        return self._meetings.paused()
 
     def collect(self) -> None:
         """Do nothing: gradients are exchanged when their backward ends."""
@@ -155,4 +149,6 @@ class ManualEngine:
 
 def _optimizers_of(module: Any) -> list[Optimizer]:
     optimizers = module.optimizers(use_pl_optimizer=False)
-    return optimizers if isinstance(optimizers, list) else [optimizers]
+    if isinstance(optimizers, list):
+        return optimizers
+    return [optimizers]

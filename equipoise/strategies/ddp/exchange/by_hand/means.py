@@ -6,7 +6,7 @@ wᵢ/Σw, and what remains for process i is the mean of the vⱼ.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,16 @@ from torch import Tensor
 __all__ = ["Share", "mean_of", "mean_with_graph", "passes_mean"]
 
 
-class Share:
+class Share(NamedTuple):
     """The weight of this process in a mean.
 
-    Args:
+    Attributes:
         factor: The factor of its tensors.
         total: The sum of the factors of all processes.
     """
 
-    def __init__(self, factor: float, total: float) -> None:
-        self.factor = factor
-        self.total = total
+    factor: float
+    total: float
 
 
 def mean_of(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
@@ -35,18 +34,23 @@ def mean_of(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
         tensors: Tensors of the same shapes in all processes.
         share: The weight of this process.
     """
-    means: list[Tensor] = list(tensors)
-    kinds = {(tensor.dtype, tensor.device): None for tensor in tensors}
-    for kind in kinds:
-        indices = [index for index, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
-        flat = torch.cat([tensors[index].reshape(-1) for index in indices])
+    # 1. Tensors that travel together, in the same order in all processes.
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        group = groups.setdefault((tensor.dtype, tensor.device), [])
+        group.append(index)
+
+    # 2. Their means. Each is memory of its own, which the user may change in place.
+    means = list(tensors)
+    for group in groups.values():
+        flat = torch.cat([tensors[index].reshape(-1) for index in group])
         flat.mul_(share.factor)
         dist.all_reduce(flat)
         flat.mul_(1 / share.total)
-        pieces = torch.split(flat, [tensors[index].numel() for index in indices])
-        for index, piece in zip(indices, pieces, strict=True):
-            # A tensor of its own: others may change it in place.
-            means[index] = piece.view(tensors[index].shape).clone()
+        sizes = [tensors[index].numel() for index in group]
+        for index, piece in zip(group, torch.split(flat, sizes), strict=True):
+            shaped = piece.view(tensors[index].shape)
+            means[index] = shaped.clone()
     return means
 
 
@@ -60,22 +64,26 @@ def mean_with_graph(tensors: Sequence[Tensor], share: Share, meet: Callable[[], 
     """
     # A process whose tensors have no graph takes part in the backward of the others.
     anchor = torch.zeros((), requires_grad=True)
-    return list(_Mean.apply(share, meet, anchor, *tensors))  # type: ignore[no-untyped-call]
+    means = _Mean.apply(share, meet, anchor, *tensors)  # type: ignore[no-untyped-call]
+    return list(means)
 
 
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Share, meet: Callable[[], None], anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.share = share
-        ctx.meet = meet
+        ctx.exchange = share, meet
         return tuple(mean_of(tensors, share))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.meet()
+        share, meet = ctx.exchange
+        meet()
+        # A gradient of a gradient of a gradient.
         if torch.is_grad_enabled():
-            return None, None, None, *mean_with_graph(gradients, ctx.share, ctx.meet)
-        return None, None, None, *mean_of(gradients, ctx.share)
+            means = mean_with_graph(gradients, share, meet)
+        else:
+            means = mean_of(gradients, share)
+        return None, None, None, *means
 
 
 def passes_mean(tensor: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the processes of a run are about to do in a step by hand, told to one another before anything else is exchanged.
+"""Meetings of the processes in a step by hand, where each tells the others what it is about to do.
 
 Each backward, each step of an optimiser and each end of a `training_step` is an event, of which all processes exchange
 one row of numbers on the host:
@@ -10,7 +10,8 @@ So a process that has no backward where others have one, or fewer of them, is no
 different optimisers, or one has ended its step, all raise one error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ __all__ = ["Event", "Kind", "Meetings"]
 
 
 class Kind(IntEnum):
-    """What a process is about to do."""
+    """Kinds of events."""
 
     BACKWARD = 0
     BACKWARD_WITH_GRAPH = 1
@@ -76,34 +77,57 @@ class Meetings:
         join: Function that exchanges gradients where others are at a backward.
 
     Attributes:
-        step: The number of the training step.
-        weight: The number of samples that this process has in it.
         reference: The first weight of process 0, which stands for 1; None before the first meeting.
         has_joined: Whether a process had no backward where others had one, since the last step of an optimiser.
-        is_broken: Whether this process has left an exchange in its midst, by an error that the user's code may catch.
+        are_paused: Whether no process waits for the others, since they do different things.
     """
 
     def __init__(self, join: Callable[[Share], None]) -> None:
         self._join = join
         self._rank = dist.get_rank()
         self._size = dist.get_world_size()
-        self.step = 0
-        self.weight = 1.0
+        self._step = 0
+        self._weight = 1.0
+        self._is_broken = False
         self.reference: float | None = None
         self.has_joined = False
-        self.is_broken = False
+        self.are_paused = False
+
+    def begin_step(self, weight: float) -> None:
+        """Begin a training step with this number of samples."""
+        self._step += 1
+        self._weight = weight
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meet nobody in a `with` block, such as a step of an evaluation, of which others have another number."""
+        before = self.are_paused
+        self.are_paused = True
+        try:
+            yield
+        finally:
+            self.are_paused = before
+
+    def forget_joins(self) -> None:
+        """Note that the gradients of all processes have been compared."""
+        self.has_joined = False
+
+    def break_off(self) -> None:
+        """Note that this process has left an exchange in its midst, by an error that the user's code may catch."""
+        self._is_broken = True
 
     @property
     def factor(self) -> float:
         """The factor of the gradients of this process in their sum; after the first meeting."""
         assert self.reference is not None
-        return self.weight / self.reference
+        return self._weight / self.reference
 
     def send(self, kind: Kind, **more: float) -> tuple[torch.Tensor, dist.Work]:
         """Begin to exchange an event. Return what `receive` takes."""
-        if self.is_broken:
+        if self._is_broken:
             raise StepError("A backward has failed while its gradients were exchanged. Let its error end the training.")
-        event = Event(kind=kind, step=self.step, weight=self.weight, **more)
+        event = Event(kind=kind, step=self._step, weight=self._weight, **more)
+        # A sum of rows, of which each process fills its own, is what a gathering is, in one small exchange.
         rows = torch.zeros(self._size, len(event), dtype=torch.float64)
         rows[self._rank] = torch.tensor(event, dtype=torch.float64)
         work = dist.all_reduce(rows, group=host_group(), async_op=True)
@@ -117,9 +141,11 @@ class Meetings:
         events = [Event(*row) for row in rows.tolist()]
         if self.reference is None:
             self.reference = events[0].weight or 1.0
-        total = sum(event.weight for event in events) / self.reference
+        samples = sum(event.weight for event in events)
+        share = Share(self.factor, samples / self.reference)
         # Without any sample, all have equal parts.
-        share = Share(self.factor, total) if total else Share(1.0, self._size)
+        if not samples:
+            share = Share(1.0, self._size)
         return events, share
 
     def exchange(self, sent: tuple[torch.Tensor, dist.Work]) -> None:
@@ -128,10 +154,12 @@ class Meetings:
         self._exchange(events, share)
 
     def _exchange(self, events: list[Event], share: Share) -> None:
-        self.has_joined = self.has_joined or any(event.kind != Kind.BACKWARD for event in events)
+        if any(event.kind != Kind.BACKWARD for event in events):
+            self.has_joined = True
         self._join(share)
         # A process that is a step ahead is found once what it has sent is received.
-        if len({event.step for event in events}) > 1:
+        steps = {event.step for event in events}
+        if len(steps) > 1:
             raise _differences(events)
 
     def meet(self, kind: Kind, more: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
@@ -145,11 +173,14 @@ class Meetings:
             StepError: In all processes, if another one is at another event.
         """
         while True:
-            events, share = self.receive(self.send(kind, **more()))
+            numbers = more()
+            sent = self.send(kind, **numbers)
+            events, share = self.receive(sent)
             if all(event.kind != Kind.BACKWARD for event in events):
                 break
             self._exchange(events, share)
-        if len({event[:3] for event in events}) > 1:
+        different = {(event.kind, event.step, event.detail) for event in events}
+        if len(different) > 1:
             raise _differences(events)
         return events, share
 

@@ -11,7 +11,8 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import StepError
 from equipoise.interop.torch.optimizers import is_of_torch
-from equipoise.parallel.gradient_marks import is_exchanged, scaling_of
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.gradient_marks import is_exchanged, scaling_of
 from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
 from equipoise.strategies.ddp.exchange.by_hand.meetings import Event, Kind, Meetings
 
@@ -30,7 +31,9 @@ class OptimizerSteps:
         self._meetings = meetings
         self._handles = []
         for number, optimizer in enumerate(optimizers):
-            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, number)))
+            hook = partial(self._before_step, number)
+            handle = optimizer.register_step_pre_hook(hook)
+            self._handles.append(handle)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -39,6 +42,8 @@ class OptimizerSteps:
 
     def _before_step(self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Meet the others, after the optimiser's closure if it has one."""
+        if self._meetings.are_paused:
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._meet(number, optimizer, math.nan)
@@ -47,9 +52,12 @@ class OptimizerSteps:
         def compute() -> Any:
             loss = closure()
             # Other optimisers of torch only return the loss.
-            reads_loss = isinstance(loss, Tensor) and (isinstance(optimizer, LBFGS) or not is_of_torch(optimizer))
-            events = self._meet(number, optimizer, loss.item() if reads_loss else math.nan)
-            return _mean_loss(loss, events) if reads_loss else loss
+            may_read = isinstance(optimizer, LBFGS) or not is_of_torch(optimizer)
+            if not may_read or not isinstance(loss, Tensor):
+                self._meet(number, optimizer, math.nan)
+                return loss
+            events = self._meet(number, optimizer, loss.item())
+            return _mean_loss(loss, events)
 
         return args[:1], {**kwargs, "closure": compute}
 
@@ -59,16 +67,18 @@ class OptimizerSteps:
 
         def event() -> dict[str, float]:
             gradients = []
-            for group in optimizer.param_groups:
-                gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            for parameter in optimizer_parameters(optimizer):
+                if parameter.grad is not None:
+                    gradients.append(parameter.grad)
             # After an exchange without a backward of this process, it has not done what others have done meanwhile.
-            every = self._meetings.has_joined
-            compared[:] = [gradient for gradient in gradients if every or not is_exchanged(gradient)]
+            compared[:] = gradients
+            if not self._meetings.has_joined:
+                compared[:] = [gradient for gradient in gradients if not is_exchanged(gradient)]
             is_scaled = any(scaling_of(gradient) == "scaled" for gradient in gradients)
             return {"detail": 2 * number + is_scaled, "loss": loss, **digest(compared)}
 
         events, _ = self._meetings.meet(Kind.STEP, event)
-        self._meetings.has_joined = False
+        self._meetings.forget_joins()
         if not agree(events, compared):
             raise StepError(
                 "The processes have different gradients before the step of an optimiser. What"

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from equipoise.interop.torch.autograd import BackwardCall
-from equipoise.parallel.gradient_marks import mark_exchanged
+from equipoise.parallel.optimizers.gradient_marks import mark_exchanged
 from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
 from equipoise.strategies.ddp.exchange.by_hand.means import Share, mean_of, mean_with_graph, passes_mean
 from equipoise.strategies.ddp.exchange.by_hand.meetings import Kind, Meetings
@@ -58,18 +58,22 @@ class ReturnedGradients:
 
         # 2. Meet, and compare.
         chosen = [numbers[id(inputs[index])] for index in indices]
-        detail = hash((*chosen, len(derived), call.creates_graph)) % 2**48
         compared = [inputs[index] for index in derived]
-        events, share = self._meetings.meet(Kind.GRAD, lambda: {"detail": detail, **digest(compared)})
+        asked = (*chosen, len(derived), call.creates_graph)
+        # A number that float64 holds exactly.
+        detail = hash(asked) % 2**48
+        event = {"detail": detail, **digest(compared)}
+        events, share = self._meetings.meet(Kind.GRAD, lambda: event)
         if agree(events, compared):
             indices += derived
 
-        # 3. Exchange.
+        # 3. Exchange, and say once what that means.
         if not self._has_told:
             self._has_told = True
             rank_zero_info(_MEANS)
         gradients = [results[index] for index in indices]
-        means = self.means(gradients, [inputs[index] for index in indices], share, with_graph=call.creates_graph)
+        likes = [inputs[index] for index in indices]
+        means = self.means(gradients, likes, share, with_graph=call.creates_graph)
         exchanged = list(results)
         for index, mean in zip(indices, means, strict=True):
             exchanged[index] = mean
@@ -88,17 +92,28 @@ class ReturnedGradients:
         """Return the mean of each gradient; None for one that no process has."""
         if not gradients:
             return []
-        filled = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
-        present = filled[0].new_tensor([gradient is not None for gradient in gradients])
+        # 1. Zeros for what this process lacks, and a note of what it has.
+        filled = []
+        for gradient, like in zip(gradients, likes, strict=True):
+            if gradient is None:
+                gradient = torch.zeros_like(like)
+            filled.append(gradient)
+        has_gradient = [gradient is not None for gradient in gradients]
+        present = filled[0].new_tensor(has_gradient)
+
+        # 2. The exchange.
         if with_graph:
             self._has_graphs = True
             *means, present = mean_with_graph([*filled, present], share, self._meet_again)
         else:
             *means, present = mean_of([*filled, present], share)
         mark_exchanged(means)
-        if all(gradient is not None for gradient in gradients):
+
+        # 3. None where no process has one. The note is not read from the device if this process has all.
+        if all(has_gradient):
             return list(means)
-        return [mean if count else None for mean, count in zip(means, present.tolist(), strict=True)]
+        pairs = zip(means, present.tolist(), strict=True)
+        return [mean if count else None for mean, count in pairs]
 
     def _meet_again(self) -> None:
         self._meetings.meet(Kind.SECOND_BACKWARD)
