@@ -142,7 +142,7 @@ def caught(self: ByHand, batch: Any, batch_idx: int) -> None:
 
 REFUSED = {
     extra_backward: r"process 0 has ended its `training_step`; process 1 (runs a backward|steps an opt).*manual_backw",
-    no_step: r"process 0 has ended its `training_step`; process 1 steps an optimiser",
+    no_step: r"process 0 has ended its `training_step`; process 1 has ended its `training_step`, after other",
     clips_alone: r"different gradients before the step.*`self.manual_backward` in all processes",
     assigned_from_elsewhere: r"different gradients before the step.*self.all_gather",
     parameters_by_rank: r"process 1 computes gradients by `torch.autograd.grad`, but another one",

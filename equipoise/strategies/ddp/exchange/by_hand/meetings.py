@@ -6,6 +6,9 @@ one row of numbers on the host:
     process 0   backward   backward    step       end        those at a backward exchange gradients, and all others
     process 1   backward   step, joins step       end        join with what they have; at any other event all wait
 
+A step of an optimiser is no event if all processes have had a backward since the last one, and none has joined: what
+each has stepped is part of its next event.
+
 So a process that has no backward where others have one, or fewer of them, is no obstacle. Where processes step
 different optimisers, or one has ended its step, all raise one error.
 """
@@ -51,7 +54,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: A `Kind`.
-        step: The number of the training step.
+        history: A number that stands for the training step, and for the steps of optimisers so far.
         detail: What events of one kind that are alike have in common: the optimiser, or the parameters.
         weight: The number of samples of the step in this process.
         loss: The loss of an optimiser's closure; NaN where nothing reads it.
@@ -61,7 +64,7 @@ class Event(NamedTuple):
     """
 
     kind: float
-    step: float
+    history: float
     detail: float = 0
     weight: float = 1
     loss: float = 0
@@ -79,6 +82,7 @@ class Meetings:
     Attributes:
         reference: The first weight of process 0, which stands for 1; None before the first meeting.
         has_joined: Whether a process had no backward where others had one, since the last step of an optimiser.
+        needs_meeting: Whether a process may come to the next step of an optimiser while others are at a backward.
         are_paused: Whether no process waits for the others, since they do different things.
     """
 
@@ -86,17 +90,22 @@ class Meetings:
         self._join = join
         self._rank = dist.get_rank()
         self._size = dist.get_world_size()
-        self._step = 0
+        self._history = 0
         self._weight = 1.0
         self._is_broken = False
         self.reference: float | None = None
         self.has_joined = False
+        self.needs_meeting = True
         self.are_paused = False
 
     def begin_step(self, weight: float) -> None:
         """Begin a training step with this number of samples."""
-        self._step += 1
+        self._note(-1)
         self._weight = weight
+
+    def _note(self, event: int) -> None:
+        # A number that float64 holds exactly.
+        self._history = hash((self._history, event)) % 2**48
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -108,8 +117,10 @@ class Meetings:
         finally:
             self.are_paused = before
 
-    def forget_joins(self) -> None:
-        """Note that the gradients of all processes have been compared."""
+    def note_step(self, number: int) -> None:
+        """Note the step of an optimiser, by its number, with gradients that all processes have alike."""
+        self._note(number)
+        self.needs_meeting = True
         self.has_joined = False
 
     def break_off(self) -> None:
@@ -126,7 +137,7 @@ class Meetings:
         """Begin to exchange an event. Return what `receive` takes."""
         if self._is_broken:
             raise StepError("A backward has failed while its gradients were exchanged. Let its error end the training.")
-        event = Event(kind=kind, step=self._step, weight=self._weight, **more)
+        event = Event(kind=kind, history=self._history, weight=self._weight, **more)
         # A sum of rows, of which each process fills its own, is what a gathering is, in one small exchange.
         rows = torch.zeros(self._size, len(event), dtype=torch.float64)
         rows[self._rank] = torch.tensor(event, dtype=torch.float64)
@@ -156,10 +167,11 @@ class Meetings:
     def _exchange(self, events: list[Event], share: Share) -> None:
         if any(event.kind != Kind.BACKWARD for event in events):
             self.has_joined = True
+        self.needs_meeting = self.has_joined
         self._join(share)
         # A process that is a step ahead is found once what it has sent is received.
-        steps = {event.step for event in events}
-        if len(steps) > 1:
+        histories = {event.history for event in events}
+        if len(histories) > 1:
             raise _differences(events)
 
     def meet(self, kind: Kind, more: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
@@ -179,7 +191,7 @@ class Meetings:
             if all(event.kind != Kind.BACKWARD for event in events):
                 break
             self._exchange(events, share)
-        different = {(event.kind, event.step, event.detail) for event in events}
+        different = {(event.kind, event.history, event.detail) for event in events}
         if len(different) > 1:
             raise _differences(events)
         return events, share
@@ -189,8 +201,8 @@ def _differences(events: list[Event]) -> StepError:
     texts = []
     for rank, event in enumerate(events):
         text = _TEXTS[Kind(int(event.kind))]
-        if event.step != events[0].step:
-            text += " of another batch"
+        if event.history != events[0].history:
+            text += ", after other steps"
         elif event.kind == events[0].kind and event.detail != events[0].detail:
             text += ", but another one, or of another size"
         texts.append(f"process {rank} {text}")

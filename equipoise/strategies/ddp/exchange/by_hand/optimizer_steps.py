@@ -20,7 +20,7 @@ __all__ = ["OptimizerSteps"]
 
 
 class OptimizerSteps:
-    """Lets the processes meet before each step of an optimiser, by hooks on the optimisers.
+    """Lets the processes meet before a step of an optimiser, by hooks on the optimisers.
 
     Args:
         optimizers: The optimisers.
@@ -63,22 +63,18 @@ class OptimizerSteps:
 
     def _meet(self, number: int, optimizer: Optimizer, loss: float) -> list[Event]:
         """Meet the others at a step, and check that all have the same gradients."""
-        compared: list[Tensor] = []
+        compared = self._to_compare(optimizer)
+        # Usually there is nothing to tell.
+        if not compared and not self._meetings.needs_meeting and math.isnan(loss):
+            self._meetings.note_step(number)
+            return []
 
         def event() -> dict[str, float]:
-            gradients = []
-            for parameter in optimizer_parameters(optimizer):
-                if parameter.grad is not None:
-                    gradients.append(parameter.grad)
-            # After an exchange without a backward of this process, it has not done what others have done meanwhile.
-            compared[:] = gradients
-            if not self._meetings.has_joined:
-                compared[:] = [gradient for gradient in gradients if not is_exchanged(gradient)]
-            is_scaled = any(scaling_of(gradient) == "scaled" for gradient in gradients)
-            return {"detail": 2 * number + is_scaled, "loss": loss, **digest(compared)}
+            compared[:] = self._to_compare(optimizer)
+            return {"detail": 2 * number + _is_scaled(optimizer), "loss": loss, **digest(compared)}
 
         events, _ = self._meetings.meet(Kind.STEP, event)
-        self._meetings.forget_joins()
+        self._meetings.note_step(number)
         if not agree(events, compared):
             raise StepError(
                 "The processes have different gradients before the step of an optimiser. What"
@@ -88,6 +84,22 @@ class OptimizerSteps:
                 " average what you assign over them by `self.all_gather`."
             )
         return events
+
+    def _to_compare(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients that may differ between the processes."""
+        # After an exchange without a backward of this process, it has not done what others have done meanwhile.
+        every = self._meetings.has_joined
+        gradients = []
+        for parameter in optimizer_parameters(optimizer):
+            gradient = parameter.grad
+            if gradient is not None and (every or not is_exchanged(gradient)):
+                gradients.append(gradient)
+        return gradients
+
+
+def _is_scaled(optimizer: Optimizer) -> bool:
+    gradients = [parameter.grad for parameter in optimizer_parameters(optimizer)]
+    return any(scaling_of(gradient) == "scaled" for gradient in gradients if gradient is not None)
 
 
 def _mean_loss(loss: Tensor, events: Sequence[Event]) -> Tensor:
