@@ -24,6 +24,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
@@ -165,6 +166,14 @@ class Strategy:
 
     def sync_buffers(self) -> None:
         """Make the module the same in all processes, where training lets it differ."""
+
+    def replicated_tensors(self) -> Replicated:
+        """Return the tensors that several processes hold alike, which are compared in the course of a fit.
+
+        By default there are none: then nothing is compared. All processes call it together.
+        """
+        # The processes of a strategy by others may take steps of their own.
+        return Replicated()
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the devices that compute it.

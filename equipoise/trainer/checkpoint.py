@@ -63,6 +63,8 @@ def save_checkpoint(
     processes = context.strategy.processes
     if parts.fit_loop.fit.is_uneven:
         agree_to_save(processes)
+    if parts.fit_loop.replica_check is not None:
+        parts.fit_loop.replica_check.compare(context.global_step)
     folders = None
     if weight_format is None:
         folders = context.strategy.portable.folders

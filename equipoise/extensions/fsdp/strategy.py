@@ -32,6 +32,7 @@ from equipoise.extensions.fsdp.sharded_run import ShardedRecovery, ShardedRun
 from equipoise.extensions.fsdp.state.empty_modules import ParametersOnMeta
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
+from equipoise.extensions.fsdp.state.replicated_parts import replicated_parts
 from equipoise.extensions.fsdp.state.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
 from equipoise.extensions.fsdp.steps import ShardedSteps
@@ -44,6 +45,7 @@ from equipoise.interop.distributed.tensor_parallel import set_device_mesh, wait_
 from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group, loopback
+from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
@@ -470,6 +472,13 @@ class FSDPStrategy(ProcessStrategy):
         finally:
             if configuration is not None:
                 configuration.restore()
+
+    def replicated_tensors(self) -> Replicated:
+        """Return the shards, by their places in the whole, and the buffers; see `Strategy.replicated_tensors`."""
+        if self._run is None:
+            return super().replicated_tensors()
+        self._run.sharded.free_gathered()
+        return replicated_parts(self._run.sharded.module, self.processes)
 
     # Computation.
 

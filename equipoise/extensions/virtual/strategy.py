@@ -25,6 +25,7 @@ from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.rank import find_rank
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.divergence.replicated import Replicated, whole_module
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.snapshot.random_state import isolated
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
@@ -294,6 +295,13 @@ class VirtualDevicesStrategy(ProcessStrategy):
         check_same_modules(module)
         copy_from_first((*module.parameters(), *module.buffers()))
         return ProcessRun()
+
+    def replicated_tensors(self) -> Replicated:
+        """Return the parameters; buffers change in the process of the first part. See the interface."""
+        if self._run is None:
+            return super().replicated_tensors()
+        assert self._module is not None
+        return Replicated(whole_module(self._module))
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Use as many threads as before; see `Strategy.teardown`."""

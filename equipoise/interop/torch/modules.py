@@ -24,6 +24,7 @@ __all__ = [
     "hook_registries_of",
     "hooks_of",
     "is_compiled",
+    "is_persistent",
     "parameters_of",
     "set_device_of",
     "shell_of",
@@ -90,6 +91,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary of a module's children; the caller may write to it."""
     return module._modules
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return True if `state_dict` contains a direct buffer of a module; asking that method would run the user's."""
+    return name not in module._non_persistent_buffers_set
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:

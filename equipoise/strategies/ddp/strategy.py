@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from equipoise.parallel.batches.calibration import SimulatedDevice
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.divergence.replicated import Replicated, unchanging_buffers, whole_module
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.workers.preloading import preload
 from equipoise.strategies.ddp.exchange.comm_hook import CommHook
@@ -25,6 +26,9 @@ from equipoise.strategies.recovery_support import RecoverySupport
 __all__ = ["DDPStrategy"]
 
 preload(__name__)
+
+# Methods with which a derived class may exchange something else than all gradients.
+_EXCHANGES = ("forward_backward", "backward", "finish_gradients", "setup_optimizer")
 
 
 @dataclass(kw_only=True)
@@ -110,6 +114,8 @@ class DDPStrategy(ProcessStrategy):
             "forward_sync_buffers": forward_sync_buffers,
             "comm_hook": comm_hook and CommHook(comm_hook, comm_state),
         }
+        # Whether replicas differ from one average of their weights to the next.
+        self._is_local_sgd = comm_hook is not None and _is_local_sgd(comm_hook, comm_state)
         # The shares, once the number of processes is known.
         self._shares: ProcessShares | None = None
 
@@ -151,6 +157,16 @@ class DDPStrategy(ProcessStrategy):
         exchange = GradientExchange(self.engine, module, self.root_device, self._engine_options)
         recovery = DDPRecovery(module, exchange, self._current_shares)
         return _Run(exchange=exchange, recovery=recovery, restores=[restore_metrics])
+
+    def replicated_tensors(self) -> Replicated:
+        """Return the whole module, if each window ends with an exchange of all gradients; see the interface."""
+        # A derived class with an exchange of its own overrides this method, too, where replicas agree.
+        kind = type(self)
+        has_own_exchange = any(getattr(kind, name) is not getattr(DDPStrategy, name) for name in _EXCHANGES)
+        if self._run is None or has_own_exchange or self._is_local_sgd:
+            return super().replicated_tensors()
+        assert self._module is not None
+        return Replicated(whole_module(self._module), unchanging_buffers(self._module))
 
     def _sizes_for(self, loader: Any) -> Sizes | None:
         return self._current_shares.sizes_for(loader)
@@ -216,3 +232,16 @@ class DDPStrategy(ProcessStrategy):
         """Restore measured shares, if they are for as many processes; otherwise they are measured."""
         if self._shares is not None:
             self._shares.restore(state.get("shares"))
+
+
+def _is_local_sgd(hook: Callable[..., Any], state: Any) -> bool:
+    """Return True if a hook exchanges gradients within groups alone, so that an average of weights does the rest.
+
+    Args:
+        hook: The hook, which may be wrapped in another one.
+        state: Its state, or a `partial` that makes it.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+    kind = getattr(state, "func", type(state))
+    return hook is post_localSGD_hook or kind is PostLocalSGDState

@@ -48,9 +48,10 @@ class ProcessRun:
 class ProcessStrategy(Strategy):
     """A process for each device, each with its share of the data.
 
-    This class starts the processes or joins them, shares out the data, exchanges values, and keeps the module the same
-    in all processes. How a step's gradients come together is left to a derived class: it overrides the methods of
-    `Strategy` that compute. In this class each process steps by itself.
+    This class starts the processes or joins them, shares out the data, exchanges values, and begins with the same
+    module in all processes. How a step's gradients come together is left to a derived class: it overrides the methods
+    of `Strategy` that compute. In this class each process steps by itself. If the module is the same in all processes
+    after each step, `replicated_tensors` says so: then it is compared between them.
 
     Args:
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.

@@ -23,7 +23,12 @@ class AfterBatch:
     """Does what is due after a batch, and returns whether the epoch ends there. One object serves one epoch."""
 
     def __init__(
-        self, context: "RunContext", fit: FitState, schedulers: Schedulers, validate: Callable[[bool], None]
+        self,
+        context: "RunContext",
+        fit: FitState,
+        schedulers: Schedulers,
+        validate: Callable[[bool], None],
+        note_replicas: Callable[[], None],
     ) -> None:
         state = context.state
         self.context = context
@@ -31,6 +36,7 @@ class AfterBatch:
         self.state = state
         self.progress = fit.progress
         self.schedulers = schedulers
+        self.note_replicas = note_replicas
         self.validate = context.hooks.wrapped(validate, "validation")
         self.log_metrics = context.hooks.wrapped(context.logger_output.log_metrics, "log_metrics")
         self.stopping = Stopping(context, fit)
@@ -57,8 +63,8 @@ class AfterBatch:
         """
         state = self.state
         progress = self.progress
-        if self.fit.is_uneven:
-            self._share_request()
+        if self.fit.meets:
+            self._meet(last)
         # 1. Values of the step.
         if last and write and self.writes:
             is_logged_step = (progress.batches_that_stepped + 1) % self.log_every == 0
@@ -80,6 +86,14 @@ class AfterBatch:
         if state.received_sigterm and not done:
             leave_training(self.context)
         return done
+
+    def _meet(self, last: bool) -> None:
+        """Exchange what the processes exchange after a few batches alone."""
+        if self.fit.is_uneven:
+            self._share_request()
+        if self.fit.awaits_step and last:
+            self.fit.await_step(False)
+            self.note_replicas()
 
     def _share_request(self) -> None:
         """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.callbacks import begin_again
 from equipoise.interop.lightning.classes import takes_iterator
+from equipoise.parallel.divergence.replicated import Replicated
+from equipoise.strategies.distributed.window_totals import reading_waits
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.monitors import check_monitors
@@ -36,6 +38,7 @@ from equipoise.trainer.runtime.preflight import warn_of_eval_mode
 from equipoise.trainer.runtime.signals import leave_training
 
 if TYPE_CHECKING:
+    from equipoise.parallel.divergence.replica_check import ReplicaCheck
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.loops.resumption import Resumption
     from equipoise.trainer.optimization.manual import ManualOptimization
@@ -58,6 +61,7 @@ class FitLoop:
             value they rank, by their keys.
         step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
         uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
+        replica_check: Compares replicas between processes; None if there are none, or outside of a run.
     """
 
     context: "RunContext"
@@ -74,6 +78,7 @@ class FitLoop:
         self.loss_watch: LossWatch | None = None
         self.step_class: StepClass | None = None
         self.uncounted_steps: UncountedSteps | None = None
+        self.replica_check: ReplicaCheck | None = None
         self.later_files: set[str] = set()
         self.last_writes: dict[str, int] = {}
         # Removes the hooks that an epoch has registered.
@@ -169,6 +174,16 @@ class FitLoop:
         self.loss_watch = LossWatch(self.context, self.fit.batches_done)
         by_hand = not self.context.module.automatic_optimization
         self.uncounted_steps = UncountedSteps(self.context) if by_hand else None
+        self._begin_replica_check()
+
+    def _begin_replica_check(self) -> None:
+        strategy = self.context.strategy
+        if strategy.replicated_tensors() == Replicated():
+            return
+        from equipoise.parallel.divergence.replica_check import ReplicaCheck
+
+        self.replica_check = ReplicaCheck(strategy.replicated_tensors, strategy.processes, self.context.global_step)
+        self.fit.await_step(True)
 
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
@@ -202,6 +217,7 @@ class FitLoop:
             self.loss_watch = None
             self.step_class = None
             self.uncounted_steps = None
+            self.replica_check = None
 
     # Data.
 
@@ -300,7 +316,14 @@ class FitLoop:
         self._close_epoch_hooks()
 
     def _after_batch(self) -> AfterBatch:
-        return AfterBatch(self.context, self.fit, self.schedulers, self._validate)
+        return AfterBatch(self.context, self.fit, self.schedulers, self._validate, self._note_replicas)
+
+    def _note_replicas(self) -> None:
+        """Compare replicas after the first step, or leave it to the next comparison where the step would wait."""
+        assert self.replica_check is not None
+        self.replica_check.note(self.context.global_step)
+        if not reading_waits(self.context.strategy.root_device):
+            self.replica_check.compare_noted()
 
     def _end_epoch(self) -> None:
         """Call `on_train_epoch_end`, and let schedulers and loggers see the epoch's values."""
@@ -309,6 +332,7 @@ class FitLoop:
         # 1. Note where a limit has cut the epoch short.
         if not self.fit.batches_done():
             self.fit.leave_epoch(leave_epoch(self.context, self.fit, self.val_loop))
+        all_have_trained = self.fit.data.open_stream.whole > 0
         self.fit.data.leave_stream()
         self.context.logs.end_batches()
         epoch.process()
@@ -324,8 +348,16 @@ class FitLoop:
         # 3. Schedulers and loggers.
         self._hand_on_epoch()
         epoch.complete()
+        self._compare_replicas(buffers=all_have_trained)
         if self.state.received_sigterm:
             leave_training(self.context)
+
+    def _compare_replicas(self, *, buffers: bool) -> None:
+        check = self.replica_check
+        if check is not None:
+            check.compare(self.context.global_step)
+            if buffers:
+                check.compare_changed_buffers(self.context.global_step)
 
     def _hand_on_epoch(self) -> None:
         """Let schedulers and loggers see the epoch's values, and forget them."""
@@ -343,6 +375,8 @@ class FitLoop:
     def _validate(self, window_ended: bool) -> None:
         """Validate between two batches."""
         context = self.context
+        if self.replica_check is not None:
+            self.replica_check.compare_noted()
         self.fit.note_validation(in_epoch=True)
         self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
         self.state.begin_validation()

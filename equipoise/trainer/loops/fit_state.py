@@ -42,6 +42,8 @@ class FitState(SentState):
             the last one.
         has_validated_in_epoch: True if a validation has begun in the present epoch.
         is_uneven: True during a step for which some processes may have no batch.
+        awaits_step: True until replicas are compared after the first optimiser step of a run.
+        meets: True if the processes exchange something at the end of the present batch, for one of these two reasons.
     """
 
     progress: FitProgress = field(metadata=RESULT)
@@ -68,6 +70,8 @@ class FitState(SentState):
     has_ended_early: bool = field(default=False, metadata=RESULT)
     has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
     is_uneven: bool = False
+    awaits_step: bool = False
+    meets: bool = False
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
@@ -77,7 +81,8 @@ class FitState(SentState):
     def begin(self) -> None:
         """Begin a training that does not end before its first batch."""
         self.has_ended = False
-        self.is_uneven = False
+        self.await_step(False)
+        self.mark_uneven(False)
 
     def end(self) -> None:
         """Note that `on_train_end` is called."""
@@ -106,6 +111,12 @@ class FitState(SentState):
     def mark_uneven(self, is_uneven: bool) -> None:
         """Note whether a step is in progress for which some processes may have no batch."""
         self.is_uneven = is_uneven
+        self.meets = is_uneven or self.awaits_step
+
+    def await_step(self, awaits: bool) -> None:
+        """Note whether replicas are to be compared after the next optimiser step."""
+        self.awaits_step = awaits
+        self.meets = awaits or self.is_uneven
 
     def note_before_validation(self, state: dict[str, Any]) -> None:
         """Note the state that a validation will change."""

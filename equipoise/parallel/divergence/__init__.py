@@ -1,0 +1,1 @@
+"""Processes that train replicas compare them, and end together where they differ."""
