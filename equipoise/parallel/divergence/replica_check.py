@@ -49,6 +49,20 @@ class _Note(NamedTuple):
         return digests
 
 
+class _State(NamedTuple):
+    """Digests to be compared.
+
+    Attributes:
+        digests: The digests of this process.
+        agreed: The number of optimiser steps after which the processes agreed last.
+        now: The number of optimiser steps after which they were computed.
+    """
+
+    digests: Digests
+    agreed: int
+    now: int
+
+
 class ReplicaCheck:
     """Compares replicas between processes, all of which call each method together.
 
@@ -94,27 +108,38 @@ class ReplicaCheck:
         Raises:
             StepError: If it differs. Then every process raises.
         """
-        while self._notes:
-            note = self._notes.pop(0)
-            digests = note.read()
-            self._compare(digests, self._agreed_step, note.step)
-            self._agreed_step = note.step
+        states = self._read_notes()
+        if states:
+            self._compare(states)
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, *, buffers: bool = False) -> None:
         """Compare the parameters, after those that were noted; see `compare_noted`.
 
         Args:
             step: The number of optimiser steps.
+            buffers: Whether to compare which buffers have changed since the run began, once each process has trained on
+                a batch. Default: False.
         """
         self.note(step)
-        self.compare_noted()
+        states = self._read_notes()
+        if buffers and self._first_buffers:
+            changes = self._changes_of_buffers()
+            state = _State({_BUFFERS: changes}, self._buffers_agreed_step, step)
+            states.append(state)
+            self._buffers_agreed_step = step
+        self._compare(states)
 
-    def compare_changed_buffers(self, step: int) -> None:
-        """Compare whether each buffer has changed since the run began, once each process has trained on a batch.
+    def _read_notes(self) -> list[_State]:
+        states = []
+        for note in self._notes:
+            state = _State(note.read(), self._agreed_step, note.step)
+            states.append(state)
+            self._agreed_step = note.step
+        self._notes = []
+        return states
 
-        Args:
-            step: The number of optimiser steps.
-        """
+    def _changes_of_buffers(self) -> dict[str, int]:
+        """Return 1 for each buffer that has changed since the run began, else 0."""
         changes: dict[str, int] = {}
         buffers = self._digests_of_buffers()
         for key, digest in buffers.items():
@@ -122,9 +147,8 @@ class ReplicaCheck:
             first = self._first_buffers.get(key, digest)
             name, _ = key
             label = f"the buffer {name}"
-            changes[label] = digest != first
-        self._compare({_BUFFERS: changes}, self._buffers_agreed_step, step)
-        self._buffers_agreed_step = step
+            changes[label] = int(digest != first)
+        return changes
 
     def _digests_of_buffers(self) -> dict[tuple[str, torch.Size], int]:
         """Return the digest of each buffer by its name and shape."""
@@ -140,15 +164,17 @@ class ReplicaCheck:
         digests: list[int] = digests_of(buffers).tolist()
         return dict(zip(keys, digests, strict=True))
 
-    def _compare(self, digests: Digests, agreed: int, now: int) -> None:
-        here = summary(digests)
-        summaries = self._processes.gather_objects(here)
-        if agree(summaries):
-            return
-        # All processes come here, since all have the same summaries.
-        of_all = self._processes.gather_objects(digests)
-        differing = list(differences(of_all))
-        raise divergence_error(differing, agreed, now)
+    def _compare(self, states: list[_State]) -> None:
+        here = [summary(state.digests) for state in states]
+        of_all = self._processes.gather_objects(here)
+        for number, state in enumerate(states):
+            summaries = [of_rank[number] for of_rank in of_all]
+            if agree(summaries):
+                continue
+            # All processes come here, since all have the same summaries.
+            digests = self._processes.gather_objects(state.digests)
+            differing = list(differences(digests))
+            raise divergence_error(differing, state.agreed, state.now)
 
 
 def _kind_of(device: torch.device) -> str:

@@ -348,16 +348,10 @@ class FitLoop:
         # 3. Schedulers and loggers.
         self._hand_on_epoch()
         epoch.complete()
-        self._compare_replicas(buffers=all_have_trained)
+        if self.replica_check is not None:
+            self.replica_check.compare(self.context.global_step, buffers=all_have_trained)
         if self.state.received_sigterm:
             leave_training(self.context)
-
-    def _compare_replicas(self, *, buffers: bool) -> None:
-        check = self.replica_check
-        if check is not None:
-            check.compare(self.context.global_step)
-            if buffers:
-                check.compare_changed_buffers(self.context.global_step)
 
     def _hand_on_epoch(self) -> None:
         """Let schedulers and loggers see the epoch's values, and forget them."""
