@@ -1,7 +1,7 @@
 """A module whose parameters are in shards for the time of a run, and the way back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -13,20 +13,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
 from equipoise.extensions.fsdp.mesh.grid import copy_marks, part_of
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards
-from equipoise.extensions.fsdp.state.root_switches import RootSwitches
 from equipoise.extensions.fsdp.units import Unit
+from equipoise.extensions.fsdp.within_steps.user_steps import UserSteps
 from equipoise.interop.distributed.fully_sharded import (
     begin_as_root,
     check_names,
-    copy_in_shards,
+    copy_without_units,
     gather_in_forms,
     shards_and_wholes,
     unshard_by_hand,
 )
+from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.tensor_copies import copy_from_first, give_memory
 
@@ -36,10 +38,8 @@ __all__ = ["ShardedModule"]
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # Lightning's methods that switch `requires_grad` of the parameters of optimisers, which are shards.
 _SWITCHES = ("toggle_optimizer", "untoggle_optimizer")
-# A method that the module has in a run alone: it returns what its argument returns.
-_OUTPUT = "_equipoise_output"
 _HALVES = (torch.float16, torch.bfloat16)
-_REPLACED = (*_STEPS, *_SWITCHES, "manual_backward", "__deepcopy__", _OUTPUT)
+_REPLACED = (*_STEPS, *_SWITCHES, "__deepcopy__")
 
 
 class ShardedModule:
@@ -55,13 +55,14 @@ class ShardedModule:
         units: The units; the module itself is the last.
         mesh: The processes, in one dimension, or in two where the module has several replicas.
         options: Arguments of torch's `fully_shard`.
+        by_hand: Whether the module optimises by hand.
         divide_by: The number by which summed gradients are divided.
         forms: The layers whose weights are gathered in another form; see `gather_in_forms`.
 
     Attributes:
         module: The module.
         units: The units.
-        switches: Follows the switches of the module that the user's step turns.
+        steps: Follows what the user's steps do with parameters.
         on_copied: Called with each new copy. Default: None.
     """
 
@@ -71,20 +72,26 @@ class ShardedModule:
         mesh: DeviceMesh,
         options: Mapping[str, Any],
         *,
+        by_hand: bool,
         divide_by: float,
         forms: Mapping[nn.Module, Callable[[Tensor], Any]],
     ) -> None:
         self.module = units[-1].module
         self.units = units
         self._originals = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, parameter in self._originals.items():
+            if has_gradient_hooks(parameter):
+                raise ConfigurationError(
+                    f"{name} has a hook on its gradient, which would not be called under strategy='fsdp': other"
+                    " parameters stand in its place in a run. Change gradients in `on_before_optimizer_step` instead."
+                )
         unsharded = set(map(id, self._originals.values()))
         # Methods that are attributes of the object and not of its class.
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}
         self._sharded: list[nn.Module] = []
-        self.switches = RootSwitches(self.module)
         self.on_copied: Callable[[nn.Module], None] | None = None
         self._copies: WeakSet[nn.Module] = WeakSet()
-        self._loading_hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         try:
             check_names(mesh)
             for unit in units:
@@ -96,12 +103,13 @@ class ShardedModule:
                 # Otherwise torch asks gloo for a product with a sum, which gloo does not have.
                 sharded.set_force_sum_reduction_for_comms(True)
             copy_from_first(self.module.buffers())
+            begin_as_root(self.module)
+            self._gather_once()
+            self.steps = UserSteps(self._sharded, by_hand=by_hand, processes=divide_by)
+            self._hooks += self.steps.hooks
             self._wrap_steps()
             self._wrap_switches()
-            self._wrap_backward()
             self._wrap_copying_and_loading()
-            if mesh.size() == 1:
-                self._gather_once()
         except BaseException:
             self._put_back()
             raise
@@ -132,52 +140,33 @@ class ShardedModule:
 
     def _wrap_steps(self) -> None:
         """Let the user's steps gather the root's weights, as its forward would."""
-        training_step: Any = getattr(self.module, "training_step", None)
-        if training_step is not None:
-            vars(self.module)["training_step"] = self._watched(training_step)
         for name in _STEPS:
-            if hasattr(self.module, name):
+            step = getattr(self.module, name, None)
+            if step is not None:
+                vars(self.module)[name] = self.steps.watched(step, is_training=name == "training_step")
                 register_fsdp_forward_method(self.module, name)
-        begin_as_root(self.module)
 
     def _gather_once(self) -> None:
-        """Gather each unit outside of inference mode, since torch cannot first do that within it for one shard."""
+        """Gather each unit, so that its whole parameters exist; torch cannot first do that within inference mode."""
         for unit in self._sharded:
             assert isinstance(unit, FSDPModule)
             unit.unshard()
             unit.reshard()
 
-    def _wrap_backward(self) -> None:
-        """Let each loss of manual optimisation count as an output of the root, in whose backward gradients are summed.
-
-        The root's own forward may have no part in that loss: the user's step may call its submodules alone.
-        """
-        backward = getattr(self.module, "manual_backward", None)
-        if backward is None:
-            return
-        setattr(self.module, _OUTPUT, lambda value: value())
-        register_fsdp_forward_method(self.module, _OUTPUT)
-        as_output = getattr(self.module, _OUTPUT)
-
-        @wraps(backward)
-        def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            self.switches.follow()
-            # As an argument, the loss itself would mark the end of the backward.
-            loss = as_output(lambda: loss)
-            return backward(loss, *args, **kwargs)
-
-        self.module.manual_backward = manual_backward  # type: ignore[assignment]
-
     def _wrap_copying_and_loading(self) -> None:
         """Let copies have shards, as torch refuses copies, and let states that are loaded be whole."""
         vars(self.module)["__deepcopy__"] = self.copy
+        for unit in self._sharded[:-1]:
+            # Torch refuses to copy a unit. A part of the module is copied as its parameters are.
+            vars(unit)["__deepcopy__"] = partial(self._copied, unit)
 
         def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             self.free_gathered()
             take_shards(module, state, prefix)
 
         # A function is not copied with the module, as a method would be with this object. Torch annotates nothing here.
-        self._loading_hook = self.module.register_load_state_dict_pre_hook(take_parts)  # type: ignore[no-untyped-call]
+        hook = self.module.register_load_state_dict_pre_hook(take_parts)  # type: ignore[no-untyped-call]
+        self._hooks.append(hook)
 
     def copy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the module, with copies of the shards.
@@ -186,15 +175,11 @@ class ShardedModule:
             memo: The memo of `copy.deepcopy`.
         """
         self.free_gathered()
+        for parameter in self.module.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
         mesh = getattr(self.module, "device_mesh", None)
         memo[id(mesh)] = mesh
-        attributes = vars(self.module)
-        replaced = {name: attributes.pop(name) for name in _REPLACED if name in attributes}
-        attributes.update(self._own_methods)
-        try:
-            copied = copy_in_shards(self._sharded, self.module, memo)
-        finally:
-            attributes.update(replaced)
+        copied = self._copied(self.module, memo)
         if any(parameter.dtype in _HALVES for parameter in copied.parameters()):
             # On one device, an average is made before the module is converted. In half precision it would stand still.
             copied.float()
@@ -203,23 +188,28 @@ class ShardedModule:
             self.on_copied(copied)
         return copied
 
+    def _copied(self, part: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of a part of the module, or of the whole, without what is there for a run."""
+        inside = set(part.modules())
+        units = [unit for unit in self._sharded if unit in inside]
+        replaced = []
+        for unit in units:
+            attributes = vars(unit)
+            names = _REPLACED if unit is self.module else ("__deepcopy__",)
+            replaced.append({name: attributes.pop(name) for name in names if name in attributes})
+        if part is self.module:
+            vars(part).update(self._own_methods)
+        try:
+            return copy_without_units(units, part, memo)
+        finally:
+            for unit, attributes in zip(units, replaced, strict=True):
+                vars(unit).update(attributes)
+
     def forget_copies(self, attributes: dict[str, Any]) -> None:
         """Replace the modules among the attributes of an object that are or contain a copy by None."""
         for name, value in attributes.items():
             if isinstance(value, nn.Module) and any(part in self._copies for part in value.modules()):
                 attributes[name] = None
-
-    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step after which shards follow what it switches by hand."""
-
-        @wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.switches.begin()
-            result = step(*args, **kwargs)
-            self.switches.follow()
-            return result
-
-        return watched
 
     def _wrap_switches(self) -> None:
         """Let whole weights follow where the user switches `requires_grad` of an optimiser's shards."""
@@ -245,12 +235,6 @@ class ShardedModule:
         for unit in self._sharded:
             assert isinstance(unit, FSDPModule)
             unit.reshard()
-
-    def gather_root(self) -> None:
-        """Gather the root's present weights, within a step whose backward or optimiser has freed or changed them."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.reshard()
-        self.module.unshard()
 
     def restore(self, optimizers: Sequence[Optimizer], *, gather: bool) -> None:
         """Give the module and the optimisers their own parameters, whole again.
@@ -283,9 +267,11 @@ class ShardedModule:
         """Undo the sharding, also one that is incomplete."""
         for name in _REPLACED:
             vars(self.module).pop(name, None)
+        for unit in self._sharded:
+            vars(unit).pop("__deepcopy__", None)
         vars(self.module).update(self._own_methods)
-        if self._loading_hook is not None:
-            self._loading_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         unshard_by_hand(self._sharded, self._originals, self.module)
         self._sharded = []
 

@@ -21,6 +21,7 @@ from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
+from equipoise.extensions.fsdp.within_steps.seen_parameters import hook_whole
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.batches.sampling import NO_BATCH
@@ -218,7 +219,7 @@ class ShardedSteps:
             for parameter in unsharded_parameters(unit.module):
                 if parameter.requires_grad:
                     # A product of zero and infinity would not be zero.
-                    hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+                    hooks.append(hook_whole(parameter, torch.zeros_like))
         try:
             with nullcontext() if self._sequences is None else self._sequences.backward_mode():
                 loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]

@@ -33,10 +33,10 @@ from equipoise.extensions.fsdp.state.empty_modules import ParametersOnMeta
 from equipoise.extensions.fsdp.state.folders import ShardFolders
 from equipoise.extensions.fsdp.state.portable_state import BeforeSharding, ShardedState
 from equipoise.extensions.fsdp.state.replicated_parts import replicated_parts
-from equipoise.extensions.fsdp.state.stepped_by_hand import SteppedByHand
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_whole_matrices
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
+from equipoise.extensions.fsdp.within_steps.stepped_by_hand import SteppedByHand
 from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.formats import align_columns
@@ -362,7 +362,9 @@ class FSDPStrategy(ProcessStrategy):
         automatic = bool(getattr(module, "automatic_optimization", True))
         divide_by = 1.0 if automatic else float(batches)
         mesh = self._mesh(is_cut=is_cut)
-        sharded = ShardedModule(units, mesh, self._options(), divide_by=divide_by, forms=self._forms)
+        sharded = ShardedModule(
+            units, mesh, self._options(), by_hand=not automatic, divide_by=divide_by, forms=self._forms
+        )
 
         # 3. All that computes with them.
         device = self.root_device
@@ -488,13 +490,8 @@ class FSDPStrategy(ProcessStrategy):
             return super().forward_backward(step, parts, last)
         return self._run.steps.forward_backward(step, parts, last)
 
-    def collect_gradients(self) -> None:
-        """Gather the root's weights again after a backward by hand; see `Strategy.collect_gradients`."""
-        if self._run is not None and self._run.by_hand:
-            self._run.sharded.gather_root()
-
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
-        """Gather the matrices of Muon, and the root's weights after a step by hand; see `Strategy.setup_optimizer`."""
+        """Gather the matrices of Muon, and free whole weights before a step by hand; see `Strategy.setup_optimizer`."""
         stepped = super().setup_optimizer(optimizer)
         if self._run is not None and needs_whole_matrices(optimizer):
             stepped = WholeMatrices(optimizer)

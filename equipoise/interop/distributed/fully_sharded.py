@@ -17,8 +17,12 @@ from equipoise.interop.refusal import refusal
 __all__ = [
     "begin_as_root",
     "check_names",
-    "copy_in_shards",
+    "copy_without_units",
+    "follow_backwards",
+    "follow_gathering",
     "gather_in_forms",
+    "keep_gathered",
+    "reduce_at_the_end",
     "shards_and_wholes",
     "unshard_by_hand",
     "unsharded_parameters",
@@ -29,9 +33,23 @@ _MARKS = ("__composable_api", "_is_fsdp", "_fsdp")
 
 
 # Attributes that torch sets when a module is sharded: of its state, of a group of parameters, and of a parameter.
-_OF_STATE = ("_lazy_init", "_pre_forward_hook_handle", "_post_forward_hook_handle")
+_OF_STATE = (
+    "_lazy_init",
+    "_pre_backward",
+    "_pre_forward_hook_handle",
+    "_post_forward_hook_handle",
+    "_register_root_post_backward_final_callback",
+    "_root_post_backward_final_callback",
+)
 _OF_GROUP = (
+    "_to_sharded",
+    "_to_sharded_post_forward",
+    "_to_unsharded",
     "fsdp_params",
+    "is_sharded",
+    "post_backward",
+    "post_forward_mesh_info",
+    "reshard_after_backward",
     "_module_to_pre_save_state_dict_hook_handle",
     "_module_to_pre_load_state_dict_hook_handle",
 )
@@ -120,6 +138,104 @@ def shards_and_wholes(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield parameter.sharded_param, gathered
 
 
+def follow_gathering(
+    unit: nn.Module,
+    *,
+    gathering: Callable[[], None],
+    gathered: Callable[[], None],
+    freeing: Callable[[], None],
+    freed: Callable[[], None],
+    partly_freed: Callable[[], None],
+) -> None:
+    """Call functions around each gathering and freeing of a unit's weights, which torch does in many places.
+
+    Hooks of modules see only some of them: torch frees weights in a backward, and before a state is saved or loaded.
+
+    Args:
+        unit: A module to which `fully_shard` was applied.
+        gathering: Called before the module has whole weights.
+        gathered: Called afterwards.
+        freeing: Called before the whole weights are freed.
+        freed: Called when the module has shards again.
+        partly_freed: Called as well when these lie over some processes alone.
+    """
+    for group in _groups_of(unit):
+
+        def gather(gather: Callable[[], None] = group._to_unsharded) -> None:
+            gathering()
+            gather()
+            gathered()
+
+        def free(group: Any = group, free: Callable[[], None] = group._to_sharded) -> None:
+            if not group.is_sharded:
+                freeing()
+                free()
+                freed()
+
+        def free_partly(free: Callable[[], None] = group._to_sharded_post_forward) -> None:
+            freeing()
+            free()
+            freed()
+            partly_freed()
+
+        group._to_unsharded = gather
+        group._to_sharded = free
+        group._to_sharded_post_forward = free_partly
+
+
+def follow_backwards(unit: nn.Module, *, begun: Callable[[], None], end: Callable[[Callable[[], None]], None]) -> None:
+    """Call functions at the beginning and the end of each backward through a unit; hooks know no end of a backward.
+
+    Args:
+        unit: A module to which `fully_shard` was applied.
+        begun: Called when the backward comes to the unit, before its weights are gathered.
+        end: Called with torch's function, which exchanges what gradients are left, and which it calls.
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    begin_backward = state._pre_backward
+    end_backward = state._root_post_backward_final_callback
+
+    def begin(gradient: Tensor) -> Any:
+        begun()
+        return begin_backward(gradient)
+
+    state._pre_backward = begin
+    state._root_post_backward_final_callback = lambda: end(end_backward)
+
+
+def reduce_at_the_end(root: nn.Module) -> None:
+    """Let the running backward exchange all gradients at its end, though no output of a unit was in its way.
+
+    Args:
+        root: The module that contains all units.
+    """
+    state: Any = root._get_fsdp_state()  # type: ignore[operator]
+    state._register_root_post_backward_final_callback()
+
+
+def keep_gathered(units: Sequence[nn.Module]) -> Callable[[], None]:
+    """Keep the weights of units once they are gathered, as a backward does whose graph has a backward itself.
+
+    `set_reshard_after_forward` would not do: there is no way to ask what it was before.
+
+    Returns:
+        A function that exchanges what gradients are left, and lets the units free their weights as before.
+    """
+    groups = [group for unit in units for group in _groups_of(unit)]
+    before = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+        group.reshard_after_backward = False
+
+    def end() -> None:
+        for group, info in zip(groups, before, strict=True):
+            group.post_backward()
+            group.post_forward_mesh_info = info
+            group.reshard_after_backward = True
+
+    return end
+
+
 def gather_in_forms(unit: nn.Module, forms: Mapping[nn.Module, Callable[[Tensor], Any]]) -> None:
     """Let the weights of layers be gathered in another form than that in which their shards lie.
 
@@ -185,21 +301,19 @@ def unshard_by_hand(units: Sequence[nn.Module], originals: Mapping[str, nn.Param
         setattr(modules[owner], attribute, original)
 
 
-def copy_in_shards(units: Sequence[nn.Module], root: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module in shards, whose parameters are copies of the shards. It gathers and computes nothing.
+def copy_without_units(units: Sequence[nn.Module], root: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module in shards, which has no units.
 
     Torch refuses to copy a unit, and would refuse to copy what it keeps of one.
 
     Args:
         units: The modules to which `fully_shard` was applied.
         root: The module that contains all of them.
-        memo: The memo of `copy.deepcopy`.
+        memo: The memo of `copy.deepcopy`, which may have copies of the parameters.
     """
-    # 1. What torch keeps of a unit stands for itself, and each shard is copied.
+    # 1. What torch keeps of a unit stands for itself.
     states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
     memo.update((id(state), state) for state in states)
-    for parameter in root.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
     # 2. The copy, with the classes of before.
     kinds = [type(unit) for unit in units]

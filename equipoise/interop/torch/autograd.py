@@ -18,11 +18,13 @@ __all__ = [
     "intercept_backwards",
     "is_changed",
     "is_in_backward",
+    "is_summed",
     "next_node_number",
     "number_of_node",
     "run_backward",
     "run_backward_in_modes",
     "running_node",
+    "version_of",
 ]
 
 # `Tensor.backward` checks its arguments and creates the first gradient anew, which costs as much as the forward of a
@@ -30,8 +32,9 @@ __all__ = [
 _engine_run_backward: Callable[..., Any] | None = find_if_tested("torch.autograd.graph._engine_run_backward")
 _has_versions = find("torch.Tensor._version") is not None
 _get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
-_current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
 _current_graph_task_id: Callable[[], int] | None = find("torch._C._current_graph_task_id")
+_will_engine_execute_node: Callable[[Any], bool] | None = find("torch._C._will_engine_execute_node")
+_current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
 
 
 def run_backward(loss: Tensor, gradient: Tensor) -> None:
@@ -73,6 +76,32 @@ def run_backward_in_modes(loss: Tensor, gradient: Tensor | None = None) -> None:
 def is_changed(tensor: Tensor) -> bool:
     """Return True if an operation in place may have changed a tensor since its creation; nothing public shows it."""
     return not _has_versions or tensor._version != 0
+
+
+def version_of(tensor: Tensor) -> Any:
+    """Return what differs after an operation in place on a tensor; nothing public does."""
+    # Tensors that were made in inference mode have no version.
+    return tensor._version if _has_versions and not tensor.is_inference() else object()
+
+
+def is_in_backward() -> bool:
+    """Return True within a backward, also in what is called at its end; nothing public tells it."""
+    return _current_graph_task_id is not None and _current_graph_task_id() != -1
+
+
+def is_summed(leaf_node: Any) -> bool:
+    """Return False if `torch.autograd.grad` returns the gradient of a leaf, which the running backward has computed.
+
+    Args:
+        leaf_node: The node at which the leaf receives its gradient. Nothing public tells what becomes of it.
+    """
+    if _will_engine_execute_node is None:
+        return True
+    try:
+        return _will_engine_execute_node(leaf_node)
+    except RuntimeError:
+        # It answers for no leaf whose gradient is returned.
+        return False
 
 
 # Which part of a forward has made a node of the graph shows in its number alone: nodes are numbered in each thread, in

@@ -21,6 +21,7 @@ __all__ = [
     "OperationWatch",
     "empty_wrapper",
     "namespace_of",
+    "own_functions",
     "tensor_in_memory",
     "tensors_in",
     "unwatched",
@@ -36,6 +37,8 @@ _PACKET: Any = type(torch.ops.aten.add)
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
 _OPERATION: Any = _OVERLOAD if _OVERLOAD.__base__ is object else _OVERLOAD.__base__
 # A context that hides operations from modes of functions.
+# Within it a tensor of a subclass is computed with as a plain one. Torch's notes on subclasses name it.
+own_functions: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunctionSubclass") or nullcontext
 _unheard: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunction") or nullcontext
 
 

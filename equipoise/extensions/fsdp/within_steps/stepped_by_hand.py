@@ -15,7 +15,7 @@ __all__ = ["SteppedByHand"]
 
 
 class SteppedByHand(StrategyOptimizer):
-    """Gathers the root's weights after each step, since the rest of the user's step uses them.
+    """Frees whole weights before each step, so that they are gathered anew where the rest of the user's step uses them.
 
     Args:
         stepped: The user's optimiser, as its shards are stepped.
@@ -29,7 +29,7 @@ class SteppedByHand(StrategyOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser; see `StrategyOptimizer.step`."""
-        return self._then_gathered(partial(self._stepped.step, closure, **kwargs))
+        return self._in_shards(partial(self._stepped.step, closure, **kwargs))
 
     def unscale(self, scaler: GradScaler) -> None:
         """Divide the gradients by the scale of the loss; see `StrategyOptimizer.unscale`."""
@@ -37,10 +37,9 @@ class SteppedByHand(StrategyOptimizer):
 
     def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
         """Step the optimiser unless a gradient is not finite; see `StrategyOptimizer.scaled_step`."""
-        return self._then_gathered(partial(self._stepped.scaled_step, scaler, **kwargs))
+        return self._in_shards(partial(self._stepped.scaled_step, scaler, **kwargs))
 
-    def _then_gathered(self, step: Callable[[], Any]) -> Any:
-        self._sharded.switches.follow()
-        result = step()
-        self._sharded.gather_root()
-        return result
+    def _in_shards(self, step: Callable[[], Any]) -> Any:
+        self._sharded.steps.follow_switches()
+        self._sharded.free_gathered()
+        return step()

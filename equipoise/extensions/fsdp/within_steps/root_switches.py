@@ -26,14 +26,19 @@ class RootSwitches:
         """Note how the shards are at the beginning of a step."""
         self._before = [shard.requires_grad for shard, _ in shards_and_wholes(self._root)]
 
-    def follow(self) -> None:
+    def follow(self, *, are_gathered: bool) -> None:
         """Switch the shards as the whole weights.
+
+        Args:
+            are_gathered: Whether the module has whole weights. False: it has shards, which these follow.
 
         Raises:
             StepError: If the shards were switched alone, which the forward cannot have noticed.
         """
         pairs = list(shards_and_wholes(self._root))
         for (shard, gathered), before in zip(pairs, self._before, strict=False):
+            if not are_gathered:
+                continue
             if shard.requires_grad == gathered.requires_grad:
                 continue
             if shard.requires_grad != before:

@@ -1,0 +1,208 @@
+"""The user's steps of a module in shards, in which parameters are read and changed as on one device."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from equipoise.errors import StepError
+from equipoise.extensions.fsdp.within_steps.root_switches import RootSwitches
+from equipoise.extensions.fsdp.within_steps.seen_parameters import (
+    PartlyFreed,
+    Seen,
+    hook_whole,
+)
+from equipoise.extensions.fsdp.within_steps.whole_results import sum_gradient
+from equipoise.interop.distributed.fully_sharded import (
+    follow_backwards,
+    follow_gathering,
+    keep_gathered,
+    reduce_at_the_end,
+    shards_and_wholes,
+)
+from equipoise.interop.torch.autograd import is_summed
+
+__all__ = ["UserSteps"]
+
+
+class UserSteps:
+    """Follows torch's gathering and freeing of weights, and what the user's steps do between them.
+
+    Args:
+        units: The modules to which `fully_shard` was applied, the root last. Each has been gathered once.
+        by_hand: Whether the module optimises by hand.
+        processes: The number of processes over which gradients are averaged; 1: they are added up.
+
+    Attributes:
+        switches: Follows the switches of the module that the user's step turns.
+        is_in_step: True within a step of the user.
+        hooks: Those of the modules, to be removed in the end.
+    """
+
+    def __init__(self, units: Sequence[nn.Module], *, by_hand: bool, processes: float) -> None:
+        self._units = units
+        self._root: Any = units[-1]
+        self._by_hand = by_hand
+        self.processes = processes
+        self.is_in_step = False
+        # Ends the time in which units keep their weights, since the graph of a backward needs them.
+        self._end_keeping: Callable[[], None] | None = None
+        self.switches = RootSwitches(self._root)
+        self.hooks: list[RemovableHandle] = []
+        self._seen = [self._follow(unit) for unit in units]
+        self._follow_calls()
+
+    def _follow(self, unit: nn.Module) -> list[Seen]:
+        """Let both forms of each parameter of a unit stand for it, and return them."""
+        seen = []
+        for shard, whole in shards_and_wholes(unit):
+            # Parts of cut layers, and weights that are gathered in another form, are torch's alone.
+            if type(whole) is nn.Parameter and whole.dtype == shard.dtype:
+                seen.append(Seen(shard, whole, self))
+                self._follow_gradients(seen[-1])
+
+        def all_of_them(action: Callable[[Seen], None]) -> Callable[[], None]:
+            def act() -> None:
+                for parameter in seen:
+                    action(parameter)
+
+            return act
+
+        def free_partly() -> None:
+            parameters: Iterable[Any] = unit.parameters()
+            for parameter in parameters:
+                if type(parameter) is DTensor:
+                    parameter.__class__ = PartlyFreed
+
+        follow_gathering(
+            unit,
+            gathering=all_of_them(Seen.note_gathering),
+            gathered=all_of_them(Seen.note_gathered),
+            freeing=all_of_them(Seen.keep_changes),
+            freed=all_of_them(Seen.note_freed),
+            partly_freed=free_partly,
+        )
+        follow_backwards(unit, begun=self._begin_backward, end=self._end_backward)
+        return seen
+
+    def _follow_calls(self) -> None:
+        """Gather the root's weights at once where a module is called that has some of them."""
+
+        # A function is not copied with a module, as a method would be with this object.
+        def gather_root(module: nn.Module, arguments: Any) -> None:
+            if self.is_in_step:
+                self._root.unshard()
+
+        own = {id(parameter.shard) for parameter in self._seen[-1]}
+        for part in self._root.modules():
+            if part is not self._root and any(id(shard) in own for shard in part.parameters(recurse=False)):
+                self.hooks.append(part.register_forward_pre_hook(gather_root))
+
+    # The steps.
+
+    def watched(self, step: Callable[..., Any], *, is_training: bool) -> Callable[..., Any]:
+        """Return a step within which shards are gathered where they are computed with.
+
+        Args:
+            step: The user's step, within which the root is gathered at first.
+            is_training: Whether it is `training_step`.
+        """
+
+        @wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if is_training:
+                self.switches.begin()
+            self._enter(is_in_step=True)
+            try:
+                result = step(*args, **kwargs)
+                if is_training:
+                    self.follow_switches()
+            finally:
+                self._enter(is_in_step=False)
+            if is_training and self._by_hand:
+                # Hooks see shards, as everywhere outside of the steps.
+                self._root.reshard()
+            return result
+
+        return watched
+
+    def _enter(self, *, is_in_step: bool) -> None:
+        self.is_in_step = is_in_step
+        for of_unit in self._seen:
+            for parameter in of_unit:
+                parameter.enter(is_in_step)
+
+    def follow_switches(self) -> None:
+        """Let the shards of the root follow what was switched in its whole weights, or the reverse."""
+        self.switches.follow(are_gathered=any(parameter.is_gathered for parameter in self._seen[-1]))
+
+    # Backwards.
+
+    def _begin_backward(self) -> None:
+        if torch.is_grad_enabled() and self._end_keeping is None:
+            # The graph of this backward refers to whole weights, of which torch knows nothing.
+            self._end_keeping = keep_gathered(self._units)
+
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        # 1. The last look at whole weights of the root, which the end frees.
+        if self.is_in_step:
+            self.follow_switches()
+        # 2. After the backward of a backward nobody needs the weights that were kept.
+        has_kept = self._end_keeping is not None and not torch.is_grad_enabled()
+        if has_kept and self._end_keeping is not None:
+            self._end_keeping()
+            self._end_keeping = None
+        end()
+        if has_kept:
+            for unit in self._units:
+                unit.reshard()  # type: ignore[operator]
+
+    def _follow_gradients(self, parameter: Seen) -> None:
+        """Let all roads to the gradient of a parameter lead to its exchange."""
+        whole = parameter.whole
+        parameter.note_gathering()
+        # Torch takes hooks of tensors that require gradients.
+        requires_grad = whole.requires_grad
+        whole.requires_grad_(True)
+        hook_whole(whole, partial(self._exchange_returned, parameter))
+        if self._by_hand:
+            nn.Parameter.register_post_accumulate_grad_hook(whole, lambda _: reduce_at_the_end(self._root))  # type: ignore[no-untyped-call]
+        whole.requires_grad_(requires_grad)
+        parameter.note_freed()
+
+    def _exchange_returned(self, parameter: Seen, gradient: Tensor) -> Tensor | None:
+        """Return the mean gradient of all processes where `torch.autograd.grad` returns it; None elsewhere."""
+        node = torch.autograd.graph.get_gradient_edge(parameter.whole).node
+        if is_summed(node):
+            return None
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"{_RETURNED} with create_graph=True, but the exchange of gradients has no graph. Take the penalty of"
+                " gradients of the inputs, or differences of two forwards."
+            )
+        return self.mean_gradient(gradient, parameter.shard)
+
+    def mean_gradient(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the mean over all processes of a gradient.
+
+        Args:
+            gradient: The gradient of the samples of this process.
+            shard: The parameter.
+
+        Raises:
+            StepError: If the optimisation is automatic: the weights of the processes are known after the step only.
+        """
+        if not self._by_hand:
+            raise StepError(
+                f"{_RETURNED}, or a gradient was assigned, in automatic optimisation, where the gradient of a step is"
+                " known after it. Return the loss, change gradients in `on_after_backward` or"
+                " `on_before_optimizer_step`, or optimise by hand."
+            )
+        return sum_gradient(gradient, shard) / self.processes
+
+
+_RETURNED = "Under strategy='fsdp' `torch.autograd.grad` was asked for gradients of parameters"

@@ -1,0 +1,137 @@
+"""Functions of torch on tensors in shards, computed on whole ones where shards would not do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from equipoise.errors import StepError
+from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of
+from equipoise.extensions.fsdp.state.gathering import gather_whole
+from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, override
+from equipoise.interop.torch.autograd import version_of
+from equipoise.interop.torch.dispatch import own_functions
+from equipoise.parallel.batches.shares import even_chunks
+from equipoise.tree import map_leaves
+
+__all__ = ["compute_whole", "gathered", "part_like", "sum_gradient"]
+
+
+def gathered(value: Any) -> Any:
+    """Return arguments in which each tensor in shards is whole; called in all processes."""
+    return map_leaves(lambda leaf: gather_whole(leaf) if isinstance(leaf, DTensor) else leaf, value)
+
+
+def part_like(shard: Any, whole: Tensor) -> Tensor:
+    """Return the part of a whole tensor that this process has of a tensor in shards, as a view.
+
+    Args:
+        shard: The tensor in shards.
+        whole: A tensor of its shape. A part of a cut layer's, where the tensor in shards is a part of such a part.
+    """
+    part = part_of(whole)
+    mesh = shard.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for number, placement in enumerate(shard.placements):
+        is_cut_already = isinstance(whole, DTensor) and names[number] == TENSOR
+        if placement.is_replicate() or is_cut_already:
+            continue
+        # Parts are those of `torch.chunk`, of which the last ones may be empty.
+        sizes = even_chunks(part.shape[placement.dim], mesh.size(number))
+        rank = mesh.get_local_rank(number)
+        part = part.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
+    return part.detach()
+
+
+def sum_gradient(gradient: Tensor, shard: Any) -> Tensor:
+    """Return the sum over all processes of a whole gradient of a parameter in shards."""
+    total = gradient.detach().clone(memory_format=torch.contiguous_format)
+    for dimension in range(shard.device_mesh.ndim):
+        dist.all_reduce(total, group=shard.device_mesh.get_group(dimension))
+    return total
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers a parameter, whose gradient is averaged over the processes."""
+
+    @staticmethod
+    def forward(context: Any, shard: Any, processes: float) -> Tensor:
+        context.shard = shard
+        context.processes = processes
+        return gather_whole(shard)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        total = sum_gradient(gradient, context.shard) / context.processes
+        value = torch.zeros_like(context.shard.detach())
+        part_of(value).copy_(part_like(value, total))
+        return value, None
+
+
+def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, processes: float) -> Any:
+    """Return the result of a function on whole tensors, and write to the shards what it changes in them.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        processes: The number of processes over which gradients are averaged.
+    """
+    # 1. Each tensor in shards as a whole, of a memory of its own.
+    wholes: dict[int, tuple[Any, Tensor, Any]] = {}
+
+    def whole_of(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if id(leaf) not in wholes:
+            has_graph = torch.is_grad_enabled() and leaf.requires_grad
+            whole = _Gather.apply(leaf, processes) if has_graph else gather_whole(leaf)  # type: ignore[no-untyped-call]
+            wholes[id(leaf)] = (leaf, whole, version_of(whole))
+        return wholes[id(leaf)][1]
+
+    result = function(*map_leaves(whole_of, args), **map_leaves(whole_of, kwargs))
+
+    # 2. What has changed. The result of an operation in place is the tensor itself.
+    shards = {}
+    for shard, whole, version in wholes.values():
+        if version_of(whole) != version:
+            with torch.no_grad():
+                part_of(shard).copy_(part_like(shard, whole))
+            shards[id(whole)] = shard
+
+    # 3. Views of these wholes would change nothing else.
+    memories = {whole.untyped_storage().data_ptr() for _, whole, _ in wholes.values()}
+
+    def result_of(leaf: Any) -> Any:
+        if id(leaf) in shards:
+            return shards[id(leaf)]
+        if isinstance(leaf, Tensor) and type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memories:
+            leaf.__class__ = _Copy
+        return leaf
+
+    return map_leaves(result_of, result)
+
+
+def _refused(name: str, inherited: Any) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise StepError(
+            "Under strategy='fsdp' the weights are in shards here, and a view of one is a copy, so what is changed in"
+            " it would be lost. Change the weight or the gradient itself, as by `weight[0] = 0` or `weight.mul_(mask)`."
+        )
+
+    return refuse
+
+
+@override(IN_PLACE, _refused)
+class _Copy(Tensor):
+    """A copy of what is a view on one device. It is only read."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What is computed with it is no such copy.
+        with own_functions():
+            return function(*args, **kwargs or {})

@@ -1,0 +1,322 @@
+"""Values, gradients and switches of parameters in shards, read and changed by steps, against one device, in float64."""
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+
+from tests.conftest import ignoring
+from tests.extensions.fsdp.programs import Net, assert_each_close, fit, fsdp, in_processes, weights_of
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+Step = Callable[[Any, Any, int], Any]
+
+
+class Student(Net):
+    """A teacher, of whose blocks some are units, a parameter of its own, and a tied weight in the root."""
+
+    step: Step
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.back = nn.Linear(7, 8, bias=False)
+        self.back.weight = nn.Parameter(self.first.weight.detach().T.contiguous())
+        self.again = nn.Linear(8, 7, bias=False)
+        self.again.weight = self.first.weight
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(7))
+        self.automatic_optimization = not by_hand
+        self.averages: list[Tensor] = []
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features + self.back(self.again(features)))
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.first(batch[0]) * self.scale
+        for block in self.teacher:
+            hidden = block(hidden)
+        return super().loss(batch) + hidden.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return type(self).step(self, batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
+
+    def trained(self) -> list[Any]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+
+# Steps of manual optimisation.
+
+
+def step_after(module: Any, backward: Callable[[], Any], change: Callable[[], Any] | None = None) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    backward()
+    if change is not None:
+        change()
+    optimizer.step()
+
+
+def plain(module: Any, batch: Any, batch_idx: int) -> None:
+    step_after(module, lambda: module.loss(batch).backward())
+
+
+def several(module: Any, batch: Any, batch_idx: int) -> None:
+    def backward() -> None:
+        module.manual_backward(module.loss(batch))
+        torch.autograd.backward(module(batch[0]).square().mean())
+        output = module(batch[0])
+        output.mean().backward(retain_graph=True)
+        output.abs().mean().backward(inputs=module.trained())
+
+    step_after(module, backward)
+
+
+def written(module: Any, batch: Any, batch_idx: int) -> None:
+    parameters = module.trained()
+    for parameter, gradient in zip(parameters, torch.autograd.grad(module.loss(batch), parameters), strict=True):
+        parameter.grad = gradient
+    clip_grad_norm_(parameters, 0.05)
+    module.optimizers().step()
+
+
+def clipped(module: Any, batch: Any, batch_idx: int) -> None:
+    before = list(module.parameters())
+    step_after(module, lambda: module.manual_backward(module.loss(batch)), lambda: clip_grad_norm_(before, 0.05))
+
+
+def clamped(module: Any, batch: Any, batch_idx: int) -> None:
+    for parameter in module.trained():
+        parameter.data.clamp_(-0.3, 0.3)
+    plain(module, batch, batch_idx)
+    with torch.no_grad():
+        for parameter in module.trained():
+            parameter.clamp_(-0.2, 0.2)
+        module.log("norm", sum(parameter.norm() for parameter in module.parameters()), on_epoch=True)
+
+
+def sharpness_aware(module: Any, batch: Any, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    parameters = list(module.parameters())
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+    moved = [parameter for parameter in parameters if parameter.grad is not None]
+    former = [parameter.data.clone() for parameter in moved]
+    with torch.no_grad():
+        norm = torch.stack([parameter.grad.norm() for parameter in moved]).norm()
+        for parameter in moved:
+            parameter.add_(parameter.grad * (0.05 / (norm + 1e-12)))
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+    for parameter, data in zip(moved, former, strict=True):
+        parameter.data = data
+    optimizer.step()
+
+
+def noisy(module: Any, batch: Any, batch_idx: int) -> None:
+    draw = torch.Generator().manual_seed(batch_idx)
+
+    def change() -> None:
+        for parameter in module.trained():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+            parameter.grad.add_(noise, alpha=0.01)
+            parameter.grad = parameter.grad + noise * 0.01
+            parameter.grad += 0.01 * parameter.detach()
+
+    step_after(module, lambda: module.manual_backward(module.loss(batch)), change)
+
+
+def operated(module: Any, batch: Any, batch_idx: int) -> None:
+    """Takes the part of one gradient that does not conflict with another."""
+
+    def gradient(loss: Tensor) -> Tensor:
+        module.zero_grad()
+        module.manual_backward(loss)
+        return torch.cat([parameter.grad.flatten() for parameter in module.trained()])
+
+    one, other = gradient(module.loss(batch)), gradient(module.loss((batch[0] + 1, batch[1])))
+    if (conflict := torch.dot(one, other)) > 0:
+        one = one - other * conflict / other.square().sum()
+    for parameter, part in zip(module.trained(), one.split([p.numel() for p in module.trained()]), strict=True):
+        parameter.grad.copy_(part.view_as(parameter))
+    module.optimizers().step()
+
+
+def redrawn(module: Any, batch: Any, batch_idx: int) -> None:
+    plain(module, batch, batch_idx)
+    with torch.no_grad():
+        vector_to_parameters(parameters_to_vector(module.trained()) * 0.99, module.trained())
+        if batch_idx == 2:
+            torch.manual_seed(5)
+            module.first.reset_parameters()
+            for parameter in module.blocks[1].parameters():
+                nn.init.normal_(parameter, 0.0, 0.1)
+        module.scale[0] = 0.5
+        torch._foreach_mul_(list(module.last.parameters()), 0.9)
+
+
+def afterwards(module: Any, batch: Any, batch_idx: int) -> None:
+    """Computes with weights after a backward: of the root, of a unit, and of a copy that is made within the step."""
+    step_after(module, lambda: module.manual_backward(module.loss(batch)))
+    with torch.no_grad():
+        target = copy.deepcopy(module.blocks)[0](batch[0][:, :7])
+    weight = module.blocks[1].up.weight
+    penalty = sum(parameter.square().sum() for parameter in module.trained())
+    hidden = nn.functional.linear(batch[0][:, :7] * module.scale.exp(), weight)
+    step_after(module, lambda: (hidden.square().mean() + target.mean() * penalty * 0.01).backward())
+
+
+def frozen_between(module: Any, batch: Any, batch_idx: int) -> None:
+    def backward() -> None:
+        module.manual_backward(module.loss(batch))
+        module.first.requires_grad_(False)
+        module.blocks[0].up.requires_grad_(False)
+        module.manual_backward(module(batch[0]).square().mean())
+        module.blocks[0].up.requires_grad_(True)
+        module.first.requires_grad_(True)
+
+    step_after(module, backward)
+
+
+def loaded(module: Any, batch: Any, batch_idx: int) -> None:
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    plain(module, batch, batch_idx)
+    if batch_idx % 2:
+        module.load_state_dict(state)
+    module.teacher.load_state_dict(module.blocks.state_dict())
+
+
+# Steps of automatic optimisation.
+
+
+def penalised(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Returns a gradient penalty, after whose graph the network computes once more."""
+    features = batch[0].clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(module(features).sum(), features, create_graph=True)
+    return gradient.square().sum(1).mean() + module.loss(batch)
+
+
+def attacked(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    features = batch[0].clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(module(features).sum(), features)
+    return module.loss((features.detach() + 0.1 * gradient.sign(), batch[1])) * module.scale.mean()
+
+
+def constrained(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    with torch.no_grad():
+        for parameter in module.trained():
+            parameter.clamp_(-0.3, 0.3)
+        torch.manual_seed(batch_idx)
+        module.blocks[1].up.weight.add_(torch.randn_like(module.blocks[1].up.weight), alpha=0.01)
+    module.last.weight.data = torch.renorm(module.last.weight.data, 2, 0, 0.3)
+    penalty = sum(parameter.square().sum() for parameter in module.trained())
+    return module.loss(batch) + 0.01 * penalty
+
+
+def averaged(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    """The teacher follows the student, before the forward and after it; so do copies of all parameters."""
+
+    def follow() -> None:
+        with torch.no_grad():
+            for slow, fast in zip(module.teacher.parameters(), module.blocks.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+
+    if not module.averages:
+        module.averages = [parameter.detach().clone() for parameter in module.trained()]
+    follow()
+    loss = module.loss(batch)
+    with torch.no_grad():
+        for average, parameter in zip(module.averages, module.trained(), strict=True):
+            average.lerp_(parameter, 0.1)
+        if batch_idx == 3:
+            for average, parameter in zip(module.averages, module.trained(), strict=True):
+                # The graph of the loss does not need the biases of before.
+                if parameter.ndim == 1 and parameter is not module.scale:
+                    parameter.data.copy_(average)
+    return loss
+
+
+def halved(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    for parameter in module.trained():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    return module.loss(batch)
+
+
+class Constrained(nn.Linear):
+    def forward(self, features: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        with torch.no_grad():
+            self.bias.clamp_(-0.1, 0.1)
+        return super().forward(features)
+
+
+BY_HAND: dict[str, Step] = {
+    step.__name__: step
+    for step in (
+        *(plain, several, written, clipped, clamped, sharpness_aware, noisy, operated, redrawn, afterwards),
+        *(frozen_between, loaded),
+    )
+}
+AUTOMATIC: dict[str, Step] = {step.__name__: step for step in (penalised, attacked, constrained, averaged, halved)}
+UNITS: dict[str, dict[str, Any]] = {
+    "automatic": {},
+    "one": {"units": []},
+    "named": {"units": ["blocks.*.up", "blocks.1", "teacher.2", "last"]},
+    "kept": {"reshard_after_forward": False},
+}
+
+
+def program(name: str) -> Any:
+    """Return a module whose step has this name; "within a forward" changes weights in its layers."""
+    if name == "within a forward":
+        module = Student(by_hand=False)
+        for block in module.blocks:
+            block.up = Constrained(7, 14)  # type: ignore[assignment]
+        step: Step = lambda module, batch, batch_idx: module.loss(batch)  # noqa: E731
+    else:
+        module = Student(by_hand=name in BY_HAND)
+        step = {**BY_HAND, **AUTOMATIC}[name]
+    module.__class__ = type("Program", (Student,), {"step": staticmethod(step)})
+    return module
+
+
+NAMES = [*BY_HAND, *AUTOMATIC, "within a forward"]
+
+
+def outcome(name: str, strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
+    module, trainer = fit(
+        partial(program, name), strategy, processes, count=48, accumulate_grad_batches=1 + (name == "halved")
+    )
+    return weights_of(module) | {f"logged {key}": float(value) for key, value in trainer.callback_metrics.items()}
+
+
+@cache
+def on_one_device(name: str) -> dict[str, Any]:
+    return outcome(name)
+
+
+def run_all(processes: int, names: list[str], units: str) -> dict[str, Any]:
+    return {name: outcome(name, fsdp(**UNITS[units]), processes) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("units", "processes"),
+    [
+        ("automatic", 2),
+        pytest.param("one", 2, marks=pytest.mark.slow),
+        pytest.param("named", 3, marks=pytest.mark.slow),
+        pytest.param("kept", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_has_the_effect_of_one_device(units: str, processes: int) -> None:
+    outcomes = in_processes(processes, partial(run_all, processes, NAMES, units))
+    assert_each_close(on_one_device, outcomes)
