@@ -63,6 +63,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "timing": {"report"},
     "tokens": set(),
     "tuning": {"fsdp", "pipeline", "planning"},
+    "verification": {"comparison", "tuning"},
     "virtual": set(),
 }
 

@@ -51,12 +51,14 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
+        not_comparable: Why steps are not those of one device, as a sentence; empty if they are. Default: empty.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
     """
 
     name: ClassVar[str] = ""
     keeps_batches_whole: ClassVar[bool] = False
+    not_comparable: ClassVar[str] = ""
 
     devices: Sequence[torch.device] = ()
     processes: Processes = Processes()

@@ -33,15 +33,17 @@ def choose_strategy(trainer: Any, request: Request) -> Strategy:
 
 
 def search(trainer: Any, make: Callable[..., Any], request: Request) -> bool:
-    """Let the finders among the callbacks search before a run.
+    """Let the finders among the callbacks search before a run, and verify its first steps if that is asked for.
 
     Returns:
         True if the run shall follow; False if a method of Lightning's Tuner wanted the search alone.
 
     Raises:
         ConfigurationError: If a search is not possible.
+        StepError: If the first steps are not those of one device.
     """
-    if not any(map(is_stock_finder, trainer.callbacks)):
-        return True
-    follows: bool = load_extension("searches", "finders")(trainer, make, request)
-    return follows
+    is_wanted = {
+        "finders": any(map(is_stock_finder, trainer.callbacks)),
+        "verify": request.fitting and trainer.constructor_arguments.get("verify", 0),
+    }
+    return all(load_extension("searches", name)(trainer, make, request) for name in is_wanted if is_wanted[name])

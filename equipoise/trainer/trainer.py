@@ -202,6 +202,7 @@ class Trainer(PublicState):
         prefetch: bool | Literal["auto"] = "auto",
         step_in_backward: bool = False,
         offload_activations: bool | int = False,
+        verify: int = 0,
     ) -> None:
         # 1. Devices, strategy and precision.
         check.check_flags(
@@ -211,6 +212,7 @@ class Trainer(PublicState):
             use_distributed_sampler=use_distributed_sampler,
             sync_batchnorm=sync_batchnorm,
         )
+        check.check_count("verify", verify, least=0)
         connected, machines = connect_strategy(strategy, accelerator, devices, num_nodes)
         in_use = select_precision(precision, connected.root_device.type)
         super().__init__(connected, in_use, check.root_directory(default_root_dir))

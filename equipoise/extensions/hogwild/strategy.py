@@ -56,6 +56,9 @@ class HogwildStrategy(ProcessStrategy):
     name: ClassVar[str] = "hogwild"
     # A process that is done with its batch waits for no other.
     steps_together: ClassVar[bool] = False
+    not_comparable: ClassVar[str] = (
+        "processes of hogwild step shared weights without waiting, so no two runs are equal."
+    )
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "run_trial"]
+__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "generators_kept", "quiet", "run_trial", "trainer_like"]
 
 # Makes a trainer from its arguments.
 MakeTrainer = Callable[..., Any]
@@ -73,8 +73,8 @@ def run_trial(
     limits = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
     if request.fitting:
         limits = {"max_steps": steps}
-    with _generators_kept(_loaders_in(train)), _quiet():
-        trial = _trainer_like(trainer, make, **limits, callbacks=callbacks)
+    with generators_kept(train), quiet():
+        trial = trainer_like(trainer, make, **limits, callbacks=callbacks)
         if request.fitting:
             trial.fit(module, train, datamodule=request.datamodule)
         elif request.fn == TrainerFn.PREDICTING:
@@ -84,20 +84,20 @@ def run_trial(
             evaluate(module, datamodule=request.datamodule, verbose=False)
 
 
-def _trainer_like(trainer: Any, make: MakeTrainer, **changed: Any) -> Any:
+def trainer_like(trainer: Any, make: MakeTrainer, **changed: Any) -> Any:
     """Return the trainer of a trial: that of the user without files, loggers and display.
 
     Args:
         trainer: The user's trainer.
         make: Makes it.
-        changed: Arguments of the trial.
+        changed: Arguments of the trial; a strategy among them takes the place of the trainer's.
     """
     options = {**trainer.constructor_arguments, **ONLY_STEPS, **_OF_A_TRIAL, **changed}
     # The scaler of a precision that was passed as an object belongs to one trainer, as a strategy does.
     options["precision"] = copy.deepcopy(options.get("precision"))
     strategy = options.get("strategy")
     # "auto" has been chosen already.
-    if strategy is None or strategy == "auto" or isinstance(strategy, Strategy):
+    if "strategy" not in changed and (strategy is None or strategy == "auto" or isinstance(strategy, Strategy)):
         options["strategy"] = copy.deepcopy(trainer.connected_strategy)
     # Frozen weights in few bits leave more memory, and products in float8 other losses.
     changing = [copy.deepcopy(callback) for callback in trainer.callbacks if changes_layers(callback)]
@@ -132,8 +132,9 @@ def copy_of(module: LightningModule, finder: str) -> LightningModule:
 
 
 @contextmanager
-def _generators_kept(loaders: list[Any]) -> Iterator[None]:
-    """Put all random generators back at the end, those of the loaders included."""
+def generators_kept(train: Any) -> Iterator[None]:
+    """Put all random generators back at the end, those of the training loaders that were passed included."""
+    loaders = _loaders_in(train)
     state = random_state_of(loaders)
     try:
         yield
@@ -142,7 +143,7 @@ def _generators_kept(loaders: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the messages of a fit, such as the reason why it ended; warnings remain."""
     logger = logging.getLogger(_LOGGER)
     level = logger.level

@@ -1,0 +1,165 @@
+"""What the first steps of a run compute: losses, gradients, weights, buffers, logged values, of all its processes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from equipoise.callbacks.callback import Callback
+from equipoise.extensions.verification.alike import DrawsAlike, without_coupling
+from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.snapshot import random_state
+from equipoise.strategies.strategy import splitter_of
+from equipoise.tree import map_leaves
+
+__all__ = ["Batch", "Recorder", "Step", "on_cpu"]
+
+Tensors = dict[str, Tensor]
+
+
+class Batch(NamedTuple):
+    """A training batch of a process.
+
+    Attributes:
+        epoch: Its epoch.
+        parts: The parts that the process computes, on the CPU; none where only other processes have a batch.
+        sizes: The number of samples of each.
+        loss: The mean loss, if there is one.
+        logged: The values that are logged after it.
+        length: Number of batches of the epoch.
+        generators: The random generators before it, in the main process.
+    """
+
+    epoch: int
+    parts: Sequence[Any]
+    sizes: Sequence[int]
+    loss: Any
+    logged: dict[str, float]
+    length: float
+    generators: random_state.RandomState
+
+
+class Step(NamedTuple):
+    """An optimiser's step, before it changes the weights.
+
+    Attributes:
+        batch: Number of its batch, from 0.
+        state: Weights and buffers.
+        gradients: The gradients of the optimiser's parameters.
+    """
+
+    batch: int
+    state: Tensors
+    gradients: dict[str, Tensor | None]
+
+
+class Recorder(Callback):
+    """Records the first steps of a run, and ends it after them.
+
+    Args:
+        count: Number of batches after which an optimiser was stepped.
+        alike: Let all samples draw the same numbers, and take batch statistics from the running ones.
+
+    Attributes:
+        initial: Weights and buffers at the beginning.
+        steps: The optimiser steps.
+        final: Weights and buffers at the end.
+        batches: The batches of each process, by rank; empty until the run has ended.
+    """
+
+    fires_without_batch = True
+
+    def __init__(self, count: int, *, alike: bool) -> None:
+        self._count = count
+        self._alike = alike
+        self._stepped: set[int] = set()
+        self._own: list[Batch] = []
+        self._module: Any = None
+        self.initial: Tensors = {}
+        self.steps: list[Step] = []
+        self.final: Tensors = {}
+        self.batches: list[list[Batch]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the state with which the run begins."""
+        self._module = pl_module
+        self.initial = self._state(trainer)
+
+    def _state(self, trainer: Any) -> Tensors:
+        state = trainer.strategy.portable.module_state(self._module)
+        return {name: on_cpu(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+    def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Record the parts of each batch, and their loss."""
+        if not action.endswith(".forward_backward"):
+            return function
+        splitter = splitter_of(trainer.strategy, trainer.lightning_module)
+
+        def recorded(step: Any, parts: Sequence[Any], last: bool) -> Any:
+            generators = random_state.capture()
+            # Strategies with several parts in a process give the hooks of the loop the first alone.
+            batches = [part.batch if _is_part(part) else part for part in getattr(parts, "parts", parts)]
+            copies = [on_cpu(batch) for batch in batches]
+            sizes = [splitter.size(batch) or 1 for batch in batches]
+            with self._computing(step.batch_idx):
+                result = function(step, parts, last)
+            # An optimiser with a closure computes a batch several times.
+            if len(self._own) == self._number:
+                loss = result.loss
+                if loss is None and isinstance(result.outputs, Tensor):
+                    loss = result.outputs
+                length = trainer.num_training_batches
+                epoch = trainer.current_epoch
+                self._own.append(Batch(epoch, copies, sizes, on_cpu(loss), {}, length, generators))
+            return result
+
+        return recorded
+
+    # Number of the present batch, counted over epochs.
+    _number = 0
+
+    def _computing(self, batch_idx: int) -> Any:
+        """Return the context of a batch's computation."""
+        if not self._alike:
+            return nullcontext()
+        without_coupling(self._module)
+        random_state.seeded(batch_idx).restore()
+        return DrawsAlike()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note weights and gradients before a step; all processes call this."""
+        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        gradients = trainer.strategy.portable.gradients([optimizer], window_is_open=True)
+        by_name = {}
+        for parameter, gradient in zip(optimizer_parameters(optimizer), gradients, strict=False):
+            by_name[names.get(id(parameter), "")] = on_cpu(gradient)
+        self.steps.append(Step(self._number, self._state(trainer), by_name))
+        self._stepped.add(self._number)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note logged values, and end the run after the last step."""
+        values = {}
+        for name, value in trainer.callback_metrics.items():
+            values[name] = float(value)
+        if len(self._own) > self._number:
+            self._own[-1] = self._own[-1]._replace(logged=values)
+        self._number += 1
+        if len(self._stepped) >= self._count:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the last state, and gather what all processes have recorded."""
+        self.final = self._state(trainer)
+        self.batches = trainer.strategy.processes.gather_objects(self._own)
+        self._module = None
+        self._own = []
+
+
+def _is_part(part: Any) -> bool:
+    return getattr(type(part), "_fields", ())[:2] == ("batch", "size")
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a nested value with copies of its tensors on the CPU."""
+    return map_leaves(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,0 +1,54 @@
+"""What to do about the first difference between a run and one device."""
+
+from typing import Any
+
+from equipoise.extensions.verification.findings import BUFFER, GRADIENT, LOSS, WEIGHT, Finding
+
+__all__ = ["remedy_for"]
+
+_REMEDIES = {
+    LOSS: "Look for what depends on the rank or on the number of samples in a part: a branch by rank, a sum in the"
+    " place of a mean, a loss that compares samples with one another.",
+    GRADIENT: "Look for a branch by rank, a sum in the place of a mean, and gradients that pass the trainer by.",
+    WEIGHT: "The gradients before the step agree, so weights or gradients were changed outside of the optimiser."
+    " A strategy in shards computes with gathered copies, whose changes are lost: change parameters and gradients in"
+    " on_before_optimizer_step or on_train_batch_end.",
+    BUFFER: "Each process has buffers of its own, and those of the main process are kept. Compute what they hold from"
+    " the samples of all: self.all_gather(value).mean(0), or Trainer(sync_batchnorm=True).",
+}
+_BY_HAND = (
+    "In manual optimisation gradients are exchanged by `self.manual_backward(loss)`: call it in the place of"
+    " `loss.backward()`, torch.autograd.backward and torch.autograd.grad."
+)
+# Arguments of the Trainer that change how a step is computed.
+_WAYS = (
+    "compile",
+    "capture",
+    "step_in_backward",
+    "offload_activations",
+    "activation_checkpointing",
+    "fused_optimizer",
+)
+
+
+def remedy_for(difference: Finding, trainer: Any, module: Any) -> str:
+    """Return advice about a difference, as sentences.
+
+    Args:
+        difference: The first difference.
+        trainer: The user's trainer.
+        module: The user's module.
+    """
+    strategy = trainer.connected_strategy
+    advice = _REMEDIES.get(difference.kind, "")
+    if (
+        not module.automatic_optimization
+        and strategy.processes.world_size > 1
+        and difference.kind in (GRADIENT, WEIGHT)
+    ):
+        advice = f"{_BY_HAND} {advice}"
+    ways = [name for name in _WAYS if trainer.constructor_arguments.get(name)]
+    ways += [type(callback).__name__ for callback in trainer.callbacks if hasattr(callback, "on_configure_model_end")]
+    if ways:
+        advice = f"Leave out {', '.join(ways)} one by one: verify shows which of them it is. {advice}"
+    return advice

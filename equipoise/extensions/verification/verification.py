@@ -1,0 +1,205 @@
+"""`Trainer(verify=N)`: the first steps of a fit under its strategy, and on one device, from one state, and compared."""
+
+import warnings
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from equipoise.errors import StepError
+from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, generators_kept, quiet, trainer_like
+from equipoise.extensions.verification.findings import LOGGED, Finding, compare
+from equipoise.extensions.verification.recording import Recorder
+from equipoise.extensions.verification.reference import Follower, recorded_loader
+from equipoise.extensions.verification.remedies import remedy_for
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.equality import tolerance_of
+from equipoise.trainer.runtime.request import Request
+
+__all__ = ["Verification", "verify", "verify_before_fit"]
+
+_NAME = "Trainer(verify=...)"
+# Ways to compute a step, which one device does without.
+_WAYS = {
+    "compile": False,
+    "capture": False,
+    "fused_optimizer": False,
+    "step_in_backward": False,
+    "offload_activations": False,
+    "activation_checkpointing": None,
+    "sync_batchnorm": False,
+    "num_nodes": None,
+    "limit_train_batches": None,
+    "overfit_batches": 0.0,
+    "reload_dataloaders_every_n_epochs": 0,
+    "verify": 0,
+}
+
+
+@dataclass
+class Verification:
+    """Result of a verification.
+
+    Attributes:
+        steps: Number of optimiser steps that were compared.
+        findings: The compared values, in their order.
+        draws: Whether the two agree only where all samples draw the same numbers, without batch statistics.
+        reason: The reason why nothing was compared; None if it was.
+        remedy: What to do about the first difference.
+    """
+
+    steps: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    draws: bool = False
+    reason: str | None = None
+    remedy: str = ""
+
+    @property
+    def difference(self) -> Finding | None:
+        """The first difference; None if there is none. Values that one process logs may differ."""
+        return next((finding for finding in self.findings if finding.gap and finding.kind != LOGGED), None)
+
+    @property
+    def sentence(self) -> str:
+        """The result in a sentence."""
+        if self.reason is not None:
+            return f"Not compared with one device: {self.reason}"
+        if self.difference is not None:
+            return f"The steps are not those of one device: {self.difference}. {self.remedy}"
+        if self.draws:
+            return (
+                f"The first {self.steps} steps are those of one device, but for random numbers and batch statistics:"
+                " they agree where all samples draw the same numbers and BatchNorm uses its running statistics."
+            )
+        return f"The first {self.steps} steps are those of one device."
+
+
+def verify_before_fit(trainer: Any, make: MakeTrainer, request: Request) -> bool:
+    """Verify a fit before it begins; a door of the trainer.
+
+    Returns:
+        True: the fit follows.
+
+    Raises:
+        StepError: If its steps are not those of one device.
+    """
+    steps = trainer.constructor_arguments.get("verify", 0)
+    if not request.fitting or not steps:
+        return True
+    result = verify(trainer, make, request, steps)
+    if result.difference is not None:
+        raise StepError(f"{result.sentence} verify=0 trains without this comparison.")
+    tell = rank_zero_info if result.reason is None else rank_zero_warn
+    tell(result.sentence)
+    return True
+
+
+def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Verification:
+    """Compute the first steps of a fit as the trainer would, and on one device, and compare them.
+
+    Nothing of it stays: both train copies of the module, without the user's callbacks and loggers, and all random
+    generators are restored.
+
+    Args:
+        trainer: The user's trainer.
+        make: Makes a trainer from its arguments.
+        request: The fit.
+        steps: Number of optimiser steps.
+    """
+    strategy = trainer.connected_strategy
+    if strategy.not_comparable:
+        return Verification(reason=strategy.not_comparable)
+    if strategy.processes.world_size > 1 and not strategy.processes.spawns:
+        return Verification(reason="a launcher has started the processes. Start one, whose strategy starts the others.")
+    loader = request.loaders.get("train")
+    if loader is not None and iter(loader) is loader:
+        return Verification(reason="the training batches are those of an iterator, which can be read once.")
+    trials = _Trials(trainer, make, request, steps)
+    result = trials.result(alike=False)
+    if result.difference is None:
+        return result
+    try:
+        second = trials.result(alike=True)
+    except Exception as error:
+        # The first difference says more than an error of the second check.
+        second = result
+        result.remedy += f" (Without random numbers it could not be computed: {type(error).__name__}.)"
+    second.draws = True
+    return second
+
+
+class _Trials:
+    """The runs of a verification. See `verify` for the arguments."""
+
+    def __init__(self, trainer: Any, make: MakeTrainer, request: Request, steps: int) -> None:
+        self._trainer = trainer
+        self._make = make
+        self._request = request
+        self._steps = steps
+        given = trainer.constructor_arguments
+        # Those on which learning rates may depend; `Recorder` ends the runs.
+        self._limits = {name: given[name] for name in ("max_epochs", "max_steps") if given.get(name) is not None}
+
+    def result(self, *, alike: bool) -> Verification:
+        """Return the comparison of both."""
+        recorder = self._recorded(alike=alike)
+        if not recorder.steps:
+            return Verification(reason="no optimiser was stepped.")
+        dtypes = {value.dtype for value in recorder.initial.values() if value.is_floating_point()}
+        autocast = self._trainer.precision_in_use.autocast
+        if autocast is not None:
+            dtypes.add(autocast[1])
+        tolerance = tolerance_of(dtypes)
+        follower = self._followed(Follower(recorder, tolerance, alike=alike))
+        result = Verification(len(recorder.steps), compare(follower, recorder, tolerance))
+        if result.difference is not None:
+            result.remedy = remedy_for(result.difference, self._trainer, self._request.module)
+        return result
+
+    def _recorded(self, *, alike: bool) -> Recorder:
+        """Run the first steps as the user's trainer would."""
+        savers = [deepcopy(callback) for callback in self._trainer.callbacks if _computes(callback)]
+        recorder = Recorder(self._steps, alike=alike)
+        train = self._request.loaders.get("train")
+        with generators_kept(train), quiet():
+            trial = trainer_like(self._trainer, self._make, **self._limits, verify=0, callbacks=[*savers, recorder])
+            trial.fit(copy_of(self._request.module, _NAME), train, datamodule=self._request.datamodule)
+        return recorder
+
+    def _followed(self, follower: Follower) -> Follower:
+        """Run the recorded steps on one device."""
+        request = self._request
+        module = copy_of(request.module, _NAME)
+        loader = recorded_loader(follower.recorded)
+        datamodule = None
+        if request.datamodule is not None:
+            datamodule = copy(request.datamodule)
+            datamodule.train_dataloader = lambda: loader
+        for owner in filter(None, (module, datamodule)):
+            # The recorded batches have gone through these hooks.
+            owner.on_before_batch_transfer = _same_batch
+            owner.on_after_batch_transfer = _same_batch
+        device = self._trainer.connected_strategy.root_device
+        with generators_kept(None), quiet(), warnings.catch_warnings():
+            # The user has seen them in the first run.
+            warnings.simplefilter("ignore")
+            trial = trainer_like(
+                self._trainer,
+                self._make,
+                **{**_WAYS, **self._limits},
+                strategy="single_device",
+                devices=[str(device)],
+                callbacks=[follower],
+            )
+            trial.fit(module, None if datamodule is not None else loader, datamodule=datamodule)
+        return follower
+
+
+def _same_batch(batch: Any, dataloader_idx: int) -> Any:
+    return batch
+
+
+def _computes(callback: Any) -> bool:
+    """Return True for a callback that changes how steps are computed, and writes nothing."""
+    return type(callback).__module__.startswith("equipoise.extensions.savers.")
