@@ -89,6 +89,7 @@ class EnsembleStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ensemble"
+    not_comparable: ClassVar[str] = "the members of an ensemble train from seeds of their own."
 
     def __init__(
         self,

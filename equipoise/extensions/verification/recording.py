@@ -16,6 +16,8 @@ from equipoise.tree import map_leaves
 __all__ = ["Batch", "Recorder", "Step", "on_cpu"]
 
 Tensors = dict[str, Tensor]
+# The scale of the loss in half precision.
+_SCALE = 256.0
 
 
 class Batch(NamedTuple):
@@ -28,6 +30,7 @@ class Batch(NamedTuple):
         loss: The mean loss, if there is one.
         logged: The values that are logged after it.
         length: Number of batches of the epoch.
+        is_last: Whether the epoch ends with it.
         generators: The random generators before it, in the main process.
     """
 
@@ -37,6 +40,7 @@ class Batch(NamedTuple):
     loss: Any
     logged: dict[str, float]
     length: float
+    is_last: bool
     generators: random_state.RandomState
 
 
@@ -76,6 +80,7 @@ class Recorder(Callback):
         self._stepped: set[int] = set()
         self._own: list[Batch] = []
         self._module: Any = None
+        self._last_state: Tensors = {}
         self.initial: Tensors = {}
         self.steps: list[Step] = []
         self.final: Tensors = {}
@@ -84,10 +89,17 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the state with which the run begins."""
         self._module = pl_module
-        self.initial = self._state(trainer)
+        self.initial = self._last_state = self._state(trainer)
+        scaler = trainer.precision_in_use.scaler
+        if scaler is not None:
+            # The usual one begins with overflows, whose steps are left out.
+            scaler.load_state_dict({**scaler.state_dict(), "scale": _SCALE})
 
     def _state(self, trainer: Any) -> Tensors:
+        """Return weights and buffers in the main process; all of them call this together."""
         state = trainer.strategy.portable.module_state(self._module)
+        if not trainer.is_global_zero:
+            return {}
         return {name: on_cpu(value) for name, value in state.items() if isinstance(value, Tensor)}
 
     def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,8 +122,9 @@ class Recorder(Callback):
                 if loss is None and isinstance(result.outputs, Tensor):
                     loss = result.outputs
                 length = trainer.num_training_batches
+                is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
                 epoch = trainer.current_epoch
-                self._own.append(Batch(epoch, copies, sizes, on_cpu(loss), {}, length, generators))
+                self._own.append(Batch(epoch, copies, sizes, on_cpu(loss), {}, length, is_last, generators))
             return result
 
         return recorded
@@ -133,7 +146,7 @@ class Recorder(Callback):
         gradients = trainer.strategy.portable.gradients([optimizer], window_is_open=True)
         by_name = {}
         for parameter, gradient in zip(optimizer_parameters(optimizer), gradients, strict=False):
-            by_name[names.get(id(parameter), "")] = on_cpu(gradient)
+            by_name[names.get(id(parameter), "")] = on_cpu(gradient) if trainer.is_global_zero else None
         self.steps.append(Step(self._number, self._state(trainer), by_name))
         self._stepped.add(self._number)
 
@@ -144,6 +157,11 @@ class Recorder(Callback):
             values[name] = float(value)
         if len(self._own) > self._number:
             self._own[-1] = self._own[-1]._replace(logged=values)
+        if trainer.global_step > len(self.steps):
+            # The optimiser has stepped in the backward.
+            self.steps.append(Step(self._number, self._last_state, {}))
+            self._last_state = self._state(trainer)
+            self._stepped.add(self._number)
         self._number += 1
         if len(self._stepped) >= self._count:
             trainer.should_stop = True

@@ -23,6 +23,7 @@ class RecordedLoader:
 
     def __init__(self, batches: Sequence[Sequence[Batch]]) -> None:
         self._epochs: list[list[Any]] = []
+        self._is_cut_off = not batches[-1][0].is_last
         epoch = None
         for together in batches:
             if together[0].epoch != epoch:
@@ -33,11 +34,12 @@ class RecordedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch."""
-        batches = self._epochs[min(self._next, len(self._epochs) - 1)]
+        batches = self._epochs[self._next]
         self._next += 1
         yield from batches
-        # The run ends before this one; the loop looks ahead to know the last batch.
-        yield batches[-1]
+        if self._is_cut_off and self._next == len(self._epochs):
+            # The run ends before this one; the loop looks ahead to know the last batch.
+            yield batches[-1]
 
 
 class _SizedLoader(RecordedLoader):
