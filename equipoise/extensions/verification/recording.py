@@ -80,6 +80,7 @@ class Recorder(Callback):
         self._stepped: set[int] = set()
         self._own: list[Batch] = []
         self._module: Any = None
+        self._names: dict[int, str] = {}
         self._last_state: Tensors = {}
         self.initial: Tensors = {}
         self.steps: list[Step] = []
@@ -89,6 +90,8 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the state with which the run begins."""
         self._module = pl_module
+        # Within a step, a strategy in shards gives the module other parameters than the optimiser.
+        self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         self.initial = self._last_state = self._state(trainer)
         scaler = trainer.precision_in_use.scaler
         if scaler is not None:
@@ -142,11 +145,10 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note weights and gradients before a step; all processes call this."""
-        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         gradients = trainer.strategy.portable.gradients([optimizer], window_is_open=True)
         by_name = {}
         for parameter, gradient in zip(optimizer_parameters(optimizer), gradients, strict=False):
-            by_name[names.get(id(parameter), "")] = on_cpu(gradient) if trainer.is_global_zero else None
+            by_name[self._names[id(parameter)]] = on_cpu(gradient) if trainer.is_global_zero else None
         self.steps.append(Step(self._number, self._state(trainer), by_name))
         self._stepped.add(self._number)
 
@@ -171,6 +173,7 @@ class Recorder(Callback):
         self.final = self._state(trainer)
         self.batches = trainer.strategy.processes.gather_objects(self._own)
         self._module = None
+        self._names = {}
         self._own = []
 
 

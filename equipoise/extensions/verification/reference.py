@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.extensions.verification.recording import Batch, Recorder, Step
 from equipoise.parallel.batches.gathering import gather
@@ -110,21 +110,19 @@ class Follower(Recorder):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         number = len(self.steps) - 1
         if number < len(self.recorded.steps):
-            _take_recorded(pl_module, optimizer, self.steps[-1], self.recorded.steps[number], self._tolerance)
+            self._take_recorded(optimizer, self.steps[-1], self.recorded.steps[number])
+
+    def _take_recorded(self, optimizer: Any, own: Step, recorded: Step) -> None:
+        allowed = self._tolerance.of_gradients(own.gradients.values())
+        for parameter in optimizer_parameters(optimizer):
+            name = self._names[id(parameter)]
+            gradient = recorded.gradients.get(name)
+            is_there = isinstance(gradient, Tensor) and parameter.grad is not None
+            if is_there and not gap_of(own.gradients[name], gradient, allowed):
+                parameter.grad.copy_(gradient)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End after the last recorded batch."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._number >= len(self.recorded.batches[0]):
             trainer.should_stop = True
-
-
-def _take_recorded(module: nn.Module, optimizer: Any, own: Step, recorded: Step, tolerance: Tolerance) -> None:
-    allowed = tolerance.of_gradients(own.gradients.values())
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for parameter in optimizer_parameters(optimizer):
-        name = names.get(id(parameter), "")
-        gradient = recorded.gradients.get(name)
-        is_there = isinstance(gradient, Tensor) and parameter.grad is not None
-        if is_there and not gap_of(own.gradients[name], gradient, allowed):
-            parameter.grad.copy_(gradient)

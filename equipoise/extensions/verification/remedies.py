@@ -18,7 +18,7 @@ _REMEDIES = {
 }
 _BY_HAND = (
     "In manual optimisation gradients are exchanged by `self.manual_backward(loss)`: call it in the place of"
-    " `loss.backward()`, torch.autograd.backward and torch.autograd.grad."
+    " `loss.backward()`, torch.autograd.backward and torch.autograd.grad, and clip by `self.clip_gradients`."
 )
 # Arguments of the Trainer that change how a step is computed.
 _WAYS = (
